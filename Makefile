@@ -1,0 +1,42 @@
+# One entry for people and for CI. `.venv/.installed` marks a finished install, so nothing is done twice.
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: install train test check format bench clean
+
+install: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@echo "flatout: installing into $(VENV) (first time: a few minutes)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PIP_INSTALL) torch
+	@$(PIP_INSTALL) -e ".[dev]"
+	@touch $@
+
+$(VENV)/.installed-bench: $(VENV)/.installed
+	@$(PIP_INSTALL) -e ".[bench]"
+	@touch $@
+
+train: install
+	@$(BIN)/flatout train CartPole-v1
+
+check: install
+	@$(BIN)/ruff format --check --quiet . || { echo "run 'make format'"; exit 1; }
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/mypy
+
+format: install
+	@$(BIN)/ruff format --quiet .
+	@$(BIN)/ruff check --quiet --fix .
+
+test: check
+	@$(BIN)/pytest -n 2
+
+bench: $(VENV)/.installed-bench
+	@$(BIN)/python -m benchmarks.returns
+	@$(BIN)/python -m benchmarks.lockstep
+
+clean:
+	rm -rf $(VENV) build *.egg-info .mypy_cache .pytest_cache .ruff_cache
