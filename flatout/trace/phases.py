@@ -18,6 +18,12 @@ class PhaseClock:
         self.current = "start"
         self._since = perf_counter()
 
+    def restart(self, seconds: dict[str, float]) -> None:
+        """Begin anew with what an earlier part of the same run has spent."""
+        self.seconds = dict(seconds)
+        self.current = "start"
+        self._since = perf_counter()
+
     def enter(self, phase: str) -> None:
         """End the running phase and begin `phase`."""
         now = perf_counter()

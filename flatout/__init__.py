@@ -1,0 +1,32 @@
+"""flatout: reinforcement learning with the accelerator flat out."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from flatout.agent import PPO, load
+    from flatout.algorithms.config import choose_batch_size
+    from flatout.errors import EnvError, FlatoutError
+
+__version__ = "0.1.0"
+__all__ = ["PPO", "EnvError", "FlatoutError", "choose_batch_size", "load"]
+
+_HOMES = {
+    "PPO": "agent",
+    "load": "agent",
+    "choose_batch_size": "algorithms.config",
+    "EnvError": "errors",
+    "FlatoutError": "errors",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import on first use: torch alone takes over a second, and `flatout --help` needs none of it."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'flatout' has no attribute {name!r}")
+    from importlib import import_module
+
+    value = getattr(import_module(f"flatout.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value

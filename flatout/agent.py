@@ -1,0 +1,330 @@
+"""PPO as users hold it: learn, predict, save, load, with Stable-Baselines3's conventions."""
+
+from __future__ import annotations
+
+import signal
+from datetime import datetime
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+
+from flatout.collect.evaluate import Evaluation, evaluate
+from flatout.collect.noise import ActionNoise
+from flatout.config import RunConfig, resolve
+from flatout.envs.check import EnvInfo, check
+from flatout.envs.make import EnvSource, env_factory
+from flatout.envs.spaces import ActionLayout, ObsLayout, space_from_json
+from flatout.errors import FlatoutError
+from flatout.executors.serial import SerialExecutor
+from flatout.hardware.machine import machine, resolve_device
+from flatout.learn.checkpoint import Checkpoint, CheckpointFolder
+from flatout.learn.checkpoint import read as read_checkpoint
+from flatout.learn.checkpoint import write as write_checkpoint
+from flatout.models.policy import build
+from flatout.pipeline.stop import StopRequest
+from flatout.recipes.presets import PRESETS, fitting_preset
+from flatout.recipes.tuned import TUNED
+from flatout.records.display import make_display
+from flatout.records.folder import RunFolder, default_run_name, write_json
+from flatout.records.recorder import Recorder
+from flatout.records.summary import summary_text
+from flatout.run import EVAL_SEED, Callback, Policy, Trainer, summarize, train
+
+
+class PPO:
+    """An agent and the settings it learns with.
+
+    `env` is a Gymnasium id, `module:Id`, `file.py:factory`, a gym.Env class or a function that makes one.
+    Settings are those of `flatout train --help`, with underscores. With `runs_dir` or `run_name` every
+    learn() keeps a run's folder.
+    """
+
+    def __init__(
+        self,
+        env: EnvSource | None = None,
+        preset: str | None = None,
+        *,
+        config_file: Path | None = None,
+        run_name: str | None = None,
+        runs_dir: str | Path | None = None,
+        overwrite: bool = False,
+        **settings: Any,
+    ) -> None:
+        began = perf_counter()
+        self._machine = machine()
+        self.device = resolve_device(str(settings.get("device", "auto")))
+        factory = env_factory(env, settings.get("env_kwargs")) if env is not None else None
+        name = factory.name if factory else None
+        if preset is not None:
+            settings["preset"] = preset
+        self.config = resolve(
+            name, settings, device=self.device, n_cores=self._machine.cores, file=config_file
+        )
+        self.device = resolve_device(self.config.device)
+        self._source: EnvSource = env if env is not None else self.config.env
+        if factory is None or self.config.env_kwargs != factory.kwargs:
+            factory = env_factory(self._source, self.config.env_kwargs)
+        self._env: EnvInfo | None = check(factory, seed=self.config.seed)
+        self.policy = _policy(self.config, self._env.observation_space, self._env.action_space, self.device)
+        self._mask_in_info = self._env.factory.mask_in_info
+        self._setup(None, run_name, runs_dir, overwrite)
+        self._startup_seconds = perf_counter() - began
+
+    def _setup(
+        self,
+        checkpoint: Checkpoint | None,
+        run_name: str | None = None,
+        runs_dir: str | Path | None = None,
+        overwrite: bool = False,
+    ) -> None:
+        self._run_name, self._runs_dir, self._overwrite = run_name, runs_dir, overwrite
+        self._checkpoint = checkpoint
+        self._trainer: Trainer | None = None
+        self._fresh_envs: list[int] = []
+        self._resume_notes: list[str] = []
+        self._folder: RunFolder | None = None
+        self._n_predictions = 0
+        self.summary: dict[str, Any] = {}
+        self.stop_signal: signal.Signals | None = None
+        """The signal that ended the last learn(), if one did."""
+
+    @classmethod
+    def from_checkpoint(cls, checkpoint: Checkpoint, env: EnvSource | None = None) -> PPO:
+        """The agent that a checkpoint describes; its env is made only when learning goes on."""
+        began = perf_counter()
+        agent = cls.__new__(cls)
+        agent._machine = machine()
+        try:
+            agent.config = RunConfig.from_json(checkpoint.state["config"], "checkpoint")
+            spaces = [
+                space_from_json(checkpoint.state[f"{kind}_space"]) for kind in ("observation", "action")
+            ]
+            agent._mask_in_info = bool(checkpoint.state["mask_in_info"])
+        except KeyError as error:
+            raise FlatoutError(f"this checkpoint lacks {error}; it was not written by flatout") from error
+        agent.device = resolve_device(agent.config.device)
+        agent._source, agent._env = env if env is not None else agent.config.env, None
+        agent.policy = _policy(agent.config, spaces[0], spaces[1], agent.device)
+        _load_model(agent.policy, checkpoint)
+        agent._setup(checkpoint)
+        agent._startup_seconds = perf_counter() - began
+        return agent
+
+    def learn(
+        self,
+        total_timesteps: int | None = None,
+        callback: Callback | None = None,
+        progress_bar: bool = False,
+    ) -> PPO:
+        """Learn for `total_timesteps` more env steps, or to the configured total; returns the agent.
+
+        `callback(progress)` is called after each iteration; returning False stops.
+        """
+        began = perf_counter()
+        trainer = self._started()
+        until = (
+            self.config.timesteps if total_timesteps is None else trainer.state.env_steps + total_timesteps
+        )
+        self._claim_folder()
+        display = make_display(quiet=not progress_bar, phase=lambda: trainer.clock.current)
+        resume_at = trainer.state.env_steps or None
+        recorder = Recorder(display, self._folder, resume_at)
+        display.start(self.header())
+        stop = StopRequest()
+        startup = self._startup_seconds + perf_counter() - began
+        try:
+            status = train(
+                trainer,
+                until=until,
+                recorder=recorder,
+                callback=callback,
+                n_cores=self._machine.cores,
+                stop=stop,
+            )
+        except BaseException as error:
+            status = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
+            self._finish(trainer, recorder, status, startup, " ".join(str(error).split()))
+            raise
+        self._finish(trainer, recorder, status, startup, None)
+        self.stop_signal = stop.signal
+        return self
+
+    def predict(
+        self,
+        observation: Any,
+        state: Any = None,
+        episode_start: Any = None,
+        deterministic: bool = False,
+        action_masks: Any = None,
+    ) -> tuple[Any, Any]:
+        """The action for one observation or a batch of them, and the state as it came in."""
+        del episode_start  # of recurrent policies, kept for Stable-Baselines3's callers
+        policy = self.policy
+        if self._mask_in_info and not (isinstance(observation, dict) and "action_mask" in observation):
+            observation = self._with_mask(observation, action_masks)
+        elif action_masks is not None:
+            raise FlatoutError("this agent's env gives no action masks; leave action_masks out")
+        leaves, single = policy.obs.batch(observation)
+        obs = tuple(torch.from_numpy(leaf).to(policy.device) for leaf in leaves)
+        with torch.inference_mode():
+            if deterministic:
+                rows = policy.model.mode(obs)
+            else:
+                rows, _ = policy.model.sample(obs, self._prediction_noise(len(leaves[0])))
+            actions = policy.action.to_env(policy.model.head.to_action(rows).cpu().numpy())
+        return (actions[0] if single else actions), state
+
+    def evaluate(
+        self, n_episodes: int = 100, *, deterministic: bool = True, seed: int | None = None
+    ) -> Evaluation:
+        """Play whole episodes in envs of its own."""
+        seed = self.config.seed + EVAL_SEED if seed is None else seed
+        executor = SerialExecutor(
+            self._env_info().factory, min(n_episodes, 10), self.policy.obs, seed, replayable=False
+        )
+        try:
+            return evaluate(
+                executor,
+                self.policy.model,
+                self.policy.action,
+                n_episodes=n_episodes,
+                device=self.policy.device,
+                seed=seed,
+                deterministic=deterministic,
+            )
+        finally:
+            executor.close()
+
+    def save(self, path: str | Path) -> None:
+        """Write the agent, with everything that learning on needs, to one file."""
+        if self._trainer is None and self._checkpoint is not None:
+            checkpoint = self._checkpoint
+        else:
+            checkpoint = self._started().checkpoint()
+        write_checkpoint(Path(path), checkpoint)
+
+    def report(self) -> str:
+        """Where the time of the last learn() went, in a few lines."""
+        return summary_text(self.summary) if self.summary else "nothing learned yet: call learn() first"
+
+    def header(self) -> list[str]:
+        """What a person should know before the run begins."""
+        config = self.config
+        source = config.preset or ("tuned for this env" if _is_tuned(config) else "auto")
+        lines = [
+            f"{config.env} · {config.algo.upper()} · settings: {source} · {self.device} "
+            f"({self._machine.cores} cores) · seed {config.seed}",
+            config.arithmetic(),
+        ]
+        if self._folder is not None:
+            lines.append(f"run folder: {self._folder.path}")
+        return lines + [f"note: {note}" for note in self._notes()]
+
+    def _notes(self) -> list[str]:
+        notes = [*(self._env.warnings if self._env else ()), *self._resume_notes]
+        if self._fresh_envs:
+            notes.append(
+                f"{len(self._fresh_envs)} of {self.config.n_envs} envs could not be replayed to where they "
+                "stood and began a new episode"
+            )
+        preset, n_cores = self.config.preset, self._machine.cores
+        if preset in PRESETS and PRESETS[preset].n_cores > n_cores:
+            notes.append(
+                f"preset {preset} wants {PRESETS[preset].n_cores} cores, this machine has {n_cores}; "
+                f"--preset {fitting_preset(n_cores)} fits"
+            )
+        return notes
+
+    def _env_info(self) -> EnvInfo:
+        if self._env is None:
+            info = check(env_factory(self._source, self.config.env_kwargs), seed=self.config.seed)
+            for kind, known in (("observation", self.policy.obs), ("action", self.policy.action)):
+                if getattr(info, f"{kind}_space") != known.space:
+                    raise FlatoutError(f"the env's {kind} space is not the one this agent was trained with")
+            self._env = info
+        return self._env
+
+    def _started(self) -> Trainer:
+        if self._trainer is None:
+            trainer = Trainer(self.config, self._env_info(), self.policy)
+            self._fresh_envs = trainer.start(self._checkpoint)
+            self._trainer = trainer
+        return self._trainer
+
+    def resume_into(self, folder: RunFolder, notes: list[str]) -> None:
+        """Let the next learn() go on in a run's existing folder, and say the notes at its start."""
+        self._folder, self._resume_notes = folder, notes
+
+    def _claim_folder(self) -> None:
+        if self._folder is None and (self._run_name or self._runs_dir):
+            config = self.config
+            name = self._run_name or default_run_name(config.env, config.algo, config.seed, datetime.now())
+            self._folder = RunFolder.create(Path(self._runs_dir or "runs"), name, self._overwrite)
+        if self._folder is not None:
+            write_json(self._folder.config, self.config.to_json())
+            write_json(self._folder.system, self._machine.to_json())
+
+    def _finish(
+        self, trainer: Trainer, recorder: Recorder, status: str, startup: float, error: str | None
+    ) -> None:
+        self.summary = summarize(
+            trainer, status=status, device=self.device, startup_seconds=startup, error=error
+        )
+        folder = self._folder
+        if folder is not None and trainer.state.iteration == 0:
+            recorder.close()
+            folder.discard()
+            self._folder = None
+        elif folder is not None:
+            recorder.save(trainer.checkpoint, trainer.state.env_steps)
+            recorder.close()
+            write_json(folder.summary, self.summary)
+            folder.settle()
+        recorder.display.stop()
+
+    def _with_mask(self, observation: Any, masks: Any) -> dict[str, Any]:
+        """The observation as the mask wrapper gives it; without a mask everything is allowed."""
+        space = self.policy.obs.space["obs"]  # type: ignore[index]
+        shape = np.shape(observation) if space.shape is not None else ()
+        lead = shape[: len(shape) - len(space.shape or ())]
+        n_logits = self.policy.action.n_logits
+        mask = np.ones((*lead, n_logits), np.int8) if masks is None else np.asarray(masks, np.int8)
+        return {"obs": observation, "action_mask": mask}
+
+    def _prediction_noise(self, n_rows: int) -> torch.Tensor:
+        self._n_predictions += 1
+        noise = ActionNoise(self.policy.action, np.arange(n_rows), self.config.seed)
+        return noise.draw(self._n_predictions, 1)[0].to(self.policy.device)
+
+
+def load(path: str | Path, env: EnvSource | None = None) -> PPO:
+    """The agent in a file that `save` wrote, in a checkpoint, or in a run's folder (its newest)."""
+    path = Path(path)
+    if path.is_dir():
+        _, checkpoint, _ = CheckpointFolder(RunFolder.open(path).checkpoints).newest()
+    else:
+        checkpoint = read_checkpoint(path)
+    return PPO.from_checkpoint(checkpoint, env)
+
+
+def _policy(config: RunConfig, observation_space: Any, action_space: Any, device: str) -> Policy:
+    obs, action = ObsLayout(observation_space), ActionLayout(action_space)
+    model = build(obs, action, config.network, config.seed).to(device)
+    return Policy(model=model, obs=obs, action=action, device=torch.device(device))
+
+
+def _load_model(policy: Policy, checkpoint: Checkpoint) -> None:
+    tensors = {n[6:]: t for n, t in checkpoint.tensors.items() if n.startswith("model.")}
+    try:
+        policy.model.load_state_dict(tensors)
+    except RuntimeError as error:
+        raise FlatoutError(
+            "this checkpoint's parameters do not fit its own settings; it is damaged"
+        ) from error
+
+
+def _is_tuned(config: RunConfig) -> bool:
+    return config.preset is None and config.env in TUNED

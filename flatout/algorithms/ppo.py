@@ -1,0 +1,121 @@
+"""Proximal policy optimisation (Schulman et al. 2017): advantages, loss and its metrics.
+
+Comes in: tensors of one rollout. Goes out: a loss to differentiate. No env, no I/O, no host sync.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flatout.algorithms.config import PPOConfig
+from flatout.algorithms.returns import gae
+from flatout.models.policy import ActorCritic
+
+METRICS = (
+    "train/loss",
+    "train/policy_gradient_loss",
+    "train/value_loss",
+    "train/entropy_loss",
+    "train/approx_kl",
+    "train/clip_fraction",
+)
+"""What each entry of the loss's metrics vector is, under Stable-Baselines3's names."""
+KL = METRICS.index("train/approx_kl")
+
+
+@dataclass(frozen=True, slots=True)
+class Transitions:
+    """A rollout as tensors on the learner's device; T time steps, N envs."""
+
+    obs_tn: tuple[Tensor, ...]
+    action_tn: Tensor
+    log_prob_tn: Tensor
+    reward_tn: Tensor
+    terminated_tn: Tensor
+    truncated_tn: Tensor
+    last_obs_n: tuple[Tensor, ...]
+    final_obs: tuple[Tensor, ...]
+    """Last observations of the truncated episodes, one row each."""
+    final_index: Tensor
+    """Their places t · N + n."""
+
+
+@dataclass(frozen=True, slots=True)
+class Minibatch:
+    """Rows to learn from, in any order."""
+
+    obs: tuple[Tensor, ...]
+    action: Tensor
+    log_prob: Tensor
+    advantage: Tensor
+    returns: Tensor
+    value: Tensor
+
+    def take(self, index: Tensor | slice) -> Minibatch:
+        """The rows named by the index."""
+        rest = (self.action, self.log_prob, self.advantage, self.returns, self.value)
+        return Minibatch(tuple(leaf[index] for leaf in self.obs), *(x[index] for x in rest))
+
+
+@torch.no_grad()
+def advantages(model: ActorCritic, data: Transitions, config: PPOConfig) -> Minibatch:
+    """Values of the whole rollout by the current critic, in one pass, and GAE; time and env flattened."""
+    n_steps, n_envs = data.reward_tn.shape
+    n_rows = n_steps * n_envs
+    flat_obs = tuple(leaf.flatten(0, 1) for leaf in data.obs_tn)
+    value_tn = model.value(flat_obs).view(n_steps, n_envs)
+    tail = tuple(
+        torch.cat([last, final]) for last, final in zip(data.last_obs_n, data.final_obs, strict=True)
+    )
+    tail_value = model.value(tail)
+    next_value = torch.cat([value_tn[1:].reshape(-1), tail_value[:n_envs]])
+    next_value = next_value.index_copy(0, data.final_index, tail_value[n_envs:])
+    advantage_tn = gae(
+        data.reward_tn,
+        value_tn,
+        next_value.view(n_steps, n_envs),
+        data.terminated_tn,
+        data.truncated_tn,
+        gamma=config.gamma,
+        gae_lambda=config.gae_lambda,
+    )
+    return Minibatch(
+        obs=flat_obs,
+        action=data.action_tn.reshape(n_rows, -1),
+        log_prob=data.log_prob_tn.reshape(-1),
+        advantage=advantage_tn.reshape(-1),
+        returns=(advantage_tn + value_tn).reshape(-1),
+        value=value_tn.reshape(-1),
+    )
+
+
+def loss(
+    model: ActorCritic, batch: Minibatch, clip_range: Tensor, config: PPOConfig
+) -> tuple[Tensor, Tensor]:
+    """PPO's loss of one minibatch, and its METRICS as one vector."""
+    log_prob, entropy, value = model.evaluate(batch.obs, batch.action)
+    advantage = batch.advantage
+    if config.normalize_advantage and len(advantage) > 1:
+        advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
+
+    log_ratio = log_prob - batch.log_prob
+    ratio = log_ratio.exp()
+    clipped = ratio.clamp(1 - clip_range, 1 + clip_range)
+    policy_loss = -torch.minimum(ratio * advantage, clipped * advantage).mean()
+
+    if config.clip_range_vf is not None:
+        moved = (value - batch.value).clamp(-config.clip_range_vf, config.clip_range_vf)
+        value = batch.value + moved
+    value_loss = (value - batch.returns).square().mean()
+    entropy_loss = -entropy.mean()
+    total = policy_loss + config.ent_coef * entropy_loss + config.vf_coef * value_loss
+
+    with torch.no_grad():
+        # Low-variance, never negative estimate: http://joschu.net/blog/kl-approx.html
+        approx_kl = ((ratio - 1) - log_ratio).mean()
+        clip_fraction = ((ratio - 1).abs() > clip_range).float().mean()
+    parts = (total, policy_loss, value_loss, entropy_loss, approx_kl, clip_fraction)
+    return total, torch.stack([part.detach() for part in parts])

@@ -1,0 +1,42 @@
+"""Returns and advantages as parallel scans: log2(T) vector operations, on any device, no host sync.
+
+Shapes: T time steps, N envs.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def discounted_scan(x_tn: Tensor, decay_tn: Tensor) -> Tensor:
+    """Solves y[t] = x[t] + decay[t] · y[t+1] with y[T] = 0, by doubling (Hillis and Steele 1986)."""
+    y, decay = x_tn, decay_tn
+    n_steps, reach = len(x_tn), 1
+    while reach < n_steps:
+        head = n_steps - reach
+        y = torch.cat([y[:head] + decay[:head] * y[reach:], y[head:]])
+        decay = torch.cat([decay[:head] * decay[reach:], decay[head:] * 0])
+        reach *= 2
+    return y
+
+
+def gae(
+    reward_tn: Tensor,
+    value_tn: Tensor,
+    next_value_tn: Tensor,
+    terminated_tn: Tensor,
+    truncated_tn: Tensor,
+    *,
+    gamma: float,
+    gae_lambda: float,
+) -> Tensor:
+    """Generalised advantage estimates (Schulman et al. 2016).
+
+    `next_value` is the value of the observation that followed, the final one where an episode was
+    truncated. A terminated step has no future; both kinds of end cut the sum over later steps.
+    """
+    alive = (~terminated_tn).to(reward_tn.dtype)
+    goes_on = (~(terminated_tn | truncated_tn)).to(reward_tn.dtype)
+    delta = reward_tn + gamma * next_value_tn * alive - value_tn
+    return discounted_scan(delta, gamma * gae_lambda * goes_on)

@@ -1,0 +1,47 @@
+"""`flatout evaluate RUN`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from flatout.cli.parser import Parser
+from flatout.cli.resume import run_path
+from flatout.errors import FlatoutError
+
+
+def run(argv: Sequence[str]) -> int:
+    """Parse, play, print; returns the exit code."""
+    parser = Parser(
+        prog="flatout evaluate", description="Mean return of a trained agent over whole episodes."
+    )
+    parser.add_argument("run", metavar="RUN", help="a run's folder or name, or a .flatout file")
+    parser.add_argument(
+        "--runs-dir", type=Path, default=Path("runs"), metavar="DIR", help="where runs are kept"
+    )
+    parser.add_argument("--episodes", type=int, default=100, metavar="N", help="episodes to play (100)")
+    parser.add_argument("--seed", type=int, metavar="N", help="seed of the episodes; never a training one")
+    parser.add_argument("--best", action="store_true", help="the best checkpoint instead of the newest")
+    parser.add_argument("--stochastic", action="store_true", help="draw actions instead of the likeliest")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    args = parser.parse(argv)
+    if args.episodes < 1:
+        raise FlatoutError(f"--episodes is {args.episodes}; it must be at least 1")
+    path = run_path(args.run, args.runs_dir)
+    if args.best:
+        path = path / "checkpoints" / "best.flatout"
+
+    from flatout.agent import load
+
+    agent = load(path)
+    result = agent.evaluate(args.episodes, deterministic=not args.stochastic, seed=args.seed)
+    if args.json:
+        keys = {"return_mean": result.return_mean, "return_std": result.return_std}
+        print(json.dumps(keys | {"length_mean": result.length_mean, "episodes": len(result.returns)}))
+    else:
+        print(
+            f"{agent.config.env}: return {result.return_mean:,.1f} ± {result.return_std:,.1f} over "
+            f"{len(result.returns)} episodes, {result.length_mean:,.1f} steps each"
+        )
+    return 0

@@ -1,0 +1,81 @@
+"""Argument parsing with one-line errors: argparse, made to name the nearest valid choice."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from flatout.config import RunConfig
+from flatout.errors import FlatoutError, did_you_mean
+from flatout.fields import Field, leaves
+
+SECTIONS = {None: "the run", "ppo": "PPO", "network": "the network"}
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser whose every complaint is a FlatoutError of one line."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(allow_abbrev=False, formatter_class=_Formatter, **kwargs)
+
+    def error(self, message: str) -> NoReturn:
+        raise FlatoutError(message)
+
+    def parse(self, argv: Sequence[str]) -> argparse.Namespace:
+        """The parsed arguments; an unknown flag is refused with the nearest one."""
+        args, unknown = self.parse_known_args(argv)
+        if unknown:
+            word = unknown[0].split("=")[0]
+            if word.startswith("-"):
+                raise FlatoutError(f"unknown flag {word}{did_you_mean(word, self._option_string_actions)}")
+            raise FlatoutError(f"unexpected argument {word!r}")
+        return args
+
+
+class _Formatter(argparse.HelpFormatter):
+    """Help in one column layout, wide enough for the longest flags."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=34, width=100)
+
+
+def add_settings(parser: Parser) -> None:
+    """A flag for every setting of a run, with its docstring as help; absent ones are not set."""
+    groups = {section: parser.add_argument_group(title) for section, title in SECTIONS.items()}
+    for field in leaves(RunConfig):
+        if field.name != "env":
+            _add_flag(groups[field.section], field)
+
+
+def settings(args: argparse.Namespace) -> dict[str, Any]:
+    """The settings that were given, by name, as text or JSON."""
+    given = {f.name: getattr(args, f.name) for f in leaves(RunConfig) if f.name != "env" and f.name in args}
+    if isinstance(given.get("env_kwargs"), str):
+        try:
+            given["env_kwargs"] = json.loads(given["env_kwargs"])
+        except ValueError as error:
+            raise FlatoutError(f"--env-kwargs is not JSON: {error}") from error
+    return given
+
+
+def _add_flag(group: argparse._ArgumentGroup, field: Field) -> None:
+    text = field.help.replace("%", "%%")
+    if field.type is bool:
+        group.add_argument(
+            field.flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text
+        )
+        return
+    group.add_argument(field.flag, metavar=_metavar(field), default=argparse.SUPPRESS, help=text)
+
+
+def _metavar(field: Field) -> str:
+    if field.name == "batch_size":
+        return "N|auto"
+    if field.choices:
+        return "|".join(field.choices)
+    text = str(field.type)
+    if "tuple" in text:
+        return "N,N,…"
+    return "JSON" if "dict" in text else "TEXT" if field.type is str else "N" if "int" in text else "X"

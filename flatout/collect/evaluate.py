@@ -1,0 +1,74 @@
+"""Mean return of a policy over whole episodes, in envs of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from flatout.collect.noise import ActionNoise
+from flatout.envs.spaces import ActionLayout
+from flatout.executors.base import Episode, Executor, step
+from flatout.models.policy import ActorCritic
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """Returns and lengths of the evaluated episodes."""
+
+    returns: tuple[float, ...]
+    lengths: tuple[int, ...]
+
+    @property
+    def return_mean(self) -> float:
+        """Mean return."""
+        return float(np.mean(self.returns))
+
+    @property
+    def return_std(self) -> float:
+        """Deviation of the returns."""
+        return float(np.std(self.returns))
+
+    @property
+    def length_mean(self) -> float:
+        """Mean episode length in env steps."""
+        return float(np.mean(self.lengths))
+
+
+@torch.inference_mode()
+def evaluate(
+    executor: Executor,
+    model: ActorCritic,
+    layout: ActionLayout,
+    *,
+    n_episodes: int,
+    device: torch.device,
+    seed: int,
+    deterministic: bool = True,
+    on_episode: Callable[[int], None] | None = None,
+) -> Evaluation:
+    """Play `n_episodes` from fresh resets; each env plays a fixed share, so short ones are not favoured."""
+    n_envs = executor.n_envs
+    quota = [n_episodes // n_envs + (i < n_episodes % n_envs) for i in range(n_envs)]
+    noise = ActionNoise(layout, np.arange(n_envs), seed)
+    now = executor.reset()
+    episodes: list[Episode] = []
+    t = 0
+    while len(episodes) < n_episodes:
+        obs = tuple(torch.from_numpy(leaf).to(device) for leaf in now.obs)
+        if deterministic:
+            rows = model.mode(obs)
+        else:
+            rows, _ = model.sample(obs, noise.draw(t, 1)[0].to(device))
+        actions = layout.to_env(model.head.to_action(rows).cpu().numpy())
+        now = step(executor, actions, now.env_ids)
+        t += 1
+        for episode in now.ended:
+            if quota[episode.env_id] > 0:
+                quota[episode.env_id] -= 1
+                episodes.append(episode)
+                if on_episode is not None:
+                    on_episode(len(episodes))
+    return Evaluation(tuple(e.total_reward for e in episodes), tuple(e.length for e in episodes))

@@ -1,0 +1,196 @@
+"""RunConfig: everything that decides what a run does, made of the parts' own configs; JSON in and out.
+
+Resolved from, in this order: the env's recipe or the preset, a config file, the user's own settings.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from flatout.algorithms.config import PPOConfig, choose_batch_size, nearest_batch_sizes
+from flatout.errors import FlatoutError
+from flatout.fields import Field, convert, flag, flatten_json, leaves, to_json
+from flatout.fields import replace as replace_leaves
+from flatout.models.config import NetworkConfig
+from flatout.recipes.presets import PRESETS, auto
+from flatout.recipes.recipe import Recipe
+from flatout.recipes.tuned import TUNED
+
+AUTO_BATCH = {"cpu": 256, "cuda": 2048}
+"""What `--batch-size auto` aims at, by kind of device."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunConfig:
+    """The complete settings of a run."""
+
+    env: str
+    """A Gymnasium id, module:Id, or file.py:factory."""
+    env_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Keywords for the env's constructor, as JSON."""
+    algo: Literal["ppo", "dqn"] = "ppo"
+    """Algorithm."""
+    preset: Literal["auto", "cpu", "gpu", "fast", "heavy", "beast", "max"] | None = None
+    """Where settings come from that are not given; none: the env's recipe if it has one, else auto."""
+    timesteps: int
+    """Env steps to train for, over all envs together."""
+    n_envs: int
+    """Envs that run at once."""
+    seed: int = 0
+    """The same seed gives the same run."""
+    executor: Literal["auto", "serial", "process", "thread", "async", "batched", "ray"] = "auto"
+    """How envs are run."""
+    overlap: Literal["auto", "on", "off"] = "auto"
+    """Collect the next rollout while learning from this one."""
+    device: str = "auto"
+    """auto, cpu, cuda or cuda:1."""
+    precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = "auto"
+    """Number format of the update."""
+    compile: Literal["auto", "on", "off"] = "auto"
+    """Compile the update."""
+    target_return: float | None = None
+    """Stop when the mean return of the last 100 episodes reaches this."""
+    eval_every: int = 0
+    """Evaluate the deterministic policy every so many env steps; 0: never."""
+    eval_episodes: int = 20
+    """Episodes of each such evaluation."""
+    checkpoint_every: int = 100_000
+    """Save a checkpoint every so many env steps; 0: only at the end."""
+    ppo: PPOConfig
+    """PPO's settings."""
+    network: NetworkConfig
+    """The network's settings."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("timesteps", 1), ("n_envs", 1), ("eval_episodes", 1), ("seed", 0)):
+            _at_least(name, getattr(self, name), least)
+        for name in ("eval_every", "checkpoint_every"):
+            _at_least(name, getattr(self, name), 0)
+        for name, (usable, missing) in _NOT_YET.items():
+            value = getattr(self, name)
+            if value in missing:
+                raise FlatoutError(f"{flag(name)} {value} is not in this version yet; use {usable}")
+        total, batch = self.total_batch, self.ppo.batch_size
+        if total % batch:
+            near = " or ".join(map(str, nearest_batch_sizes(total, batch)))
+            raise FlatoutError(
+                f"--batch-size {batch} does not divide the rollout of {self.n_envs} envs x "
+                f"{self.ppo.n_steps} steps = {total}; the nearest that do are {near}"
+            )
+
+    @property
+    def total_batch(self) -> int:
+        """Transitions in one rollout."""
+        return self.n_envs * self.ppo.n_steps
+
+    def arithmetic(self) -> str:
+        """The batch arithmetic in one line."""
+        n_minibatches = self.total_batch // self.ppo.batch_size
+        return (
+            f"{self.n_envs} envs × {self.ppo.n_steps} steps = {self.total_batch:,} total batch, "
+            f"{n_minibatches} minibatches of {self.ppo.batch_size} × {self.ppo.n_epochs} epochs "
+            f"= {n_minibatches * self.ppo.n_epochs} updates per iteration"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Nested plain data that `from_json` takes back."""
+        return to_json(self)
+
+    @staticmethod
+    def from_json(data: Any, source: str) -> RunConfig:
+        """A complete config from what `to_json` gave."""
+        values = flatten_json(RunConfig, data, source)
+        missing = [f.name for f in leaves(RunConfig) if f.name not in values]
+        if missing:
+            raise FlatoutError(f"{source}: lacks {', '.join(missing[:3])}; it is not a complete config")
+        blank = RunConfig(env="", timesteps=1, n_envs=256, ppo=PPOConfig(), network=NetworkConfig())
+        return _replace(blank, values)
+
+
+_NOT_YET: dict[str, tuple[str, tuple[str, ...]]] = {
+    "algo": ("ppo", ("dqn",)),
+    "executor": ("auto or serial", ("process", "thread", "async", "batched", "ray")),
+    "overlap": ("auto or off", ("on",)),
+    "precision": ("auto or fp32", ("tf32", "bf16", "fp16")),
+    "compile": ("auto or off", ("on",)),
+}
+"""Settings whose feature is still to come: refused, never ignored."""
+
+
+def resolve(
+    env: str | None,
+    settings: Mapping[str, Any],
+    *,
+    device: str,
+    n_cores: int,
+    file: Path | None = None,
+) -> RunConfig:
+    """The complete config for an env, from its recipe or preset, a config file and the user's settings."""
+    given = dict(settings)
+    if file is not None:
+        given = read_file(file) | given
+    env = env or given.get("env")
+    if not env:
+        raise FlatoutError("no env given; name one, such as CartPole-v1")
+    given["env"] = env
+    recipe = _recipe(env, given.get("preset"), device, n_cores)
+    config = RunConfig(
+        env=env, timesteps=recipe.timesteps, n_envs=recipe.n_envs, ppo=recipe.ppo, network=recipe.network
+    )
+    return _replace(config, _with_batch_size(given, recipe, device))
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """The settings in a JSON config file, by name."""
+    try:
+        data = json.loads(path.read_text())
+    except OSError as error:
+        raise FlatoutError(f"--config {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise FlatoutError(f"--config {path} is not JSON: {error}") from error
+    return flatten_json(RunConfig, data, f"--config {path}")
+
+
+def _recipe(env: str, preset: Any, device: str, n_cores: int) -> Recipe:
+    if preset is None:
+        return TUNED[env]() if env in TUNED else auto(device, n_cores)
+    known = next(f for f in leaves(RunConfig) if f.name == "preset")
+    preset = convert(replace_type(known), preset)
+    return auto(device, n_cores) if preset == "auto" else PRESETS[preset]
+
+
+def replace_type(preset: Field) -> Field:
+    """The preset's field without its None, so that errors list the names alone."""
+    literal = next(a for a in preset.type.__args__ if a is not type(None))
+    return replace(preset, type=literal)
+
+
+def _with_batch_size(given: dict[str, Any], recipe: Recipe, device: str) -> dict[str, Any]:
+    """A batch size of the recipe, or `auto`, becomes the nearest that divides; an explicit one stays."""
+    by_name = {f.name: f for f in leaves(RunConfig)}
+
+    def number(name: str, default: int) -> int:
+        return int(convert(by_name[name], given[name])) if name in given else default
+
+    total = number("n_envs", recipe.n_envs) * number("n_steps", recipe.ppo.n_steps)
+    wanted = given.get("batch_size")
+    if wanted == "auto":
+        return given | {"batch_size": choose_batch_size(max(total, 1), AUTO_BATCH[device.split(":")[0]])}
+    if wanted is None and total >= 1:
+        return given | {"batch_size": choose_batch_size(total, recipe.ppo.batch_size)}
+    return given
+
+
+def _replace(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
+    """All changes at once, so that no half-changed config is ever checked."""
+    out: RunConfig = replace_leaves(config, values)
+    return out
+
+
+def _at_least(name: str, value: int, least: int) -> None:
+    if value < least:
+        raise FlatoutError(f"{flag(name)} is {value}; it must be at least {least}")

@@ -1,0 +1,211 @@
+"""The leaves of nested config dataclasses: their names, types and help, and values made to fit them.
+
+One conversion serves command line text, JSON and Python keywords, so all three refuse the same things
+in the same words.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import math
+import textwrap
+import types
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from flatout.errors import FlatoutError, did_you_mean
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Field:
+    """One leaf of a config: `section` names the nested config that holds it, if any."""
+
+    name: str
+    section: str | None
+    type: Any
+    help: str
+
+    @property
+    def flag(self) -> str:
+        """Its command line flag."""
+        return flag(self.name)
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The words it may take, if it takes words."""
+        return tuple(a for a in get_args(self.type) if isinstance(a, str)) if _is_literal(self.type) else ()
+
+
+def flag(name: str) -> str:
+    """`n_envs` → `--n-envs`."""
+    return "--" + name.replace("_", "-")
+
+
+def leaves(config: type[Any], section: str | None = None) -> Iterator[Field]:
+    """Every leaf field of a config dataclass, nested ones included; names are unique across sections."""
+    hints, helps = get_type_hints(config), _docstrings(config)
+    for field in dataclasses.fields(config):
+        kind = hints[field.name]
+        if dataclasses.is_dataclass(kind):
+            assert isinstance(kind, type)
+            yield from leaves(kind, field.name)
+        else:
+            yield Field(field.name, section, kind, helps.get(field.name, ""))
+
+
+def replace(config: Any, values: Mapping[str, Any]) -> Any:
+    """A copy of `config` with the given leaves changed; unknown names are refused with the nearest."""
+    known = {field.name: field for field in leaves(type(config))}
+    changes: dict[str, Any] = {}
+    nested: dict[str, dict[str, Any]] = {}
+    for name, value in values.items():
+        if name not in known:
+            raise FlatoutError(f"unknown setting {name!r}{did_you_mean(name, known)}")
+        field = known[name]
+        target = changes if field.section is None else nested.setdefault(field.section, {})
+        target[name] = convert(field, value)
+    for section, part in nested.items():
+        changes[section] = dataclasses.replace(getattr(config, section), **part)
+    return dataclasses.replace(config, **changes)
+
+
+def to_json(config: Any) -> dict[str, Any]:
+    """Nested plain data, complete."""
+    return dataclasses.asdict(config)
+
+
+def flatten_json(config: type[Any], data: Any, source: str) -> dict[str, Any]:
+    """The leaves in nested JSON; unknown keys are refused with the nearest."""
+    if not isinstance(data, dict):
+        raise FlatoutError(f"{source}: expected a JSON object of settings")
+    sections: dict[str | None, list[str]] = {}
+    for field in leaves(config):
+        sections.setdefault(field.section, []).append(field.name)
+    out: dict[str, Any] = {}
+    for key, value in data.items():
+        if key in sections[None]:
+            out[key] = value
+        elif key in sections and isinstance(value, dict):
+            for name in value:
+                if name not in sections[key]:
+                    near = did_you_mean(name, sections[key])
+                    raise FlatoutError(f"{source}: unknown key '{key}.{name}'{near}")
+            out |= value
+        else:
+            near = did_you_mean(key, [*sections[None], *(s for s in sections if s)])
+            raise FlatoutError(f"{source}: unknown key {key!r}{near}")
+    return out
+
+
+def convert(field: Field, value: Any) -> Any:
+    """`value` as the field's type, or a one-line error that names the flag."""
+    try:
+        return _convert(field.type, value)
+    except (ValueError, TypeError):
+        pass
+    text = ",".join(map(str, value)) if isinstance(value, list | tuple) else value
+    if field.choices:
+        near = did_you_mean(str(value), field.choices)
+        raise FlatoutError(f"{field.flag} is {text!r}; it must be one of {', '.join(field.choices)}{near}")
+    raise FlatoutError(f"{field.flag} is {text!r}; it must be {_wanted(field.type)}")
+
+
+def _convert(kind: Any, value: Any) -> Any:
+    if _is_optional(kind):
+        if value is None or (isinstance(value, str) and value.lower() == "none"):
+            return None
+        return _convert(next(a for a in get_args(kind) if a is not type(None)), value)
+    if _is_literal(kind):
+        if value in get_args(kind):
+            return value
+        raise ValueError
+    if get_origin(kind) is Union or isinstance(kind, types.UnionType):
+        return _convert_union(get_args(kind), value)
+    if get_origin(kind) is tuple:
+        items = value.split(",") if isinstance(value, str) else value
+        return tuple(_convert(get_args(kind)[0], item) for item in items)
+    if kind is bool:
+        return _to_bool(value)
+    if kind is int:
+        return _to_int(value)
+    if kind is float:
+        return _to_float(value)
+    if get_origin(kind) is dict:
+        if not isinstance(value, Mapping):
+            raise ValueError
+        return dict(value)
+    if kind is str and isinstance(value, str):
+        return value
+    raise ValueError
+
+
+def _convert_union(kinds: tuple[Any, ...], value: Any) -> Any:
+    for kind in kinds:
+        try:
+            return _convert(kind, value)
+        except (ValueError, TypeError):
+            continue
+    raise ValueError
+
+
+def _to_bool(value: Any) -> bool:
+    words = {"true": True, "false": False}
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, str) and value.lower() in words:
+        return words[value.lower()]
+    raise ValueError
+
+
+def _to_int(value: Any) -> int:
+    """Whole numbers, also as 1e6 or 100_000."""
+    if isinstance(value, bool):
+        raise ValueError
+    number = float(value) if not isinstance(value, int) else value
+    if number != int(number):
+        raise ValueError
+    return int(value) if isinstance(value, int) else int(number)
+
+
+def _to_float(value: Any) -> float:
+    if isinstance(value, bool) or not math.isfinite(float(value)):
+        raise ValueError
+    return float(value)
+
+
+def _wanted(kind: Any) -> str:
+    if _is_optional(kind):
+        return _wanted(next(a for a in get_args(kind) if a is not type(None))) + " or none"
+    if get_origin(kind) is tuple:
+        return "whole numbers with commas between them"
+    if get_origin(kind) is Union or isinstance(kind, types.UnionType):
+        parts = [repr(get_args(k)[0]) if _is_literal(k) else _wanted(k) for k in get_args(kind)]
+        return " or ".join(parts)
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+    return names.get(kind, "a JSON object")
+
+
+def _is_optional(kind: Any) -> bool:
+    return type(None) in get_args(kind)
+
+
+def _is_literal(kind: Any) -> bool:
+    return get_origin(kind) is Literal
+
+
+def _docstrings(config: type[Any]) -> dict[str, str]:
+    """The string under each field of a dataclass, by field name."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(config))).body[0]
+    assert isinstance(body, ast.ClassDef)
+    out: dict[str, str] = {}
+    for statement, following in zip(body.body, body.body[1:], strict=False):
+        if (
+            isinstance(statement, ast.AnnAssign)
+            and isinstance(statement.target, ast.Name)
+            and isinstance(following, ast.Expr)
+            and isinstance(following.value, ast.Constant)
+        ):
+            out[statement.target.id] = str(following.value.value)
+    return out

@@ -1,0 +1,155 @@
+"""The actor-critic: leaves of observations in, the policy's raw outputs and values out.
+
+Observation normalisation is part of the model (two buffers per float leaf), so it is published, saved
+and frozen with the parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from flatout.envs.spaces import ActionLayout, Leaf, ObsLayout
+from flatout.errors import FlatoutError
+from flatout.models.cnn import ImageEncoder
+from flatout.models.config import NetworkConfig
+from flatout.models.heads import make_head
+from flatout.models.mlp import linear, mlp
+
+Obs: TypeAlias = Sequence[Tensor]
+OBS_CLIP = 10.0
+
+
+class Encoder(nn.Module):
+    """All leaves but the mask, each as its kind wants it, concatenated to one feature vector."""
+
+    def __init__(self, leaves: Sequence[Leaf]) -> None:
+        super().__init__()
+        self._parts = [(i, leaf) for i, leaf in enumerate(leaves) if leaf.kind != "mask"]
+        self.images = nn.ModuleDict()
+        self.n_features = 0
+        for i, leaf in self._parts:
+            if leaf.kind == "image":
+                self.images[str(i)] = ImageEncoder(leaf.shape, scale=leaf.dtype == "uint8")
+                self.n_features += ImageEncoder.n_features
+            elif leaf.kind == "discrete":
+                self.n_features += sum(leaf.nvec)
+                ends = torch.tensor([sum(leaf.nvec[:k]) for k in range(len(leaf.nvec))])
+                self.register_buffer(f"_offset_{i}", ends - torch.tensor(leaf.start), persistent=False)
+            else:
+                self.n_features += _n_elements(leaf)
+
+    def forward(self, obs: Obs) -> Tensor:
+        features = [self._encode(i, leaf, obs[i]) for i, leaf in self._parts]
+        return features[0] if len(features) == 1 else torch.cat(features, -1)
+
+    def _encode(self, i: int, leaf: Leaf, value: Tensor) -> Tensor:
+        if leaf.kind == "image":
+            out: Tensor = self.images[str(i)](value)
+            return out
+        flat = value.reshape(len(value), -1)
+        if leaf.kind == "discrete":  # one-hot of every element, side by side
+            hot = torch.zeros(len(value), sum(leaf.nvec), device=value.device)
+            return hot.scatter_(1, flat + self.get_buffer(f"_offset_{i}"), 1.0)
+        return flat.float()
+
+
+class ActorCritic(nn.Module):
+    """Policy and value networks, apart or on one trunk."""
+
+    def __init__(self, obs: ObsLayout, action: ActionLayout, config: NetworkConfig) -> None:
+        super().__init__()
+        self._mask_index = obs.mask_index
+        if obs.mask_index is not None:
+            _check_mask(obs.leaves[obs.mask_index], action)
+        self.shared = config.trunk == "shared" or (
+            config.trunk == "auto" and any(leaf.kind == "image" for leaf in obs.leaves)
+        )
+        self.head = make_head(action, config.log_std_init, squash=config.squash)
+        self.float_leaves = tuple(i for i, leaf in enumerate(obs.leaves) if leaf.kind == "vector")
+        for i in self.float_leaves:
+            self.register_buffer(f"obs_mean_{i}", torch.zeros(obs.leaves[i].shape))
+            self.register_buffer(f"obs_scale_{i}", torch.ones(obs.leaves[i].shape))
+        self.normalize = False
+        self.pi_encoder = Encoder(obs.leaves)
+        widths, n_in = config.network_arch, self.pi_encoder.n_features
+        self.pi_body = mlp(n_in, widths, config.activation)
+        self.pi_out = linear(widths[-1], self.head.n_outputs, gain=0.01)
+        if not self.shared:
+            self.vf_encoder = Encoder(obs.leaves)
+            self.vf_body = mlp(n_in, widths, config.activation)
+        self.vf_out = linear(widths[-1], 1, gain=1.0)
+
+    def policy(self, obs: Obs) -> Tensor:
+        """Raw outputs of the policy, for the head."""
+        out: Tensor = self.pi_out(self.pi_body(self.pi_encoder(self._normalized(obs))))
+        return out
+
+    def value(self, obs: Obs) -> Tensor:
+        """Values (B,)."""
+        obs = self._normalized(obs)
+        if self.shared:
+            out: Tensor = self.vf_out(self.pi_body(self.pi_encoder(obs)))
+        else:
+            out = self.vf_out(self.vf_body(self.vf_encoder(obs)))
+        return out.squeeze(-1)
+
+    def both(self, obs: Obs) -> tuple[Tensor, Tensor]:
+        """Policy outputs and values in one pass."""
+        obs = self._normalized(obs)
+        features = self.pi_body(self.pi_encoder(obs))
+        vf_features = features if self.shared else self.vf_body(self.vf_encoder(obs))
+        return self.pi_out(features), self.vf_out(vf_features).squeeze(-1)
+
+    def mask(self, obs: Obs) -> Tensor | None:
+        """Which actions are allowed, or None where the env has no mask."""
+        return None if self._mask_index is None else obs[self._mask_index]
+
+    def sample(self, obs: Obs, noise: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows and log-probabilities of actions drawn with the given noise."""
+        return self.head.sample(self.policy(obs), noise, self.mask(obs))
+
+    def mode(self, obs: Obs) -> Tensor:
+        """The most likely rows."""
+        return self.head.mode(self.policy(obs), self.mask(obs))
+
+    def evaluate(self, obs: Obs, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-probabilities of the rows, entropy, and values."""
+        out, value = self.both(obs)
+        log_prob, entropy = self.head.evaluate(out, rows, self.mask(obs))
+        return log_prob, entropy, value
+
+    def _normalized(self, obs: Obs) -> Obs:
+        if not self.normalize:
+            return obs
+        out = list(obs)
+        for i in self.float_leaves:
+            mean, scale = self.get_buffer(f"obs_mean_{i}"), self.get_buffer(f"obs_scale_{i}")
+            out[i] = ((out[i] - mean) * scale).clamp(-OBS_CLIP, OBS_CLIP)
+        return out
+
+
+def _n_elements(leaf: Leaf) -> int:
+    n = 1
+    for side in leaf.shape:
+        n *= side
+    return n
+
+
+def _check_mask(leaf: Leaf, action: ActionLayout) -> None:
+    if action.continuous:
+        raise FlatoutError("the observation has an action_mask, but Box actions cannot be masked")
+    if leaf.shape != (action.n_logits,):
+        raise FlatoutError(
+            f"action_mask has {leaf.shape[0]} entries; this action space wants {action.n_logits}, one per choice"
+        )
+
+
+def build(obs: ObsLayout, action: ActionLayout, config: NetworkConfig, seed: int) -> ActorCritic:
+    """An actor-critic whose first parameters depend on nothing but the seed."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return ActorCritic(obs, action, config)

@@ -1,0 +1,55 @@
+"""Collect, then learn, in turn: lag 0."""
+
+from __future__ import annotations
+
+from flatout.buffers.rollout import Rollout
+from flatout.collect.collector import Collector
+from flatout.errors import FlatoutError
+from flatout.learn.learner import Learner
+from flatout.pipeline.state import TrainState
+from flatout.pipeline.stop import StopRequest
+
+MAX_BAD_ITERATIONS = 3
+
+
+class TrainingDivergedError(FlatoutError):
+    """The loss stayed NaN or infinite; the parameters are those of the last good update."""
+
+    exit_code = 1
+
+
+class Lockstep:
+    """One iteration after the other on the learner's own thread."""
+
+    def __init__(self, collector: Collector, learner: Learner, rollout: Rollout, state: TrainState) -> None:
+        self._collector, self._learner = collector, learner
+        self._rollout, self._state = rollout, state
+        self._n_bad_iterations = 0
+
+    def iterate(self, total_steps: int, stop: StopRequest) -> dict[str, float]:
+        """Collect a rollout and learn from it; returns the learner's metrics."""
+        state = self._state
+        with stop.interruptible():
+            episodes = self._collector.collect(self._rollout, stop.now)
+        metrics = self._learner.learn(
+            self._rollout,
+            iteration=state.iteration,
+            progress=state.env_steps / total_steps,
+            stop=stop.now,
+        )
+        state.add(self._rollout.n_transitions, episodes)
+        state.n_updates = self._learner.n_updates
+        self._count_bad(metrics)
+        return metrics
+
+    def _count_bad(self, metrics: dict[str, float]) -> None:
+        n_taken, n_bad = int(metrics.pop("train/n_taken")), int(metrics.pop("train/nan_skips"))
+        self._state.nan_skips += n_bad
+        all_bad = n_bad > 0 and n_taken == 0
+        self._n_bad_iterations = self._n_bad_iterations + 1 if all_bad else 0
+        if self._n_bad_iterations >= MAX_BAD_ITERATIONS:
+            raise TrainingDivergedError(
+                f"the loss was NaN or infinite in every update of {MAX_BAD_ITERATIONS} iterations "
+                f"({self._state.nan_skips} updates skipped); lower --learning-rate or pass "
+                "--normalize-reward; the last good parameters are saved"
+            )

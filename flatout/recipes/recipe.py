@@ -1,0 +1,20 @@
+"""What a recipe is: the settings that decide what is learned from, for one env or one kind of machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flatout.algorithms.config import PPOConfig
+from flatout.models.config import NetworkConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recipe:
+    """Defaults that any flag overrides."""
+
+    n_envs: int
+    ppo: PPOConfig
+    network: NetworkConfig
+    timesteps: int = 1_000_000
+    n_cores: int = 1
+    """Cores it wants; a machine with fewer is warned about."""

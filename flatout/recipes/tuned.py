@@ -1,0 +1,86 @@
+"""Settings per known env, used when no preset is given. Every one is reproduced by benchmarks/returns.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from flatout.algorithms.config import PPOConfig
+from flatout.models.config import NetworkConfig
+from flatout.recipes.recipe import Recipe
+
+
+def cartpole() -> Recipe:
+    """Balanced for good within 100 k steps."""
+    return Recipe(
+        timesteps=100_000,
+        n_envs=8,
+        ppo=PPOConfig(
+            n_steps=32,
+            batch_size=256,
+            n_epochs=20,
+            learning_rate=1e-3,
+            learning_rate_schedule="linear",
+            clip_range_schedule="linear",
+            gamma=0.98,
+            gae_lambda=0.8,
+        ),
+        network=NetworkConfig(network_arch=(64, 64)),
+    )
+
+
+def acrobot() -> Recipe:
+    """Swings up in about 80 steps."""
+    return Recipe(
+        timesteps=1_000_000,
+        n_envs=16,
+        ppo=PPOConfig(
+            n_steps=256,
+            batch_size=256,
+            n_epochs=4,
+            gae_lambda=0.94,
+            normalize_obs=True,
+            normalize_reward=True,
+        ),
+        network=NetworkConfig(network_arch=(64, 64)),
+    )
+
+
+def mountain_car() -> Recipe:
+    """The reward says nothing until the hill is climbed; normalised rewards make the first climb count."""
+    return Recipe(
+        timesteps=1_000_000,
+        n_envs=16,
+        ppo=PPOConfig(
+            n_steps=16, batch_size=64, n_epochs=4, gae_lambda=0.98, normalize_obs=True, normalize_reward=True
+        ),
+        network=NetworkConfig(network_arch=(64, 64)),
+    )
+
+
+def lunar_lander() -> Recipe:
+    """Long horizons: γ close to 1, long rollouts."""
+    return Recipe(
+        timesteps=1_000_000,
+        n_envs=16,
+        ppo=PPOConfig(n_steps=1024, batch_size=64, n_epochs=4, gamma=0.999, gae_lambda=0.98, ent_coef=0.01),
+        network=NetworkConfig(network_arch=(64, 64)),
+    )
+
+
+def pendulum() -> Recipe:
+    """Short horizon, continuous torque."""
+    return Recipe(
+        timesteps=100_000,
+        n_envs=4,
+        ppo=PPOConfig(n_steps=1024, batch_size=64, n_epochs=10, learning_rate=1e-3, gamma=0.9),
+        network=NetworkConfig(network_arch=(64, 64)),
+    )
+
+
+TUNED: dict[str, Callable[[], Recipe]] = {
+    "CartPole-v1": cartpole,
+    "Acrobot-v1": acrobot,
+    "MountainCar-v0": mountain_car,
+    "LunarLander-v3": lunar_lander,
+    "Pendulum-v1": pendulum,
+}

@@ -1,0 +1,80 @@
+"""Figures as people read them: counts, shares, durations, returns.
+
+Numbers in, short text out; None and numbers that are not finite come out as a dash or by name.
+"""
+
+from __future__ import annotations
+
+import math
+
+NOTHING = "–"
+
+
+def count(value: float) -> str:
+    """A whole number with thousands separators: `123,456`."""
+    return f"{value:,.0f}" if math.isfinite(value) else NOTHING
+
+
+def percent(share: float) -> str:
+    """A share of one as whole percent: `61 %`."""
+    return f"{100 * share:.0f} %" if math.isfinite(share) else NOTHING
+
+
+def rate(per_second: float) -> str:
+    """Steps per second, with a decimal only where it says something: `18,200`, `3.4`."""
+    if not math.isfinite(per_second):
+        return NOTHING
+    return f"{per_second:,.0f}" if per_second >= 100 else f"{per_second:.1f}"
+
+
+def number(value: float | None) -> str:
+    """Any figure in about three significant digits: `0.011`, `143.2`, `12,345`, `1.2e-05`."""
+    if value is None:
+        return NOTHING
+    if not math.isfinite(value):
+        return str(value)
+    size = abs(value)
+    if size >= 1e7 or 0 < size < 1e-3:
+        return f"{value:.1e}"
+    return f"{value:,.{_decimals(size)}f}"
+
+
+def mean_and_std(mean: float | None, std: float | None) -> str:
+    """A mean with its spread, both to the digits that suit the larger one: `143.2 ± 30.1`."""
+    if mean is None or std is None or not (math.isfinite(mean) and math.isfinite(std)):
+        return number(mean)
+    size = max(abs(mean), std)
+    if size >= 1e7 or 0 < size < 1e-3:
+        return f"{mean:.1e} ± {std:.1e}"
+    decimals = _decimals(size)
+    return f"{mean:,.{decimals}f} ± {std:,.{decimals}f}"
+
+
+def duration(seconds: float) -> str:
+    """A length of time in its two largest units: `22 s`, `3 min 20 s`, `2 h 05 min`, `3 d 4 h`."""
+    if not math.isfinite(seconds):
+        return NOTHING
+    whole = max(0, round(seconds))
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    if whole < 86_400:
+        return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+    return f"{whole // 86_400} d {whole % 86_400 // 3600} h"
+
+
+def share_done(done: float, total: float) -> float:
+    """How far `done` is towards `total`, from 0 to 1."""
+    return min(1.0, max(0.0, done / total)) if total > 0 else 0.0
+
+
+def seconds_left(done: float, total: float, per_second: float) -> float:
+    """Seconds until `total` at this rate; infinite while the rate is not known."""
+    return max(0.0, total - done) / per_second if per_second > 0 else math.inf
+
+
+def _decimals(size: float) -> int:
+    if size >= 1000:
+        return 0
+    return 1 if size >= 10 else 2 if size >= 1 or size == 0 else 3

@@ -1,0 +1,205 @@
+"""A run's folder: claimed so that two runs never share one, given back whole when a run comes to nothing.
+
+In: a place and a name. Out: the paths of a run's files. TensorBoard's event files lie in the folder itself.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import datetime
+from numbers import Integral, Real
+from pathlib import Path
+from typing import Any
+
+from flatout.errors import FlatoutError, did_you_mean
+
+_MARKS_OF_A_RUN = ("config.json", "summary.json", "checkpoints")
+
+
+class RunFolder:
+    """The folder of one run, new (`create`) or already there (`open`)."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._made: list[Path] = []
+        self._replaced: Path | None = None
+
+    @classmethod
+    def create(cls, runs_dir: Path, name: str, overwrite: bool = False) -> RunFolder:
+        """Claim `runs_dir/name` for a new run; a name in use is refused unless `overwrite`."""
+        _check_name(name)
+        folder = cls(runs_dir / name)
+        try:
+            folder._make_parents()
+            if overwrite:
+                folder._set_old_aside()
+            folder.path.mkdir()
+            folder._made.append(folder.path)
+        except FileExistsError:
+            folder.discard()
+            raise FlatoutError(
+                f"run {name!r} exists in {os.path.join(runs_dir, '')}; pass --resume to go on with it, "
+                "--overwrite to replace it, or another --run-name"
+            ) from None
+        except OSError as error:
+            folder.discard()
+            raise FlatoutError(f"cannot make {folder.path}: {error.strerror or error}") from None
+        return folder
+
+    @classmethod
+    def open(cls, path: Path) -> RunFolder:
+        """The folder of a run that is there already; names the nearest runs when it is not."""
+        if (path / "config.json").is_file():
+            return cls(path)
+        if path.is_dir():
+            raise FlatoutError(f"{path} is not a run: it has no config.json")
+        if path.exists():
+            raise FlatoutError(f"{path} is a file; name the run's folder")
+        names = _run_names(path.parent)
+        hint = did_you_mean(path.name, names) or (f"; newest there: {names[0]!r}" if names else "")
+        raise FlatoutError(f"no run {path.name!r} in {os.path.join(path.parent, '')}{hint}")
+
+    def settle(self) -> None:
+        """Let go of the run that `overwrite` replaced, once this one has something to show."""
+        if self._replaced is not None:
+            _remove(self._replaced)
+            self._replaced = None
+
+    def discard(self) -> None:
+        """Remove all that `create` made and put back the run it replaced; what was there before stays."""
+        if self.path in self._made:
+            self._made.remove(self.path)
+            shutil.rmtree(self.path, ignore_errors=True)
+        if self._replaced is not None:
+            with suppress(OSError):
+                self._replaced.rename(self.path)
+            self._replaced = None
+        for parent in reversed(self._made):
+            # rmdir, not rmtree: another run may have moved in meanwhile.
+            with suppress(OSError):
+                parent.rmdir()
+        self._made.clear()
+
+    @property
+    def config(self) -> Path:
+        """`config.json`: the resolved, complete config."""
+        return self.path / "config.json"
+
+    @property
+    def summary(self) -> Path:
+        """`summary.json`: how the run ended."""
+        return self.path / "summary.json"
+
+    @property
+    def metrics(self) -> Path:
+        """`metrics.csv`: a line per iteration."""
+        return self.path / "metrics.csv"
+
+    @property
+    def system(self) -> Path:
+        """`system.json`: the machine it ran on."""
+        return self.path / "system.json"
+
+    @property
+    def checkpoints(self) -> Path:
+        """`checkpoints/`: what a run can go on from."""
+        return self.path / "checkpoints"
+
+    @property
+    def tensorboard(self) -> Path:
+        """Where TensorBoard's event files lie: the folder itself, so that `--logdir runs` shows run names."""
+        return self.path
+
+    def _make_parents(self) -> None:
+        missing: list[Path] = []
+        parent = self.path.parent
+        while not parent.exists():
+            missing.append(parent)
+            parent = parent.parent
+        for folder in reversed(missing):
+            # A run that starts at the same time may be first; then the folder is not ours to remove.
+            with suppress(FileExistsError):
+                folder.mkdir()
+                self._made.append(folder)
+
+    def _set_old_aside(self) -> None:
+        """Rename, not remove: a run that fails before it learned anything must not cost the old one."""
+        if not os.path.lexists(self.path):
+            return
+        if not self.path.is_dir():
+            raise FlatoutError(f"{self.path} is a file, not a run; it is not overwritten")
+        inside = {entry.name for entry in self.path.iterdir()}
+        if inside and inside.isdisjoint(_MARKS_OF_A_RUN):
+            raise FlatoutError(
+                f"{self.path} does not look like a run (no config.json); it is not overwritten"
+            )
+        aside = self.path.with_name(f".{self.path.name}.replaced")
+        _remove(aside)
+        self.path.rename(aside)
+        self._replaced = aside
+
+
+def write_json(path: Path, value: object) -> None:
+    """Write `value` so that a reader finds the old file or the new one, never half; NaN and ±inf become null."""
+    text = json.dumps(_plain(value), indent=2, ensure_ascii=False) + "\n"
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        part.write_text(text, encoding="utf-8")
+        os.replace(part, path)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise FlatoutError(f"cannot write {path}: {error.strerror or error}") from None
+
+
+def default_run_name(env_name: str, algo: str, seed: int, now: datetime) -> str:
+    """A name that sorts by env and tells runs apart: `CartPole-v1-ppo-seed1-20261115-190331`."""
+    file, separator, factory = env_name.rpartition(".py:")
+    readable = f"{Path(file).name}-{factory}" if separator else env_name
+    # 50 characters: file systems allow 255 bytes, and one character may take four.
+    safe = re.sub(r"[^\w.-]+", "-", readable).strip("-.")[:50] or "env"
+    return f"{safe}-{algo}-seed{seed}-{now:%Y%m%d-%H%M%S}"
+
+
+def _check_name(name: str) -> None:
+    if not name.strip():
+        raise FlatoutError("--run-name is empty; give the run a name, such as 'first-try'")
+    if name.startswith(".") or not name.isprintable() or "/" in name or "\\" in name:
+        raise FlatoutError(
+            f"--run-name {name!r} cannot be a folder's name; use letters, digits, '-', '_' and '.', not '.' first"
+        )
+
+
+def _run_names(runs_dir: Path) -> list[str]:
+    """The runs of a folder, newest first."""
+    with suppress(OSError):
+        configs = [c for c in runs_dir.glob("*/config.json") if not c.parent.name.startswith(".")]
+        return [c.parent.name for c in sorted(configs, key=lambda c: c.stat().st_mtime, reverse=True)]
+    return []
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _plain(value: object) -> Any:
+    """`value` in JSON's own types; NumPy's scalars register as numbers, so none needs importing here."""
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Real):
+        return float(value) if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(item) for item in value]
+    return str(value)

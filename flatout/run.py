@@ -1,0 +1,316 @@
+"""The composition root: the only file that knows every concrete class.
+
+Comes in: a config and an env. Goes out: a trained model, and the run's records if it has a folder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any, TypeAlias
+
+import torch
+
+from flatout.buffers.rollout import Rollout
+from flatout.collect.collector import Collector, Interrupted
+from flatout.collect.evaluate import Evaluation, evaluate
+from flatout.config import RunConfig
+from flatout.envs.check import EnvInfo
+from flatout.envs.spaces import ActionLayout, ObsLayout, space_to_json
+from flatout.executors.serial import SerialExecutor
+from flatout.hardware.threads import learner_threads
+from flatout.learn.checkpoint import Checkpoint
+from flatout.learn.learner import Learner
+from flatout.models.policy import ActorCritic
+from flatout.pipeline.lockstep import Lockstep
+from flatout.pipeline.progress import Progress
+from flatout.pipeline.state import TrainState
+from flatout.pipeline.stop import StopRequest
+from flatout.records.recorder import Recorder
+from flatout.trace.phases import PhaseClock
+
+Callback: TypeAlias = Callable[[Progress], bool | None]
+"""Sees the progress after each iteration; returning False stops the run."""
+
+EVAL_SEED = 1_000_003
+"""Added to the run's seed, so that evaluation never sees the training episodes."""
+MAX_EVAL_ENVS = 10
+LEARN_PHASES = ("advantage", "update")
+COLLECT_PHASES = ("act", "env", "store")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Policy:
+    """What acting needs: the model and how spaces map to it."""
+
+    model: ActorCritic
+    obs: ObsLayout
+    action: ActionLayout
+    device: torch.device
+
+
+class Trainer:
+    """Everything that learning needs, alive between two calls of learn()."""
+
+    def __init__(self, config: RunConfig, env: EnvInfo, policy: Policy) -> None:
+        self.config, self._env, self.policy = config, env, policy
+        self.clock = PhaseClock()
+        self.state = TrainState()
+        self.executor = SerialExecutor(env.factory, config.n_envs, policy.obs, config.seed)
+        self.learner = Learner(
+            policy.model, config.ppo, n_envs=config.n_envs, seed=config.seed, clock=self.clock
+        )
+        self._collector = Collector(
+            self.executor,
+            policy.model,
+            policy.action,
+            device=policy.device,
+            seed=config.seed,
+            clock=self.clock,
+        )
+        rollout = Rollout(policy.obs, policy.action, config.ppo.n_steps, config.n_envs)
+        self._pipeline = Lockstep(self._collector, self.learner, rollout, self.state)
+        self._eval_executor: SerialExecutor | None = None
+
+    def start(self, checkpoint: Checkpoint | None = None) -> list[int]:
+        """Reset the envs, or bring everything back to a checkpoint; returns the envs that began anew."""
+        if checkpoint is None:
+            self.executor.reset()
+            return []
+        tensors = checkpoint.tensors
+        self.learner.load_state(tensors)
+        saved = TrainState.from_json(checkpoint.state["progress"])
+        for name in TrainState.__slots__:
+            setattr(self.state, name, getattr(saved, name))
+        self.learner.n_updates = saved.n_updates
+        self._collector.n_steps = saved.env_steps // self.config.n_envs
+        envs = {name[5:]: t.numpy() for name, t in tensors.items() if name.startswith("envs.")}
+        if not envs:
+            self.executor.reset()
+            return list(range(self.config.n_envs))
+        return self.executor.restore(envs)
+
+    def iterate(self, total_steps: int, stop: StopRequest) -> dict[str, float]:
+        """Collect a rollout and learn from it."""
+        return self._pipeline.iterate(total_steps, stop)
+
+    def checkpoint(self) -> Checkpoint:
+        """The state after the last whole iteration."""
+        tensors = {name: tensor.detach().cpu() for name, tensor in self.learner.state().items()}
+        snapshot = self.executor.snapshot()
+        self.state.phases = self.clock.read()
+        tensors |= {f"envs.{name}": torch.from_numpy(array) for name, array in snapshot.items()}
+        return Checkpoint(tensors, describe(self.config, self._env, self.policy, self.state))
+
+    def evaluate(self) -> Evaluation:
+        """Play the deterministic policy in envs of its own."""
+        if self._eval_executor is None:
+            n_envs = min(self.config.eval_episodes, MAX_EVAL_ENVS)
+            self._eval_executor = SerialExecutor(
+                self._env.factory, n_envs, self.policy.obs, self.config.seed + EVAL_SEED, replayable=False
+            )
+        return evaluate(
+            self._eval_executor,
+            self.policy.model,
+            self.policy.action,
+            n_episodes=self.config.eval_episodes,
+            device=self.policy.device,
+            seed=self.config.seed + EVAL_SEED,
+        )
+
+    def close(self) -> None:
+        """Close every env."""
+        self.executor.close()
+        if self._eval_executor is not None:
+            self._eval_executor.close()
+
+
+def describe(config: RunConfig, env: EnvInfo, policy: Policy, state: TrainState) -> dict[str, Any]:
+    """A checkpoint's JSON part: enough to act without the env, and to go on with it."""
+    return {
+        "config": config.to_json(),
+        "observation_space": space_to_json(policy.obs.space),
+        "action_space": space_to_json(policy.action.space),
+        "mask_in_info": env.factory.mask_in_info,
+        "progress": state.to_json(),
+    }
+
+
+def train(
+    trainer: Trainer,
+    *,
+    until: int,
+    recorder: Recorder,
+    callback: Callback | None = None,
+    n_cores: int,
+    stop: StopRequest | None = None,
+) -> str:
+    """Iterate to `until` env steps, the target return or a stop; returns the run's status."""
+    stop = stop or StopRequest()
+    n_threads = torch.get_num_threads()
+    batch_size = trainer.config.ppo.batch_size
+    torch.set_num_threads(learner_threads(trainer.learner.params.flat.numel(), batch_size, n_cores))
+    try:
+        with stop.listening():
+            return _Loop(trainer, until, recorder, callback, stop).run()
+    finally:
+        torch.set_num_threads(n_threads)
+
+
+class _Loop:
+    """The training loop and what happens between two iterations."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        until: int,
+        recorder: Recorder,
+        callback: Callback | None,
+        stop: StopRequest,
+    ) -> None:
+        self._trainer, self._until, self._recorder = trainer, until, recorder
+        self._callback, self._stop = callback, stop
+        self._began = perf_counter() - trainer.state.wall_seconds
+        trainer.clock.restart(trainer.state.phases)
+
+    def run(self) -> str:
+        trainer, state = self._trainer, self._trainer.state
+        status = "finished"
+        while state.env_steps < self._until:
+            steps_before = state.env_steps
+            try:
+                metrics = trainer.iterate(self._until, self._stop)
+            except Interrupted:
+                status = "stopped"
+                break
+            state.wall_seconds = perf_counter() - self._began
+            self._evaluate_if_due(steps_before, metrics)
+            goes_on = self._tell(metrics)
+            self._checkpoint_if_due(steps_before)
+            if state.reached(trainer.config.target_return):
+                break
+            if self._stop.requested or not goes_on:
+                status = "stopped"
+                break
+        state.wall_seconds = perf_counter() - self._began
+        state.phases = trainer.clock.read()
+        return status
+
+    def _tell(self, metrics: dict[str, float]) -> bool:
+        """Records, display and callback; false when the callback wants to stop."""
+        trainer, state = self._trainer, self._trainer.state
+        if state.reached(trainer.config.target_return) and state.target_reached_steps is None:
+            state.target_reached_steps = state.env_steps
+            state.target_reached_seconds = state.wall_seconds
+        if not self._recorder.wants(metrics) and self._callback is None:
+            return True
+        trainer.clock.enter("record")
+        progress = self._progress(metrics)
+        self._recorder.write(progress)
+        return self._callback is None or self._callback(progress) is not False
+
+    def _progress(self, metrics: dict[str, float]) -> Progress:
+        state, phases = self._trainer.state, self._trainer.clock.read()
+        wall = max(state.wall_seconds, 1e-9)
+        return Progress(
+            env_steps=state.env_steps,
+            total_steps=self._until,
+            iteration=state.iteration,
+            updates=state.n_updates,
+            episodes=state.n_episodes,
+            seconds=state.wall_seconds,
+            steps_per_second=state.env_steps / wall,
+            return_mean=state.return_mean,
+            return_std=state.return_std,
+            length_mean=state.length_mean,
+            metrics=metrics,
+            phases=phases,
+            learner_busy=busy_seconds(phases) / wall,
+        )
+
+    def _evaluate_if_due(self, steps_before: int, metrics: dict[str, float]) -> None:
+        trainer, state = self._trainer, self._trainer.state
+        if not _crossed(trainer.config.eval_every, steps_before, state.env_steps):
+            return
+        trainer.clock.enter("evaluate")
+        result = trainer.evaluate()
+        metrics |= {"eval/mean_reward": result.return_mean, "eval/mean_ep_length": result.length_mean}
+        self._save_if_best(result.return_mean)
+
+    def _checkpoint_if_due(self, steps_before: int) -> None:
+        trainer, state = self._trainer, self._trainer.state
+        if not _crossed(trainer.config.checkpoint_every, steps_before, state.env_steps):
+            return
+        trainer.clock.enter("checkpoint")
+        self._recorder.save(trainer.checkpoint, state.env_steps)
+        if not trainer.config.eval_every and state.return_mean is not None:
+            self._save_if_best(state.return_mean)
+
+    def _save_if_best(self, value: float) -> None:
+        state = self._trainer.state
+        if state.best_return is None or value > state.best_return:
+            state.best_return = value
+            self._recorder.save_best(self._trainer.checkpoint)
+
+
+def _crossed(every: int, before: int, now: int) -> bool:
+    """Whether a multiple of `every` env steps was passed; frequencies count env steps, never calls."""
+    return every > 0 and now // every > before // every
+
+
+def busy_seconds(phases: dict[str, float]) -> float:
+    """Seconds in which the learner's device ran update work."""
+    return sum(phases.get(name, 0.0) for name in LEARN_PHASES)
+
+
+def summarize(
+    trainer: Trainer, *, status: str, device: str, startup_seconds: float, error: str | None = None
+) -> dict[str, Any]:
+    """The run's summary.json."""
+    config, state = trainer.config, trainer.state
+    phases, wall = state.phases, state.wall_seconds
+    collect = sum(phases.get(name, 0.0) for name in COLLECT_PHASES)
+    busy = busy_seconds(phases)
+    rate, collect_rate, learn_rate = (
+        state.env_steps / seconds if seconds > 0 else None for seconds in (wall, collect, busy)
+    )
+    limit = min(collect_rate, learn_rate) if collect_rate and learn_rate else None
+    return {
+        "status": status,
+        "error": error,
+        "env": config.env,
+        "algo": config.algo,
+        "preset": config.preset or "auto",
+        "seed": config.seed,
+        "device": device,
+        "env_steps": state.env_steps,
+        "updates": state.n_updates,
+        "startup_seconds": startup_seconds,
+        "wall_seconds": wall,
+        "steps_per_second": rate,
+        "episodes": state.n_episodes,
+        "return_mean": state.return_mean,
+        "return_std": state.return_std,
+        "target_return": config.target_return,
+        "target_reached_seconds": state.target_reached_seconds,
+        "target_reached_steps": state.target_reached_steps,
+        "learner_busy": busy / wall if wall > 0 else None,
+        "device_utilization": None,
+        "device_energy_joules": None,
+        "phases": phases,
+        "collect_rate": collect_rate,
+        "learn_rate": learn_rate,
+        "pipeline_efficiency": rate / limit if rate and limit else None,
+        "executor": {
+            "kind": "serial",
+            "collectors": 1,
+            "workers": 0,
+            "reason": "envs run in turn in the learner's process, the only way this version has",
+        },
+        "policy_lag_mean": 0.0,
+        "policy_lag_max": 0,
+        "restarts": 0,
+        "oom_backoffs": 0,
+        "nan_skips": state.nan_skips,
+    }
