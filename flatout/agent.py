@@ -208,7 +208,9 @@ class PPO:
 
     def report(self) -> str:
         """Where the time of the last learn() went, in a few lines."""
-        return summary_text(self.summary) if self.summary else "nothing learned yet: call learn() first"
+        if not self.summary:
+            return "nothing learned yet: call learn() first"
+        return summary_text(self.summary | {"folder": self._folder and str(self._folder.path)})
 
     def header(self) -> list[str]:
         """What a person should know before the run begins."""

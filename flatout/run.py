@@ -175,40 +175,49 @@ class _Loop:
         trainer.clock.restart(trainer.state.phases)
 
     def run(self) -> str:
-        trainer, state = self._trainer, self._trainer.state
-        status = "finished"
+        trainer, state, stop = self._trainer, self._trainer.state, self._stop
+        status, goes_on = "finished", True
         while state.env_steps < self._until:
             steps_before = state.env_steps
             try:
-                metrics = trainer.iterate(self._until, self._stop)
+                metrics = trainer.iterate(self._until, stop)
             except Interrupted:
                 status = "stopped"
                 break
             state.wall_seconds = perf_counter() - self._began
             self._evaluate_if_due(steps_before, metrics)
-            goes_on = self._tell(metrics)
+            reached = self._reached_target()
+            is_last = state.env_steps >= self._until or reached or stop.requested
+            goes_on = self._tell(metrics, always=is_last or "eval/mean_reward" in metrics)
             self._checkpoint_if_due(steps_before)
-            if state.reached(trainer.config.target_return):
+            if reached:
                 break
-            if self._stop.requested or not goes_on:
+            if stop.requested or not goes_on:
                 status = "stopped"
                 break
         state.wall_seconds = perf_counter() - self._began
         state.phases = trainer.clock.read()
         return status
 
-    def _tell(self, metrics: dict[str, float]) -> bool:
-        """Records, display and callback; false when the callback wants to stop."""
-        trainer, state = self._trainer, self._trainer.state
-        if state.reached(trainer.config.target_return) and state.target_reached_steps is None:
-            state.target_reached_steps = state.env_steps
-            state.target_reached_seconds = state.wall_seconds
-        if not self._recorder.wants(metrics) and self._callback is None:
+    def _reached_target(self) -> bool:
+        state = self._trainer.state
+        if not state.reached(self._trainer.config.target_return):
+            return False
+        if state.target_reached_steps is None:
+            state.target_reached_steps, state.target_reached_seconds = state.env_steps, state.wall_seconds
+        return True
+
+    def _tell(self, metrics: dict[str, float], *, always: bool) -> bool:
+        """Callback, records and display; false when the callback wants to stop."""
+        due = always or self._recorder.is_due()
+        if not due and self._callback is None:
             return True
-        trainer.clock.enter("record")
+        self._trainer.clock.enter("record")
         progress = self._progress(metrics)
-        self._recorder.write(progress)
-        return self._callback is None or self._callback(progress) is not False
+        goes_on = self._callback is None or self._callback(progress) is not False
+        if due or not goes_on:
+            self._recorder.write(progress)
+        return goes_on
 
     def _progress(self, metrics: dict[str, float]) -> Progress:
         state, phases = self._trainer.state, self._trainer.clock.read()

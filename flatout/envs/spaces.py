@@ -126,7 +126,8 @@ class ActionLayout:
             actions = np.clip(rows * self._half + self._mid, self.low, self.high)
             return actions.astype(space.dtype, copy=False).reshape(-1, *(space.shape or ()))
         if isinstance(space, spaces.Discrete):
-            return np.asarray(rows[:, 0] + self._start)
+            discrete: Array = rows[:, 0] + self._start
+            return discrete
         return (rows + self._start).astype(space.dtype, copy=False).reshape(-1, *(space.shape or ()))
 
 

@@ -30,14 +30,12 @@ class Recorder:
         self._tensorboard: TensorBoardWriter | None = None
         self._checkpoints = CheckpointFolder(folder.checkpoints) if folder else None
 
-    def wants(self, metrics: dict[str, float]) -> bool:
-        """Whether it is time for a row; an evaluation is always worth one."""
-        return "eval/mean_reward" in metrics or perf_counter() - self._written_at >= MIN_SECONDS
+    def is_due(self) -> bool:
+        """Whether the last row is old enough for another."""
+        return perf_counter() - self._written_at >= MIN_SECONDS
 
     def write(self, progress: Progress) -> None:
-        """Show the progress and add a row, unless the last one is too near."""
-        if not self.wants(dict(progress.metrics)):
-            return
+        """Show the progress and add a row."""
         self._written_at = perf_counter()
         self.display.update(progress)
         if self._folder is not None:
