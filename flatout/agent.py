@@ -314,7 +314,8 @@ def load(path: str | Path, env: EnvSource | None = None) -> PPO:
 
 def _policy(config: RunConfig, observation_space: Any, action_space: Any, device: str) -> Policy:
     obs, action = ObsLayout(observation_space), ActionLayout(action_space)
-    model = build(obs, action, config.network, config.seed).to(device)
+    normalize_obs = config.ppo.normalize_obs
+    model = build(obs, action, config.network, config.seed, normalize_obs=normalize_obs).to(device)
     return Policy(model=model, obs=obs, action=action, device=torch.device(device))
 
 

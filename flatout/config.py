@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from flatout.algorithms.config import PPOConfig, choose_batch_size, nearest_batch_sizes
 from flatout.errors import FlatoutError
-from flatout.fields import Field, convert, flag, flatten_json, leaves, to_json
+from flatout.fields import convert, flag, flatten_json, leaves, to_json
 from flatout.fields import replace as replace_leaves
 from flatout.models.config import NetworkConfig
 from flatout.recipes.presets import PRESETS, auto
@@ -156,17 +156,11 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def _recipe(env: str, preset: Any, device: str, n_cores: int) -> Recipe:
-    if preset is None:
+    if preset in (None, "none"):
         return TUNED[env]() if env in TUNED else auto(device, n_cores)
     known = next(f for f in leaves(RunConfig) if f.name == "preset")
-    preset = convert(replace_type(known), preset)
-    return auto(device, n_cores) if preset == "auto" else PRESETS[preset]
-
-
-def replace_type(preset: Field) -> Field:
-    """The preset's field without its None, so that errors list the names alone."""
-    literal = next(a for a in preset.type.__args__ if a is not type(None))
-    return replace(preset, type=literal)
+    preset = convert(known, preset)
+    return PRESETS[preset] if preset in PRESETS else auto(device, n_cores)
 
 
 def _with_batch_size(given: dict[str, Any], recipe: Recipe, device: str) -> dict[str, Any]:

@@ -35,7 +35,8 @@ class Field:
     @property
     def choices(self) -> tuple[str, ...]:
         """The words it may take, if it takes words."""
-        return tuple(a for a in get_args(self.type) if isinstance(a, str)) if _is_literal(self.type) else ()
+        kinds = [self.type, *get_args(self.type)]
+        return next((get_args(kind) for kind in kinds if _is_literal(kind)), ())
 
 
 def flag(name: str) -> str:

@@ -8,9 +8,9 @@ from pathlib import Path
 from flatout.cli.output import add_output_flags, learn_and_tell
 from flatout.cli.parser import Parser, add_settings, settings
 from flatout.cli.resume import resume
-from flatout.config import RunConfig, read_file
+from flatout.config import resolve
 from flatout.errors import FlatoutError
-from flatout.fields import convert, leaves
+from flatout.hardware.machine import usable_cores
 
 
 def run(argv: Sequence[str]) -> int:
@@ -33,7 +33,8 @@ def run(argv: Sequence[str]) -> int:
     add_settings(parser)
     args = parser.parse(argv)
     given = settings(args)
-    _check_before_import(given, args.env, args.config)
+    # Refuse what can be refused before torch is loaded: a typo should not cost two seconds.
+    resolve(args.env, given, device="cpu", n_cores=usable_cores(), file=args.config)
     if args.resume and args.overwrite:
         raise FlatoutError("--resume and --overwrite exclude each other; pass one of them")
     if args.resume and not args.run_name:
@@ -52,14 +53,3 @@ def run(argv: Sequence[str]) -> int:
         **given,
     )
     return learn_and_tell(agent, args)
-
-
-def _check_before_import(given: dict[str, object], env: str | None, config: Path | None) -> None:
-    """Refuse what can be refused before torch is loaded: a typo should not cost two seconds."""
-    for field in leaves(RunConfig):
-        if field.name in given and not (field.name == "batch_size" and given[field.name] == "auto"):
-            convert(field, given[field.name])
-    if config is not None:
-        read_file(config)
-    elif env is None:
-        raise FlatoutError("no env given; name one, as in: flatout train CartPole-v1")

@@ -121,14 +121,14 @@ class ActionLayout:
 
     def to_env(self, rows: Array) -> Array:
         """Rows (n, size) as the actions that n envs take; continuous ones rescaled and clipped."""
-        space = self.space
+        space, actions = self.space, rows
         if self.continuous:
             actions = np.clip(rows * self._half + self._mid, self.low, self.high)
-            return actions.astype(space.dtype, copy=False).reshape(-1, *(space.shape or ()))
-        if isinstance(space, spaces.Discrete):
-            discrete: Array = rows[:, 0] + self._start
-            return discrete
-        return (rows + self._start).astype(space.dtype, copy=False).reshape(-1, *(space.shape or ()))
+        elif isinstance(space, spaces.Discrete):
+            return np.add(rows[:, 0], self._start)
+        else:
+            actions = rows + self._start
+        return actions.astype(space.dtype, copy=False).reshape(-1, *(space.shape or ()))
 
 
 def _leaves(space: gym.Space[Any], path: Path) -> Iterator[Leaf]:
@@ -181,7 +181,7 @@ def space_to_json(space: gym.Space[Any]) -> dict[str, Any]:
         case spaces.MultiDiscrete():
             return {"type": "MultiDiscrete", "nvec": space.nvec.tolist(), "start": space.start.tolist()}
         case spaces.MultiBinary():
-            return {"type": "MultiBinary", "n": list(space.shape)}
+            return {"type": "MultiBinary", "n": space.n if isinstance(space.n, int) else _ints(space.n)}
         case spaces.Box():
             bounds = {"low": _finite_list(space.low), "high": _finite_list(space.high)}
             return {"type": "Box", **bounds, "shape": list(space.shape), "dtype": str(space.dtype)}

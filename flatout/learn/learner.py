@@ -43,7 +43,6 @@ class Learner:
             kl_index=ppo.KL,
             kl_limit=config.target_kl and config.target_kl * KL_SLACK,
         )
-        model.normalize = config.normalize_obs
         self._obs_moments = {
             i: RunningMoments(tuple(model.get_buffer(f"obs_mean_{i}").shape), self.device)
             for i in model.float_leaves

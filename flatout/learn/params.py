@@ -7,17 +7,28 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+ALIGNMENT = 16
+"""Views begin at multiples of 64 bytes, as tensors of their own do; kernels round by alignment."""
+
 
 class FlatParams:
     """Rebinds a model's parameters to views of `flat`; in-place changes of either are seen by both."""
 
     def __init__(self, model: nn.Module) -> None:
         self.leaves = list(model.parameters())
-        self.flat = torch.cat([p.detach().reshape(-1) for p in self.leaves])
-        sizes = [p.numel() for p in self.leaves]
-        for p, view in zip(self.leaves, torch.split(self.flat, sizes), strict=True):
-            p.data = view.view(p.shape)
+        gaps = [-p.numel() % ALIGNMENT for p in self.leaves]
+        self._gaps = [p.new_zeros(gap) for p, gap in zip(self.leaves, gaps, strict=True)]
+        self.flat = self.flatten([p.detach() for p in self.leaves])
+        start = 0
+        for p, gap in zip(self.leaves, gaps, strict=True):
+            p.data = self.flat[start : start + p.numel()].view(p.shape)
+            start += p.numel() + gap
 
     def flatten(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Tensors shaped like the parameters, as one flat tensor."""
-        return torch.cat([t.reshape(-1) for t in tensors])
+        """Tensors shaped like the parameters, as one flat tensor; the gaps between them are zero."""
+        pieces: list[Tensor] = []
+        for tensor, gap in zip(tensors, self._gaps, strict=True):
+            pieces.append(tensor.reshape(-1))
+            if len(gap):
+                pieces.append(gap)
+        return torch.cat(pieces)

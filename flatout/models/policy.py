@@ -60,7 +60,9 @@ class Encoder(nn.Module):
 class ActorCritic(nn.Module):
     """Policy and value networks, apart or on one trunk."""
 
-    def __init__(self, obs: ObsLayout, action: ActionLayout, config: NetworkConfig) -> None:
+    def __init__(
+        self, obs: ObsLayout, action: ActionLayout, config: NetworkConfig, *, normalize_obs: bool = False
+    ) -> None:
         super().__init__()
         self._mask_index = obs.mask_index
         if obs.mask_index is not None:
@@ -73,7 +75,7 @@ class ActorCritic(nn.Module):
         for i in self.float_leaves:
             self.register_buffer(f"obs_mean_{i}", torch.zeros(obs.leaves[i].shape))
             self.register_buffer(f"obs_scale_{i}", torch.ones(obs.leaves[i].shape))
-        self.normalize = False
+        self._normalize = normalize_obs
         self.pi_encoder = Encoder(obs.leaves)
         widths, n_in = config.network_arch, self.pi_encoder.n_features
         self.pi_body = mlp(n_in, widths, config.activation)
@@ -123,7 +125,7 @@ class ActorCritic(nn.Module):
         return log_prob, entropy, value
 
     def _normalized(self, obs: Obs) -> Obs:
-        if not self.normalize:
+        if not self._normalize:
             return obs
         out = list(obs)
         for i in self.float_leaves:
@@ -148,8 +150,10 @@ def _check_mask(leaf: Leaf, action: ActionLayout) -> None:
         )
 
 
-def build(obs: ObsLayout, action: ActionLayout, config: NetworkConfig, seed: int) -> ActorCritic:
+def build(
+    obs: ObsLayout, action: ActionLayout, config: NetworkConfig, seed: int, *, normalize_obs: bool = False
+) -> ActorCritic:
     """An actor-critic whose first parameters depend on nothing but the seed."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return ActorCritic(obs, action, config)
+        return ActorCritic(obs, action, config, normalize_obs=normalize_obs)

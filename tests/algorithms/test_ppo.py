@@ -113,7 +113,7 @@ def test_next_values_come_from_the_right_observations() -> None:
     batch = ppo.advantages(net, data, PPOConfig(gamma=0.9, gae_lambda=0.0))
 
     def value(x: Tensor) -> float:
-        return float(net.value((x.view(1, 3),)))
+        return net.value((x.view(1, 3),)).item()
 
     want = np.array(
         [

@@ -1,0 +1,191 @@
+"""Bad input: exit code 2, one clear line that says what is wrong and what is near, nothing written."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ENVS = '''
+import gymnasium as gym
+import numpy as np
+from gymnasium import spaces
+
+
+class Base(gym.Env):
+    observation_space = spaces.Box(-1, 1, (2,))
+    action_space = spaces.Discrete(2)
+    n = 0
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action):
+        self.n += 1
+        return np.zeros(2, np.float32), 1.0, self.n % 50 == 0, False, {}
+
+
+class OldApi(Base):
+    def step(self, action):
+        return np.zeros(2, np.float32), 1.0, False, {}
+
+
+class WrongShape(Base):
+    def step(self, action):
+        return np.zeros(3, np.float32), 1.0, False, False, {}
+
+
+class NanReward(Base):
+    def step(self, action):
+        obs, reward, *rest = super().step(action)
+        return obs, float("nan") if self.n == 5 else reward, *rest
+
+
+class NanObservation(Base):
+    """Late enough that only the first rollout meets it, not the check before the run."""
+
+    def step(self, action):
+        obs, reward, *rest = super().step(action)
+        return obs * (np.nan if self.n == 240 else 1), reward, *rest
+
+
+class Raises(Base):
+    def step(self, action):
+        raise ZeroDivisionError("boom")
+'''
+
+
+def flatout(*argv: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "flatout", *argv], cwd=cwd, capture_output=True, text=True)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "my_envs.py").write_text(ENVS)
+    (tmp_path / "bad.json").write_text('{"n_env": 3}')
+    (tmp_path / "nested.json").write_text('{"ppo": {"gama": 0.9}}')
+    (tmp_path / "broken.json").write_text("{")
+    (tmp_path / "a_file").write_text("x")
+    return tmp_path
+
+
+def assert_refused(
+    done: subprocess.CompletedProcess[str], folder: Path, before: set[Path], words: str
+) -> None:
+    assert done.returncode == 2, done.stderr
+    lines = done.stderr.strip().splitlines()
+    assert lines[-1].startswith("flatout: ")
+    assert words in lines[-1]
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+    after = {p for p in folder.rglob("*") if "__pycache__" not in p.parts}
+    assert after == before
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ("train CartPol-v1", "unknown env 'CartPol-v1'; did you mean 'CartPole-v1'"),
+        ("train CartPole-v9", "'CartPole-v1'"),
+        ("train no_such_module:Env-v0", "no_such_module"),
+        ("train nowhere.py:make", "nowhere.py"),
+        ("train my_envs.py:Bas", "did you mean 'Base'"),
+        ("train", "no env given"),
+        ("trian CartPole-v1", "unknown command 'trian'; did you mean 'train'"),
+        ("doctor CartPole-v1", "not in this version yet"),
+        ("train CartPole-v1 --n-evns 3", "unknown flag --n-evns; did you mean '--n-envs'"),
+        ("train CartPole-v1 --preset fats", "did you mean 'fast'"),
+        ("train CartPole-v1 --executor proces", "did you mean 'process'"),
+        ("train CartPole-v1 --executor process", "--executor process is not in this version yet"),
+        ("train CartPole-v1 --algo dqn", "--algo dqn is not in this version yet"),
+        ("train CartPole-v1 --overlap on", "--overlap on is not in this version yet"),
+        ("train CartPole-v1 --precision bf16", "--precision bf16 is not in this version yet"),
+        ("train CartPole-v1 --compile on", "--compile on is not in this version yet"),
+        ("train CartPole-v1 --batch-size 100", "nearest that do are 64 or 128"),
+        ("train CartPole-v1 --batch-size 0", "--batch-size is 0"),
+        ("train CartPole-v1 --n-envs 0", "--n-envs is 0; it must be at least 1"),
+        ("train CartPole-v1 --n-envs two", "--n-envs is 'two'; it must be a whole number"),
+        ("train CartPole-v1 --n-envs", "--n-envs"),
+        ("train CartPole-v1 --gamma 1.5", "--gamma is 1.5; it must be between 0 and 1"),
+        ("train CartPole-v1 --learning-rate nan", "--learning-rate is 'nan'; it must be a number"),
+        ("train CartPole-v1 --network-arch 64,x", "--network-arch is '64,x'"),
+        ("train CartPole-v1 --network-arch 0", "--network-arch"),
+        ("train CartPole-v1 --env-kwargs {", "--env-kwargs is not JSON"),
+        ('train CartPole-v1 --env-kwargs {"sped":1}', "'sped'"),
+        ("train CartPole-v1 --device cuda", "--device cuda"),
+        ("train CartPole-v1 --device tpu", "tpu"),
+        ("train CartPole-v1 --config bad.json", "'n_env'; did you mean 'n_envs'"),
+        ("train CartPole-v1 --config nested.json", "'ppo.gama'; did you mean 'gamma'"),
+        ("train CartPole-v1 --config broken.json", "is not JSON"),
+        ("train CartPole-v1 --config missing.json", "No such file"),
+        ("train CartPole-v1 --runs-dir a_file", "a_file"),
+        ("train CartPole-v1 --runs-dir /proc/none", "/proc/none"),
+        ("train CartPole-v1 --run-name a/b", "--run-name"),
+        ("train CartPole-v1 --resume", "--run-name"),
+        ("train my_envs.py:OldApi", "step() returned 4 values"),
+        ("train my_envs.py:WrongShape", "(3,)"),
+        ("train my_envs.py:Raises", "ZeroDivisionError: boom (my_envs.py:"),
+        ("train my_envs.py:NanReward", "env 0 gave a NaN reward at step 5"),
+        (
+            "train my_envs.py:NanObservation --n-steps 256 --n-envs 2",
+            "env 0 gave a NaN observation at step 240",
+        ),
+        ("resume nothing", "no run 'nothing'"),
+        ("evaluate nothing", "nothing"),
+        ("evaluate a_file", "a_file"),
+    ],
+)
+def test_bad_input_is_refused_in_one_line(argv: str, words: str, folder: Path) -> None:
+    before = set(folder.rglob("*"))
+    assert_refused(flatout(*argv.split(), cwd=folder), folder, before, words)
+
+
+TINY = "--timesteps 256 --n-envs 2 --n-steps 32 --batch-size 64 --n-epochs 1 --quiet"
+
+
+def test_an_existing_run_is_kept_resumed_or_replaced_as_asked(folder: Path) -> None:
+    train = ["train", "CartPole-v1", *TINY.split(), "--run-name", "a"]
+    assert flatout(*train, cwd=folder).returncode == 0
+    run = folder / "runs" / "a"
+    summary = (run / "summary.json").read_text()
+    before = set(folder.rglob("*"))
+    assert_refused(flatout(*train, cwd=folder), folder, before, "pass --resume to go on with it")
+    assert_refused(flatout(*train, "--resume", cwd=folder), folder, before, "is finished: 256 of 256")
+    assert (run / "summary.json").read_text() == summary
+
+    longer = [word if word != "256" else "512" for word in train]
+    assert flatout(*longer, "--resume", cwd=folder).returncode == 0
+    assert json.loads((run / "summary.json").read_text())["env_steps"] == 512
+    changed = [*longer, "--resume", "--gamma", "0.5"]
+    assert_refused(flatout(*changed, cwd=folder), folder, set(folder.rglob("*")), "--gamma cannot change")
+    assert flatout(*train, "--overwrite", cwd=folder).returncode == 0
+    assert json.loads((run / "summary.json").read_text())["env_steps"] == 256
+
+
+def test_corrupt_and_foreign_checkpoints_are_refused(folder: Path) -> None:
+    train = ["train", "CartPole-v1", *TINY.split(), "--run-name", "a"]
+    assert flatout(*train, cwd=folder).returncode == 0
+    (checkpoint,) = (folder / "runs" / "a" / "checkpoints").glob("step-*.flatout")
+    data = bytearray(checkpoint.read_bytes())
+    data[-100] ^= 1
+    checkpoint.write_bytes(bytes(data))
+    before = set(folder.rglob("*"))
+    assert_refused(flatout("resume", "a", "--timesteps", "999", cwd=folder), folder, before, "corrupt")
+    assert_refused(flatout("evaluate", str(checkpoint), cwd=folder), folder, before, "corrupt")
+    checkpoint.write_bytes(b"PK\x03\x04" + bytes(100))
+    assert_refused(flatout("evaluate", str(checkpoint), cwd=folder), folder, before, checkpoint.name)
+
+
+def test_a_nan_later_in_the_run_keeps_what_was_learned(folder: Path) -> None:
+    argv = "train my_envs.py:NanObservation --n-steps 64 --n-envs 2 --batch-size 64 --run-name late"
+    done = flatout(*argv.split(), cwd=folder)
+    assert done.returncode == 2
+    assert "env 0 gave a NaN observation at step 240" in done.stderr.splitlines()[-1]
+    summary = json.loads((folder / "runs" / "late" / "summary.json").read_text())
+    assert summary["status"] == "failed"
+    assert summary["env_steps"] == 3 * 128
+    assert list((folder / "runs" / "late" / "checkpoints").glob("step-000000000384.flatout"))

@@ -1,0 +1,221 @@
+"""The agent as users hold it: learn, predict, save, load, callbacks, and the same result every time."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import flatout
+from flatout.pipeline.progress import Progress
+from tests.known import Match
+
+SMALL: dict[str, Any] = {"n_envs": 4, "n_steps": 32, "batch_size": 64, "n_epochs": 2}
+
+
+def params(agent: flatout.PPO) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in agent.policy.model.state_dict().items()}
+
+
+def same(a: flatout.PPO, b: flatout.PPO) -> bool:
+    left, right = params(a), params(b)
+    return left.keys() == right.keys() and all(torch.equal(left[k], right[k]) for k in left)
+
+
+def test_the_same_seed_gives_identical_parameters_and_another_does_not() -> None:
+    a, b, c = (flatout.PPO("CartPole-v1", seed=s, **SMALL).learn(2_000) for s in (7, 7, 8))
+    assert same(a, b)
+    assert not same(a, c)
+
+
+RESUME = """
+import sys, torch, flatout
+agent = flatout.load(sys.argv[1])
+agent.learn(int(sys.argv[2]))
+agent.save(sys.argv[3])
+"""
+
+
+@pytest.mark.parametrize(
+    ("env", "settings"),
+    [
+        ("CartPole-v1", {}),
+        ("LunarLander-v3", {"normalize_obs": True, "normalize_reward": True}),
+        ("Pendulum-v1", {"learning_rate_schedule": "linear", "clip_range_schedule": "linear"}),
+    ],
+)
+def test_half_save_resume_in_a_new_process_half_equals_the_whole(
+    env: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    half = 12 * 128
+    whole = flatout.PPO(env, seed=3, timesteps=2 * half, **SMALL, **settings).learn()
+
+    def stop_half_way(progress: Progress) -> bool:
+        return progress.env_steps < half
+
+    part = flatout.PPO(env, seed=3, timesteps=2 * half, **SMALL, **settings).learn(callback=stop_half_way)
+    assert part.summary["status"] == "stopped"
+    assert part.summary["env_steps"] == half
+    assert not same(part, whole)
+    part.save(tmp_path / "half.flatout")
+    arguments = [str(tmp_path / "half.flatout"), str(half), str(tmp_path / "whole.flatout")]
+    subprocess.run([sys.executable, "-c", RESUME, *arguments], check=True)
+    resumed = flatout.load(tmp_path / "whole.flatout")
+    assert same(resumed, whole)
+
+
+def test_learning_twice_goes_on() -> None:
+    agent = flatout.PPO("CartPole-v1", seed=1, **SMALL)
+    agent.learn(1_000)
+    first = agent.summary["env_steps"]
+    agent.learn(1_000)
+    assert first == 1_024
+    assert agent.summary["env_steps"] == 2_048
+    assert agent.summary["updates"] == 2_048 // 128 * 4
+
+
+def test_predict_follows_stable_baselines_convention(tmp_path: Path) -> None:
+    agent = flatout.PPO("CartPole-v1", seed=1, **SMALL)
+    one = np.array([0.01, 0.0, 0.02, 0.0], np.float32)
+    action, state = agent.predict(one, deterministic=True)
+    assert state is None
+    assert np.shape(action) == ()
+    assert action in (0, 1)
+    actions, _ = agent.predict(np.stack([one] * 5), deterministic=True)
+    assert actions.tolist() == [action] * 5
+    drawn = [int(agent.predict(one)[0]) for _ in range(50)]
+    assert set(drawn) == {0, 1}
+    agent.save(tmp_path / "a.flatout")
+    assert flatout.load(tmp_path / "a.flatout").predict(one, deterministic=True)[0] == action
+    with pytest.raises(flatout.FlatoutError, match=r"shape \(3,\)"):
+        agent.predict(np.zeros(3, np.float32))
+
+
+def test_a_loaded_agent_acts_without_its_env(tmp_path: Path) -> None:
+    """The factory below cannot be found again by name; only learning on needs it."""
+
+    def make() -> Match:
+        return Match("dict", "multidiscrete")
+
+    agent = flatout.PPO(make, seed=1, **SMALL).learn(256)
+    agent.save(tmp_path / "a.flatout")
+    loaded = flatout.load(tmp_path / "a.flatout")
+    obs = {"low": np.int64(1), "high": {"b": np.array([0], np.int8)}}
+    assert np.array_equal(
+        loaded.predict(obs, deterministic=True)[0], agent.predict(obs, deterministic=True)[0]
+    )
+    with pytest.raises(flatout.FlatoutError):
+        loaded.learn(256)
+    again = flatout.load(tmp_path / "a.flatout", env=make).learn(256)
+    assert again.summary["env_steps"] == 512
+
+
+def test_normalisation_is_saved_and_frozen_in_evaluation(tmp_path: Path) -> None:
+    agent = flatout.PPO("Pendulum-v1", seed=1, normalize_obs=True, **SMALL).learn(2_000)
+    before = params(agent)
+    assert before["obs_mean_0"].abs().max() > 0
+    agent.evaluate(5)
+    assert all(torch.equal(before[k], v) for k, v in params(agent).items())
+    agent.save(tmp_path / "a.flatout")
+    obs = np.array([0.5, 0.5, 3.0], np.float32)
+    loaded = flatout.load(tmp_path / "a.flatout")
+    assert np.array_equal(
+        loaded.predict(obs, deterministic=True)[0], agent.predict(obs, deterministic=True)[0]
+    )
+
+
+def test_a_callback_sees_progress_and_may_stop() -> None:
+    seen: list[Progress] = []
+
+    def callback(progress: Progress) -> bool:
+        seen.append(progress)
+        return len(seen) < 3
+
+    agent = flatout.PPO("CartPole-v1", seed=1, **SMALL).learn(10_000, callback=callback)
+    assert [p.env_steps for p in seen] == [128, 256, 384]
+    assert [p.updates for p in seen] == [4, 8, 12]
+    assert seen[-1].total_steps == 10_000
+    assert "train/approx_kl" in seen[-1].metrics
+    assert agent.summary["status"] == "stopped"
+
+
+def test_a_target_return_ends_the_run() -> None:
+    settings = SMALL | {"gamma": 0.0, "learning_rate": 3e-3, "n_epochs": 4}
+    agent = flatout.PPO(partial(Match), seed=1, target_return=6.0, timesteps=100_000, **settings)
+    agent.learn()
+    summary = agent.summary
+    assert summary["status"] == "finished"
+    assert summary["return_mean"] >= 6.0
+    assert summary["target_reached_steps"] == summary["env_steps"] < 100_000
+    assert 0 < summary["target_reached_seconds"] <= summary["wall_seconds"]
+
+
+def test_schedules_fall_to_zero_over_the_run() -> None:
+    rates: list[float] = []
+
+    def callback(progress: Progress) -> None:
+        rates.append(progress.metrics["train/learning_rate"])
+
+    settings = SMALL | {"learning_rate": 1.0e-3, "learning_rate_schedule": "linear"}
+    flatout.PPO("CartPole-v1", seed=1, **settings).learn(128 * 4, callback=callback)
+    assert rates == pytest.approx([1.0e-3, 0.75e-3, 0.5e-3, 0.25e-3])
+
+
+def test_target_kl_leaves_out_updates() -> None:
+    def n_updates(target_kl: float | None) -> int:
+        settings = SMALL | {"n_epochs": 20, "learning_rate": 3e-2, "target_kl": target_kl}
+        return int(flatout.PPO("CartPole-v1", seed=1, **settings).learn(1024).summary["updates"])
+
+    assert n_updates(None) == 8 * 2 * 20
+    assert 8 <= n_updates(0.01) < 8 * 2 * 20
+
+
+def test_a_loss_that_is_not_finite_is_skipped_counted_and_ends_the_run_if_it_persists(
+    tmp_path: Path,
+) -> None:
+    class Absurd(Match):
+        def __init__(self, after: int) -> None:
+            super().__init__()
+            self._after, self._n = after, 0
+
+        def step(self, action: Any) -> Any:
+            obs, reward, *rest = super().step(action)
+            self._n += 1
+            return (obs, 1e30 if self._n > self._after else reward, *rest)
+
+    agent = flatout.PPO(
+        partial(Absurd, 100), seed=1, run_name="r", runs_dir=tmp_path, timesteps=10_000, **SMALL
+    )
+    with pytest.raises(flatout.FlatoutError, match="NaN or infinite"):
+        agent.learn()
+    assert agent.summary["status"] == "failed"
+    assert agent.summary["nan_skips"] >= 12
+    loaded = flatout.load(tmp_path / "r")
+    assert all(torch.isfinite(value).all() for value in params(loaded).values())
+    assert same(loaded, agent)
+
+
+def test_unknown_settings_name_the_nearest() -> None:
+    with pytest.raises(flatout.FlatoutError, match="'n_env'; did you mean 'n_envs'"):
+        flatout.PPO("CartPole-v1", n_env=3)
+
+
+def test_evaluation_plays_the_episodes_asked_for_on_fixed_seeds() -> None:
+    agent = flatout.PPO("CartPole-v1", seed=1, **SMALL)
+    a, b = agent.evaluate(13), agent.evaluate(13)
+    assert len(a.returns) == 13
+    assert a == b
+    assert agent.evaluate(13, seed=99) != a
+
+
+def test_cartpole_is_solved_by_its_recipe() -> None:
+    """The fast subset of benchmarks/returns.py."""
+    agent = flatout.PPO("CartPole-v1", seed=1).learn()
+    assert agent.summary["env_steps"] <= 100_352
+    assert agent.evaluate(100).return_mean >= 490
