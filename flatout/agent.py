@@ -121,8 +121,18 @@ class PPO:
     ) -> PPO:
         """Learn for `total_timesteps` more env steps, or to the configured total; returns the agent.
 
-        `callback(progress)` is called after each iteration; returning False stops.
+        `callback(progress)` is called after each iteration; returning False stops. A signal is passed on
+        to the caller once the iteration is finished and everything is saved.
         """
+        self.run(total_timesteps, callback, progress_bar)
+        if self.stop_signal == signal.SIGINT:
+            raise KeyboardInterrupt
+        if self.stop_signal is not None:
+            raise SystemExit(128 + self.stop_signal)
+        return self
+
+    def run(self, total_timesteps: int | None, callback: Callback | None, progress_bar: bool) -> None:
+        """`learn`, with the signal that ended it left in `stop_signal`."""
         began = perf_counter()
         trainer = self._started()
         until = (
@@ -150,7 +160,6 @@ class PPO:
             raise
         self._finish(trainer, recorder, status, startup, None)
         self.stop_signal = stop.signal
-        return self
 
     def predict(
         self,

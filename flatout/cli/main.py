@@ -42,6 +42,8 @@ def run(argv: Sequence[str]) -> int:
             raise
         print(f"flatout: {error}", file=sys.stderr)
         return getattr(error, "exit_code", 2)
+    except KeyboardInterrupt:
+        return 130
     except BrokenPipeError:
         # The reader left, as in `flatout ... | head`; nothing more can be said to it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -20,7 +20,7 @@ def add_output_flags(parser: Parser) -> None:
 
 def learn_and_tell(agent: PPO, args: argparse.Namespace) -> int:
     """Learn to the configured total, print the summary, and return the exit code."""
-    agent.learn(progress_bar=not args.quiet)
+    agent.run(None, None, progress_bar=not args.quiet)
     if not args.quiet:
         print(agent.report())
     if args.json:

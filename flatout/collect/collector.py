@@ -14,8 +14,11 @@ from flatout.models.policy import ActorCritic
 from flatout.trace.phases import PhaseClock
 
 
-class Interrupted(Exception):
-    """Collecting was given up in the middle of a rollout, which then counts for nothing."""
+class Interrupted(BaseException):
+    """Collecting was given up in the middle of a rollout, which then counts for nothing.
+
+    Like KeyboardInterrupt no Exception: neither an env nor an executor may take it for a fault.
+    """
 
 
 class Collector:

@@ -1,0 +1,208 @@
+"""Whole runs through the command line: the folder they leave, signals, resuming, and start-up time."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flatout.learn.checkpoint import CheckpointFolder
+
+TINY = "--n-envs 4 --n-steps 32 --batch-size 64 --n-epochs 2".split()
+
+
+def command(*argv: str) -> list[str]:
+    return [sys.executable, "-m", "flatout", *argv]
+
+
+def flatout(*argv: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command(*argv), cwd=cwd, capture_output=True, text=True)
+
+
+def summary_of(run: Path) -> dict[str, Any]:
+    data: dict[str, Any] = json.loads((run / "summary.json").read_text())
+    return data
+
+
+def parameters(run: Path) -> dict[str, torch.Tensor]:
+    _, checkpoint, _ = CheckpointFolder(run / "checkpoints").newest()
+    return {name: value for name, value in checkpoint.tensors.items() if name.startswith("model.")}
+
+
+def assert_same(a: Path, b: Path) -> None:
+    left, right = parameters(a), parameters(b)
+    assert left.keys() == right.keys()
+    assert all(torch.equal(left[name], right[name]) for name in left)
+
+
+def test_a_run_leaves_a_complete_folder(tmp_path: Path) -> None:
+    argv = ["train", "CartPole-v1", *TINY, "--timesteps", "2000", "--seed", "3", "--run-name", "a"]
+    done = flatout(*argv, "--json", "--eval-every", "1000", "--checkpoint-every", "500", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "4 envs × 32 steps = 128 total batch, 2 minibatches of 64 × 2 epochs" in done.stderr
+    run = tmp_path / "runs" / "a"
+    summary = summary_of(run)
+    assert json.loads(done.stdout.splitlines()[-1]) == summary
+    for name in (
+        "status env algo preset seed device env_steps updates startup_seconds wall_seconds steps_per_second "
+        "episodes return_mean return_std target_return target_reached_seconds target_reached_steps "
+        "learner_busy device_utilization device_energy_joules phases collect_rate learn_rate "
+        "pipeline_efficiency executor policy_lag_mean policy_lag_max restarts oom_backoffs nan_skips"
+    ).split():
+        assert name in summary, name
+    assert summary["status"] == "finished"
+    assert summary["env_steps"] == 2048
+    assert summary["updates"] == 2048 // 64 * 2
+    assert sum(summary["phases"].values()) == pytest.approx(summary["wall_seconds"], rel=0.02)
+    assert 0 < summary["learner_busy"] < 1
+    assert summary["executor"].keys() == {"kind", "collectors", "workers", "reason"}
+
+    with (run / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert int(rows[-1]["time/total_timesteps"]) == 2048
+    assert [row["eval/mean_reward"] for row in rows if row["eval/mean_reward"]] != []
+    assert json.loads((run / "system.json").read_text())["cores"] >= 1
+    names = sorted(p.name for p in (run / "checkpoints").iterdir())
+    assert names == ["best.flatout", "step-000000001536.flatout", "step-000000002048.flatout"]
+    assert list(run.glob("events.out.tfevents.*"))
+
+    config = json.loads((run / "config.json").read_text())
+    assert config["seed"] == 3
+    assert config["ppo"]["n_steps"] == 32
+    again = flatout("train", "--config", str(run / "config.json"), "--run-name", "b", "--quiet", cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert again.stdout == again.stderr == ""
+    assert json.loads((tmp_path / "runs" / "b" / "config.json").read_text()) == config
+    assert_same(run, tmp_path / "runs" / "b")
+
+    shown = flatout("evaluate", "a", "--episodes", "5", "--json", cwd=tmp_path)
+    assert json.loads(shown.stdout)["episodes"] == 5
+    assert (
+        "over 5 episodes" in flatout("evaluate", "runs/a", "--episodes", "5", "--best", cwd=tmp_path).stdout
+    )
+
+
+def start_and_wait(run: Path, *argv: str) -> subprocess.Popen[str]:
+    """Start a run and wait until it has learned something."""
+    process = subprocess.Popen(
+        command(*argv), cwd=run.parents[1], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        if (run / "metrics.csv").exists() and len((run / "metrics.csv").read_text().splitlines()) > 2:
+            return process
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    raise AssertionError("the run did not start")
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_stops_saves_and_the_resumed_run_equals_the_uninterrupted(
+    number: signal.Signals, code: int, tmp_path: Path
+) -> None:
+    argv = ["train", "CartPole-v1", "--timesteps", "15000", "--quiet"]
+    run = tmp_path / "runs" / "cut"
+    process = start_and_wait(run, *argv, "--run-name", "cut")
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=10)
+    assert process.returncode == code
+    assert errors == ""
+    stopped = summary_of(run)
+    assert stopped["status"] == "stopped"
+    assert 0 < stopped["env_steps"] < 15_000
+
+    resumed = flatout("resume", "cut", "--quiet", "--json", cwd=tmp_path)
+    assert resumed.returncode == 0, resumed.stderr
+    summary = json.loads(resumed.stdout)
+    assert summary["status"] == "finished"
+    assert summary["wall_seconds"] > stopped["wall_seconds"]
+    with (run / "metrics.csv").open() as file:
+        steps = [int(row["time/total_timesteps"]) for row in csv.DictReader(file)]
+    assert steps == sorted(set(steps))
+    assert steps[-1] == 15_104
+
+    assert flatout(*argv, "--run-name", "whole", cwd=tmp_path).returncode == 0
+    assert_same(run, tmp_path / "runs" / "whole")
+
+
+SLEEPER = """
+import time
+import gymnasium as gym
+import numpy as np
+from gymnasium import spaces
+
+class Sleeper(gym.Env):
+    observation_space = spaces.Box(-1, 1, (2,))
+    action_space = spaces.Discrete(2)
+    n = 0
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return np.zeros(2, np.float32), {}
+    def step(self, action):
+        self.n += 1
+        if self.n == 1000:
+            open("asleep", "w").close()
+            time.sleep(600)
+        return np.zeros(2, np.float32), 1.0, self.n % 20 == 0, False, {}
+"""
+
+
+def test_an_env_that_blocks_does_not_keep_the_run_from_stopping(tmp_path: Path) -> None:
+    (tmp_path / "sleeper.py").write_text(SLEEPER)
+    run = tmp_path / "runs" / "s"
+    argv = command("train", "sleeper.py:Sleeper", *TINY, "--run-name", "s", "--quiet")
+    process = subprocess.Popen(argv, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    while not (tmp_path / "asleep").exists():
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode == 143, errors
+    assert errors == ""
+    assert summary_of(run)["env_steps"] == 999 // 32 * 128
+    assert parameters(run)
+
+
+def test_a_killed_run_resumes_from_its_last_checkpoint(tmp_path: Path) -> None:
+    argv = ["train", "CartPole-v1", "--timesteps", "8000", "--checkpoint-every", "1000", "--quiet"]
+    run = tmp_path / "runs" / "killed"
+    process = start_and_wait(run, *argv, "--run-name", "killed")
+    while not list((run / "checkpoints").glob("step-*")):
+        time.sleep(0.02)
+    process.kill()
+    process.communicate()
+    assert not (run / "summary.json").exists()
+    assert flatout("resume", "killed", "--quiet", cwd=tmp_path).returncode == 0
+    assert flatout(*argv, "--run-name", "whole", cwd=tmp_path).returncode == 0
+    assert_same(run, tmp_path / "runs" / "whole")
+
+
+def test_help_needs_no_torch() -> None:
+    """`flatout --help` and a typo's complaint must not pay for heavy imports."""
+    code = (
+        "import sys; from flatout.cli.main import run; "
+        "assert run(['--help']) == 0; assert run(['train', 'CartPole-v1', '--n-env', '3']) == 2; "
+        "assert run(['train', 'CartPole-v1', '--batch-size', '100']) == 2; "
+        "assert 'torch' not in sys.modules and 'gymnasium' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_output_into_a_closed_pipe_is_no_traceback(tmp_path: Path) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        command("train", "--help"), cwd=tmp_path, stdout=write, stderr=subprocess.PIPE, text=True
+    )
+    os.close(write)
+    assert "Traceback" not in done.stderr
