@@ -59,7 +59,7 @@ def run_sb3(n_steps: int) -> dict[str, float]:
     began = perf_counter()
     agent.learn(n_steps, reset_num_timesteps=False)
     seconds = perf_counter() - began
-    returns = [info["r"] for info in agent.ep_info_buffer]
+    returns = [info["r"] for info in agent.ep_info_buffer or ()]
     return {"steps_per_second": n_steps / seconds, "return": float(statistics.mean(returns))}
 
 

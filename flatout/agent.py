@@ -31,7 +31,7 @@ from flatout.records.display import make_display
 from flatout.records.folder import RunFolder, default_run_name, write_json
 from flatout.records.recorder import Recorder
 from flatout.records.summary import summary_text
-from flatout.run import EVAL_SEED, Callback, Policy, Trainer, summarize, train
+from flatout.run import EVAL_SEED, MAX_EVAL_ENVS, Callback, Policy, Trainer, summarize, train
 
 
 class PPO:
@@ -192,7 +192,11 @@ class PPO:
         """Play whole episodes in envs of its own."""
         seed = self.config.seed + EVAL_SEED if seed is None else seed
         executor = SerialExecutor(
-            self._env_info().factory, min(n_episodes, 10), self.policy.obs, seed, replayable=False
+            self._env_info().factory,
+            self.policy.obs,
+            np.arange(min(n_episodes, MAX_EVAL_ENVS)),
+            seed,
+            replayable=False,
         )
         try:
             return evaluate(

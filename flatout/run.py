@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 
 from flatout.buffers.rollout import Rollout
@@ -57,7 +58,7 @@ class Trainer:
         self.config, self._env, self.policy = config, env, policy
         self.clock = PhaseClock()
         self.state = TrainState()
-        self.executor = SerialExecutor(env.factory, config.n_envs, policy.obs, config.seed)
+        self.executor = SerialExecutor(env.factory, policy.obs, np.arange(config.n_envs), config.seed)
         self.learner = Learner(
             policy.model, config.ppo, n_envs=config.n_envs, seed=config.seed, clock=self.clock
         )
@@ -108,7 +109,11 @@ class Trainer:
         if self._eval_executor is None:
             n_envs = min(self.config.eval_episodes, MAX_EVAL_ENVS)
             self._eval_executor = SerialExecutor(
-                self._env.factory, n_envs, self.policy.obs, self.config.seed + EVAL_SEED, replayable=False
+                self._env.factory,
+                self.policy.obs,
+                np.arange(n_envs),
+                self.config.seed + EVAL_SEED,
+                replayable=False,
             )
         return evaluate(
             self._eval_executor,

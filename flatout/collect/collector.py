@@ -36,8 +36,7 @@ class Collector:
     ) -> None:
         self.executor, self._model, self._layout = executor, model, layout
         self._device, self._clock = device, clock
-        self._env_ids = executor.current.env_ids
-        self._noise = ActionNoise(layout, self._env_ids, seed)
+        self._noise = ActionNoise(layout, executor.env_ids, seed)
         self.n_steps = 0
         """Steps each env has taken for finished rollouts: where its noise stream stands."""
 
@@ -57,7 +56,7 @@ class Collector:
             rollout.log_prob_rows[t].copy_(log_prob)
             actions = self._layout.to_env(model.head.to_action(rollout.action_rows[t]).numpy())
             clock.enter("env")
-            now = step(executor, actions, self._env_ids)
+            now = step(executor, actions)
             clock.enter("store")
             rollout.reward[t] = now.reward
             rollout.terminated[t] = now.terminated

@@ -52,7 +52,7 @@ def evaluate(
     """Play `n_episodes` from fresh resets; each env plays a fixed share, so short ones are not favoured."""
     n_envs = executor.n_envs
     quota = [n_episodes // n_envs + (i < n_episodes % n_envs) for i in range(n_envs)]
-    noise = ActionNoise(layout, np.arange(n_envs), seed)
+    noise = ActionNoise(layout, executor.env_ids, seed)
     now = executor.reset()
     episodes: list[Episode] = []
     t = 0
@@ -63,7 +63,7 @@ def evaluate(
         else:
             rows, _ = model.sample(obs, noise.draw(t, 1)[0].to(device))
         actions = layout.to_env(model.head.to_action(rows).cpu().numpy())
-        now = step(executor, actions, now.env_ids)
+        now = step(executor, actions)
         t += 1
         for episode in now.ended:
             if quota[episode.env_id] > 0:

@@ -10,22 +10,41 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from flatout.envs.spaces import Array, Leaves
+import numpy as np
+
+from flatout.envs.spaces import Array, Leaves, ObsLayout
 
 
 @dataclass(slots=True)
 class Step:
-    """What `recv` returns, row i for env `env_ids[i]`; the arrays are valid until the next `recv`."""
+    """What `recv` returns: arrays with a row per env, of which those in `rows` are new.
 
-    env_ids: Array
+    The arrays belong to the executor and are valid until the next `recv`.
+    """
+
+    rows: Array
+    """Which envs have taken a step, as places in the arrays."""
     obs: Leaves
     reward: Array
     terminated: Array
     truncated: Array
     final_obs: Leaves
-    """Rows are written only where an episode ended."""
+    """Written only where an episode ended."""
     ended: list[Episode]
     """The episodes that ended in this step."""
+
+
+def alloc_step(layout: ObsLayout, n_envs: int) -> Step:
+    """A Step for `n_envs` envs, in ordinary memory."""
+    return Step(
+        rows=np.arange(n_envs),
+        obs=layout.alloc(n_envs),
+        reward=np.zeros(n_envs),
+        terminated=np.zeros(n_envs, np.bool_),
+        truncated=np.zeros(n_envs, np.bool_),
+        final_obs=layout.alloc(n_envs),
+        ended=[],
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +52,7 @@ class Episode:
     """Statistics of one finished episode."""
 
     env_id: int
+    """The env's number in the whole run, not its place in one executor."""
     total_reward: float
     length: int
 
@@ -41,13 +61,15 @@ class Executor(Protocol):
     """Steps a set of envs. Waiting executors may return fewer envs than they run."""
 
     n_envs: int
+    env_ids: Array
+    """The numbers of its envs in the whole run; seeds and random streams go by them."""
 
     def reset(self) -> Step:
         """Begin a new episode in every env; rewards are zero."""
         ...
 
-    def send(self, actions: Array, env_ids: Array) -> None:
-        """Hand action rows, in the env's own units, to the envs named."""
+    def send(self, actions: Array, rows: Array) -> None:
+        """Hand actions, in the env's own units, to the envs in the places named."""
         ...
 
     def recv(self) -> Step:
@@ -76,7 +98,7 @@ class Executor(Protocol):
         ...
 
 
-def step(executor: Executor, actions: Array, env_ids: Array) -> Step:
-    """Send and receive: one step of all the envs named."""
-    executor.send(actions, env_ids)
+def step(executor: Executor, actions: Array) -> Step:
+    """Send and receive: one step of all envs."""
+    executor.send(actions, executor.current.rows)
     return executor.recv()

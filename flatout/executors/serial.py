@@ -18,7 +18,7 @@ from flatout.envs.check import nan_message
 from flatout.envs.make import one_line
 from flatout.envs.spaces import Array, ObsLayout
 from flatout.errors import EnvError
-from flatout.executors.base import Episode, Step
+from flatout.executors.base import Episode, Step, alloc_step
 
 RESEED_STEPS = 1_000
 MAX_LOG = 20_000
@@ -31,31 +31,25 @@ def env_seed(seed: int, env_id: int, count: int) -> int:
 
 
 class SerialExecutor:
-    """`n_envs` Gymnasium envs behind the executor protocol; observations are written in place."""
+    """Gymnasium envs behind the executor protocol; observations are written in place, also in shared memory."""
 
     def __init__(
         self,
         factory: Callable[[], gym.Env[Any, Any]],
-        n_envs: int,
         layout: ObsLayout,
+        env_ids: Array,
         seed: int,
         *,
         replayable: bool = True,
+        out: Step | None = None,
     ) -> None:
-        self.n_envs = n_envs
+        self.n_envs, self.env_ids = len(env_ids), env_ids
+        n_envs = self.n_envs
         self._layout = layout
         self._seed = seed
         self._replayable = replayable
         self._envs = [factory() for _ in range(n_envs)]
-        self._step = Step(
-            env_ids=np.arange(n_envs),
-            obs=layout.alloc(n_envs),
-            reward=np.zeros(n_envs),
-            terminated=np.zeros(n_envs, np.bool_),
-            truncated=np.zeros(n_envs, np.bool_),
-            final_obs=layout.alloc(n_envs),
-            ended=[],
-        )
+        self._step = out or alloc_step(layout, n_envs)
         self._float_leaves = [i for i, leaf in enumerate(layout.leaves) if leaf.dtype == np.float32]
         self._actions: Array = np.zeros(0)
         self._returns = np.zeros(n_envs)
@@ -79,9 +73,9 @@ class SerialExecutor:
         self.mark()
         return self._step
 
-    def send(self, actions: Array, env_ids: Array) -> None:
+    def send(self, actions: Array, rows: Array) -> None:
         """Take the actions of all envs; they are stepped by `recv`."""
-        assert len(env_ids) == self.n_envs, "the serial executor steps all its envs at once"
+        assert len(rows) == self.n_envs, "the serial executor steps all its envs at once"
         self._actions = actions
         if self._replayable:
             self._log.append(actions.copy())
@@ -174,7 +168,7 @@ class SerialExecutor:
         """Walk env i through its actions; true when it stands where the snapshot says."""
         env = self._envs[i]
         try:
-            obs, _ = env.reset(seed=env_seed(self._seed, i, self._seed_counts[i]))
+            obs, _ = env.reset(seed=self._next_seed(i))
             for action in actions:
                 obs, _, terminated, truncated, _ = env.step(action)
                 if terminated or truncated:
@@ -187,7 +181,10 @@ class SerialExecutor:
     def _reseed(self, i: int) -> None:
         self._seed_counts[i] += 1
         self._seeded_at[i] = self._n_steps
-        self._begin(i, env_seed(self._seed, i, self._seed_counts[i]))
+        self._begin(i, self._next_seed(i))
+
+    def _next_seed(self, i: int) -> int:
+        return env_seed(self._seed, int(self.env_ids[i]), self._seed_counts[i])
 
     def _begin(self, i: int, seed: int | None) -> None:
         try:
@@ -197,7 +194,7 @@ class SerialExecutor:
             raise self._failure(i, "reset", error) from error
 
     def _end_episode(self, i: int) -> Episode:
-        episode = Episode(i, float(self._returns[i]), int(self._lengths[i]))
+        episode = Episode(int(self.env_ids[i]), float(self._returns[i]), int(self._lengths[i]))
         self._returns[i], self._lengths[i] = 0.0, 0
         if self._replayable and self._n_steps - self._seeded_at[i] >= RESEED_STEPS:
             self._reseed(i)
@@ -229,12 +226,11 @@ class SerialExecutor:
     def _raise_nan(self, what: str, values: Array) -> None:
         bad = ~np.isfinite(values.reshape(self.n_envs, -1)).all(axis=1)
         if bad.any():  # a float32 sum may overflow where every value is finite
-            raise EnvError(nan_message(what, int(bad.argmax()), self._n_steps))
+            raise EnvError(nan_message(what, int(self.env_ids[bad.argmax()]), self._n_steps))
 
     def _failure(self, i: int, doing: str, error: Exception) -> EnvError:
-        if isinstance(error, EnvError):
-            return error
-        return EnvError(f"env {i} raised in {doing} at step {self._n_steps + 1}: {one_line(error)}")
+        env_id = self.env_ids[i]
+        return EnvError(f"env {env_id} raised in {doing} at step {self._n_steps + 1}: {one_line(error)}")
 
 
 class _Mark:

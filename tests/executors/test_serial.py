@@ -44,7 +44,7 @@ class Counter(gym.Env[Any, Any]):
 
 
 def executor(make: Callable[[], gym.Env[Any, Any]], n_envs: int = 3) -> SerialExecutor:
-    out = SerialExecutor(make, n_envs, ObsLayout(make().observation_space), seed=5)
+    out = SerialExecutor(make, ObsLayout(make().observation_space), np.arange(n_envs), seed=5)
     out.reset()
     return out
 
@@ -53,7 +53,7 @@ def executor(make: Callable[[], gym.Env[Any, Any]], n_envs: int = 3) -> SerialEx
 def test_an_end_gives_the_final_observation_and_the_next_episodes_first(truncate: bool) -> None:
     envs = executor(partial(Counter, 4, truncate))
     for t in range(1, 13):
-        now = step(envs, np.zeros(3, np.int64), IDS)
+        now = step(envs, np.zeros(3, np.int64))
         ended = t % 4 == 0
         assert now.obs[0][:, 0].tolist() == [t % 4] * 3
         assert now.terminated.tolist() == [ended and not truncate] * 3
@@ -75,11 +75,11 @@ def play(envs: SerialExecutor, layout: ActionLayout, n_steps: int, seed: int) ->
             actions = layout.to_env(rng.normal(size=(envs.n_envs, layout.size)).astype(np.float32))
         else:
             actions = layout.to_env(rng.integers(layout.nvec[0], size=(envs.n_envs, 1)))
-        now = step(envs, actions, np.arange(envs.n_envs))
+        now = step(envs, actions)
         obs = tuple(leaf.copy() for leaf in now.obs)
         seen.append(
             Step(
-                now.env_ids,
+                now.rows,
                 obs,
                 now.reward.copy(),
                 now.terminated.copy(),
@@ -103,7 +103,7 @@ def test_a_snapshot_brings_envs_back_to_their_moment(env_id: str, n_before: int)
     snapshot = first.snapshot()
     want = play(first, layout, 150, seed=2)
 
-    second = SerialExecutor(make, 3, ObsLayout(make().observation_space), seed=5)
+    second = SerialExecutor(make, ObsLayout(make().observation_space), IDS, seed=5)
     assert second.restore(snapshot) == []
     got = play(second, layout, 150, seed=2)
     for a, b in zip(want, got, strict=True):
@@ -133,9 +133,9 @@ def test_an_env_that_cannot_be_replayed_begins_anew() -> None:
     envs = executor(partial(Moody, 1000))
     play(envs, ActionLayout(spaces.Discrete(2)), 10, seed=0)
     envs.mark()
-    fresh = SerialExecutor(partial(Moody, 1000), 3, ObsLayout(Moody.observation_space), seed=5)
+    fresh = SerialExecutor(partial(Moody, 1000), ObsLayout(Moody.observation_space), IDS, seed=5)
     assert fresh.restore(envs.snapshot()) == [0, 1, 2]
-    now = step(fresh, np.zeros(3, np.int64), IDS)
+    now = step(fresh, np.zeros(3, np.int64))
     assert np.isfinite(now.obs[0]).all()
 
 
@@ -151,7 +151,7 @@ def test_the_same_seed_gives_the_same_trajectories_and_another_does_not() -> Non
     make = env_factory("CartPole-v1")
     layout = ActionLayout(spaces.Discrete(2))
     a, b = (play(executor(make), layout, 100, seed=1) for _ in range(2))
-    other = SerialExecutor(make, 3, ObsLayout(make().observation_space), seed=6)
+    other = SerialExecutor(make, ObsLayout(make().observation_space), IDS, seed=6)
     other.reset()
     c = play(other, layout, 100, seed=1)
     assert all(np.array_equal(x.obs[0], y.obs[0]) for x, y in zip(a, b, strict=True))
@@ -193,12 +193,12 @@ class Faulty(Counter):
 )
 def test_a_fault_names_env_and_step(fault: str, words: str) -> None:
     makers = iter([Counter(100), Faulty(fault), Counter(100)])
-    envs = SerialExecutor(lambda: next(makers), 3, ObsLayout(Counter.observation_space), seed=0)
+    envs = SerialExecutor(lambda: next(makers), ObsLayout(Counter.observation_space), IDS, seed=0)
     envs.reset()
     for _ in range(2):
-        step(envs, np.zeros(3, np.int64), IDS)
+        step(envs, np.zeros(3, np.int64))
     with pytest.raises(EnvError, match=words):
-        step(envs, np.zeros(3, np.int64), IDS)
+        step(envs, np.zeros(3, np.int64))
 
 
 def test_large_but_finite_observations_are_no_fault() -> None:
