@@ -32,6 +32,9 @@ class Step:
     """Written only where an episode ended."""
     ended: list[Episode]
     """The episodes that ended in this step."""
+    restarted: list[int]
+    """Places (also in `rows`) whose env was lost during its step and rebuilt: that step never happened, the
+    episode is cut before it, and `obs` is a new episode's first observation."""
 
 
 def alloc_step(layout: ObsLayout, n_envs: int) -> Step:
@@ -44,6 +47,7 @@ def alloc_step(layout: ObsLayout, n_envs: int) -> Step:
         truncated=np.zeros(n_envs, np.bool_),
         final_obs=layout.alloc(n_envs),
         ended=[],
+        restarted=[],
     )
 
 

@@ -86,6 +86,7 @@ def play(envs: SerialExecutor, layout: ActionLayout, n_steps: int, seed: int) ->
                 now.truncated.copy(),
                 now.final_obs,
                 list(now.ended),
+                [],
             )
         )
     return seen
