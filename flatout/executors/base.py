@@ -7,7 +7,7 @@ episode ended, `obs` is the next episode's first observation and `final_obs` the
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -19,7 +19,7 @@ from flatout.envs.spaces import Array, Leaves, ObsLayout
 class Step:
     """What `recv` returns: arrays with a row per env, of which those in `rows` are new.
 
-    The arrays belong to the executor and are valid until the next `recv`.
+    The arrays belong to the executor; a row is valid until its env is sent the next action.
     """
 
     rows: Array
@@ -103,6 +103,15 @@ class Executor(Protocol):
 
 
 def step(executor: Executor, actions: Array) -> Step:
-    """Send and receive: one step of all envs."""
-    executor.send(actions, executor.current.rows)
-    return executor.recv()
+    """Send and receive: one step of all envs, however many `recv`s that takes."""
+    executor.send(actions, np.arange(executor.n_envs))
+    now = executor.recv()
+    if len(now.rows) == executor.n_envs:
+        return now
+    n_seen, ended, restarted = len(now.rows), list(now.ended), list(now.restarted)
+    while n_seen < executor.n_envs:
+        now = executor.recv()
+        n_seen += len(now.rows)
+        ended += now.ended
+        restarted += now.restarted
+    return replace(now, rows=np.arange(executor.n_envs), ended=ended, restarted=restarted)
