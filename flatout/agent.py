@@ -25,7 +25,7 @@ from flatout.learn.checkpoint import read as read_checkpoint
 from flatout.learn.checkpoint import write as write_checkpoint
 from flatout.models.policy import build
 from flatout.pipeline.stop import StopRequest
-from flatout.recipes.presets import PRESETS, fitting_preset
+from flatout.recipes.presets import PRESETS, preset_note
 from flatout.recipes.tuned import TUNED
 from flatout.records.display import make_display
 from flatout.records.folder import RunFolder, default_run_name, write_json
@@ -245,13 +245,11 @@ class PPO:
                 f"{len(self._fresh_envs)} of {self.config.n_envs} envs could not be replayed to where they "
                 "stood and began a new episode"
             )
-        preset, n_cores = self.config.preset, self._machine.cores
-        if preset in PRESETS and PRESETS[preset].n_cores > n_cores:
-            notes.append(
-                f"preset {preset} wants {PRESETS[preset].n_cores} cores, this machine has {n_cores}; "
-                f"--preset {fitting_preset(n_cores)} fits"
-            )
-        return notes
+        if self.config.preset in PRESETS:
+            obs_bytes = sum(leaf.nbytes for leaf in self.policy.obs.alloc(1))
+            free = self._machine.memory_available_bytes
+            notes.append(preset_note(self.config.preset, self._machine.cores, free, obs_bytes) or "")
+        return [note for note in notes if note]
 
     def _env_info(self) -> EnvInfo:
         if self._env is None:
