@@ -1,17 +1,27 @@
-"""Executor + policy → rollout. Three verbs a step: act, step the envs, store."""
+"""Executor + policy → rollout. Three verbs a step: act, step the envs, store.
+
+While all envs step together a whole time step is stored at once; when an executor returns fewer envs than it
+runs, or lost one, each env goes on with a cursor of its own. T: time steps, N: envs.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from flatout.buffers.rollout import Rollout
 from flatout.collect.noise import ActionNoise
-from flatout.envs.spaces import ActionLayout
-from flatout.executors.base import Episode, Executor, step
+from flatout.envs.spaces import ActionLayout, Array
+from flatout.executors.base import Episode, Executor, Step
 from flatout.models.policy import ActorCritic
 from flatout.trace.phases import PhaseClock
+
+ROWS = 8
+"""The policy acts on multiples of this many rows. Matrix kernels round by the number of rows; in whole blocks a
+row's result does not depend on its neighbours, so neither do results on how envs are spread."""
 
 
 class Interrupted(BaseException):
@@ -37,40 +47,127 @@ class Collector:
         self.executor, self._model, self._layout = executor, model, layout
         self._device, self._clock = device, clock
         self._noise = ActionNoise(layout, executor.env_ids, seed)
+        self._all = np.arange(executor.n_envs)
+        n_rows = -(-executor.n_envs // ROWS) * ROWS
+        self._obs = tuple(
+            torch.from_numpy(np.zeros((n_rows, *leaf.shape[1:]), leaf.dtype)) for leaf in executor.current.obs
+        )
+        self._gumbel_or_normal = torch.zeros(n_rows, layout.noise_size)
         self.n_steps = 0
         """Steps each env has taken for finished rollouts: where its noise stream stands."""
 
     @torch.inference_mode()
     def collect(self, rollout: Rollout, stop: Callable[[], bool] = lambda: False) -> list[Episode]:
         """Fill the rollout from where the envs stand; returns the episodes that ended."""
-        clock, executor, model, device = self._clock, self.executor, self._model, self._device
+        clock, executor = self._clock, self.executor
         episodes: list[Episode] = []
-        now = executor.current
         clock.enter("act")
-        noise = self._noise.draw(self.n_steps, rollout.n_steps).to(device)
-        for leaf, obs in zip(rollout.obs, now.obs, strict=True):
+        noise = self._noise.draw(self.n_steps, rollout.n_steps)
+        for leaf, obs in zip(rollout.obs, executor.current.obs, strict=True):
             leaf[0] = obs
         for t in range(rollout.n_steps):
-            rows, log_prob = model.sample(tuple(leaf.to(device) for leaf in rollout.obs_rows[t]), noise[t])
-            rollout.action_rows[t].copy_(rows)
-            rollout.log_prob_rows[t].copy_(log_prob)
-            actions = self._layout.to_env(model.head.to_action(rollout.action_rows[t]).numpy())
+            actions = self._act(
+                rollout.obs_rows[t], noise[t], rollout.action_rows[t], rollout.log_prob_rows[t]
+            )
             clock.enter("env")
-            now = step(executor, actions)
+            executor.send(actions, self._all)
+            now = executor.recv()
             clock.enter("store")
-            rollout.reward[t] = now.reward
-            rollout.terminated[t] = now.terminated
-            rollout.truncated[t] = now.truncated
-            for leaf, obs in zip(rollout.obs, now.obs, strict=True):
-                leaf[t + 1] = obs
-            if now.ended:
-                episodes += now.ended
-                for n in now.truncated.nonzero()[0]:
-                    for leaf, final in zip(rollout.final_obs, now.final_obs, strict=True):
-                        leaf[t, n] = final[n]
+            if len(now.rows) < executor.n_envs or now.restarted:
+                self._collect_ragged(rollout, t, now, noise, episodes, stop)
+                break
+            self._store_all(rollout, t, now)
+            episodes += now.ended
             if stop():
                 raise Interrupted
             clock.enter("act")
         self.n_steps += rollout.n_steps
         executor.mark()
         return episodes
+
+    def _act(self, obs: tuple[Tensor, ...], noise: Tensor, rows_out: Tensor, log_prob_out: Tensor) -> Array:
+        """Draw actions for `obs`, keep them with their log-probabilities, and return them for the envs."""
+        model, device, n = self._model, self._device, len(noise)
+        n_padded = -(-n // ROWS) * ROWS
+        if n_padded > n:
+            for whole, part in zip(self._obs, obs, strict=True):
+                whole[:n] = part
+            self._gumbel_or_normal[:n] = noise
+            obs = tuple(leaf[:n_padded] for leaf in self._obs)
+            noise = self._gumbel_or_normal[:n_padded]
+        rows, log_prob = model.sample(tuple(leaf.to(device) for leaf in obs), noise.to(device))
+        rows_out.copy_(rows[:n])
+        log_prob_out.copy_(log_prob[:n])
+        return self._layout.to_env(model.head.to_action(rows_out).numpy())
+
+    def _store_all(self, rollout: Rollout, t: int, now: Step) -> None:
+        rollout.reward[t] = now.reward
+        rollout.terminated[t] = now.terminated
+        rollout.truncated[t] = now.truncated
+        for leaf, obs in zip(rollout.obs, now.obs, strict=True):
+            leaf[t + 1] = obs
+        if now.ended:
+            cut = now.truncated.nonzero()[0]
+            for leaf, final in zip(rollout.final_obs, now.final_obs, strict=True):
+                leaf[t, cut] = final[cut]
+
+    def _collect_ragged(
+        self,
+        rollout: Rollout,
+        t: int,
+        now: Step,
+        noise: Tensor,
+        episodes: list[Episode],
+        stop: Callable[[], bool],
+    ) -> None:
+        """Go on from step `t`, of which `now` has come back, until every env has its `n_steps`."""
+        clock, executor = self._clock, self.executor
+        cursor = np.full(executor.n_envs, t)
+        while True:
+            episodes += now.ended
+            self._store_rows(rollout, cursor, now)
+            if stop():
+                raise Interrupted
+            ready = now.rows[cursor[now.rows] < rollout.n_steps]
+            if len(ready):
+                clock.enter("act")
+                self._act_rows(rollout, cursor[ready], ready, noise)
+            elif (cursor == rollout.n_steps).all():
+                return
+            clock.enter("env")
+            now = executor.recv()
+            clock.enter("store")
+
+    def _act_rows(self, rollout: Rollout, at: Array, rows: Array, noise: Tensor) -> None:
+        obs = tuple(torch.from_numpy(leaf[at, rows]) for leaf in rollout.obs)
+        action = torch.from_numpy(rollout.action[at, rows])
+        log_prob = torch.from_numpy(rollout.log_prob[at, rows])
+        actions = self._act(obs, noise[at, rows], action, log_prob)
+        rollout.action[at, rows], rollout.log_prob[at, rows] = action.numpy(), log_prob.numpy()
+        self._clock.enter("env")
+        self.executor.send(actions, rows)
+
+    def _store_rows(self, rollout: Rollout, cursor: Array, now: Step) -> None:
+        """Store each env at its own cursor; a step that was lost with its env is never stored."""
+        for n in now.restarted:
+            self._cut_before(rollout, int(cursor[n]), n, now)
+        rows = now.rows[~np.isin(now.rows, now.restarted)] if now.restarted else now.rows
+        at = cursor[rows]
+        rollout.reward[at, rows] = now.reward[rows]
+        rollout.terminated[at, rows] = now.terminated[rows]
+        rollout.truncated[at, rows] = now.truncated[rows]
+        for leaf, obs in zip(rollout.obs, now.obs, strict=True):
+            leaf[at + 1, rows] = obs[rows]
+        cut = now.truncated[rows]
+        for leaf, final in zip(rollout.final_obs, now.final_obs, strict=True):
+            leaf[at[cut], rows[cut]] = final[rows[cut]]
+        cursor[rows] += 1
+
+    def _cut_before(self, rollout: Rollout, t: int, n: int, now: Step) -> None:
+        """End env n's episode with its last whole step, and begin at `t` with the new episode."""
+        if t > 0 and not rollout.terminated[t - 1, n] and not rollout.truncated[t - 1, n]:
+            rollout.truncated[t - 1, n] = True
+            for leaf, obs in zip(rollout.final_obs, rollout.obs, strict=True):
+                leaf[t - 1, n] = obs[t, n]
+        for leaf, obs in zip(rollout.obs, now.obs, strict=True):
+            leaf[t, n] = obs[n]
