@@ -70,7 +70,7 @@ class Trainer:
             seed=config.seed,
             clock=self.clock,
         )
-        rollout = Rollout(policy.obs, policy.action, config.ppo.n_steps, config.n_envs)
+        rollout = Rollout.alloc(policy.obs, policy.action, config.ppo.n_steps, config.n_envs)
         self._pipeline = Lockstep(self._collector, self.learner, rollout, self.state)
         self._eval_executor: SerialExecutor | None = None
 

@@ -5,31 +5,71 @@ NumPy arrays and the torch tensors share their memory, so neither side copies.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import cached_property
+
 import numpy as np
 import torch
 from torch import Tensor
 
+from flatout.buffers.shared import Spec
 from flatout.envs.spaces import ActionLayout, Array, ObsLayout
 
 
-class Rollout:
-    """Transitions of `n_steps` × `n_envs`; row `n_steps` of `obs` is the observation after the last step."""
+def rollout_spec(obs: ObsLayout, action: ActionLayout, n_steps: int, n_envs: int) -> Spec:
+    """Shapes and dtypes of a rollout's arrays; `obs` has one row more, the observation after the last step."""
+    shape = (n_steps, n_envs)
+    leaves = list(enumerate(obs.leaves))
+    return {
+        **{f"obs.{i}": ((n_steps + 1, n_envs, *leaf.shape), leaf.dtype) for i, leaf in leaves},
+        **{f"final_obs.{i}": ((*shape, *leaf.shape), leaf.dtype) for i, leaf in leaves},
+        "action": ((*shape, action.size), np.float32 if action.continuous else np.int64),
+        "log_prob": (shape, np.float32),
+        "reward": (shape, np.float32),
+        "terminated": (shape, np.bool_),
+        "truncated": (shape, np.bool_),
+    }
 
-    def __init__(self, obs: ObsLayout, action: ActionLayout, n_steps: int, n_envs: int) -> None:
-        self.n_steps, self.n_envs = n_steps, n_envs
-        row_type = np.float32 if action.continuous else np.int64
-        self.obs = obs.alloc(n_steps + 1, n_envs)
-        self.final_obs = obs.alloc(n_steps, n_envs)
+
+class Rollout:
+    """Transitions of `n_steps` × `n_envs`, in arrays of `rollout_spec`'s shapes."""
+
+    def __init__(self, arrays: Mapping[str, Array]) -> None:
+        self._arrays = arrays
+        self.n_steps: int = arrays["reward"].shape[0]
+        self.n_envs: int = arrays["reward"].shape[1]
+        n_leaves = sum(name.startswith("obs.") for name in arrays)
+        self.obs = tuple(arrays[f"obs.{i}"] for i in range(n_leaves))
+        self.final_obs = tuple(arrays[f"final_obs.{i}"] for i in range(n_leaves))
         """Written only where an episode was truncated; the untouched pages cost no memory."""
-        self.action: Array = np.zeros((n_steps, n_envs, action.size), row_type)
-        self.log_prob: Array = np.zeros((n_steps, n_envs), np.float32)
-        self.reward: Array = np.zeros((n_steps, n_envs), np.float32)
-        self.terminated: Array = np.zeros((n_steps, n_envs), np.bool_)
-        self.truncated: Array = np.zeros((n_steps, n_envs), np.bool_)
-        self.obs_rows = [tuple(torch.from_numpy(leaf[t]) for leaf in self.obs) for t in range(n_steps)]
+        self.action, self.log_prob = arrays["action"], arrays["log_prob"]
+        self.reward = arrays["reward"]
+        self.terminated, self.truncated = arrays["terminated"], arrays["truncated"]
+
+    @staticmethod
+    def alloc(obs: ObsLayout, action: ActionLayout, n_steps: int, n_envs: int) -> Rollout:
+        """A rollout in ordinary memory."""
+        spec = rollout_spec(obs, action, n_steps, n_envs)
+        return Rollout({name: np.zeros(shape, dtype) for name, (shape, dtype) in spec.items()})
+
+    def part(self, first: int, end: int) -> Rollout:
+        """The envs from `first` to before `end`, in the same memory."""
+        return Rollout({name: array[:, first:end] for name, array in self._arrays.items()})
+
+    @cached_property
+    def obs_rows(self) -> list[tuple[Tensor, ...]]:
         """Observations of each time step as tensors, made once so that acting makes none."""
-        self.action_rows = list(torch.from_numpy(self.action).unbind(0))
-        self.log_prob_rows = list(torch.from_numpy(self.log_prob).unbind(0))
+        return [tuple(torch.from_numpy(leaf[t]) for leaf in self.obs) for t in range(self.n_steps)]
+
+    @cached_property
+    def action_rows(self) -> list[Tensor]:
+        """Actions of each time step as tensors."""
+        return list(torch.from_numpy(self.action).unbind(0))
+
+    @cached_property
+    def log_prob_rows(self) -> list[Tensor]:
+        """Log-probabilities of each time step as tensors."""
+        return list(torch.from_numpy(self.log_prob).unbind(0))
 
     @property
     def n_transitions(self) -> int:

@@ -115,3 +115,27 @@ def step(executor: Executor, actions: Array) -> Step:
         ended += now.ended
         restarted += now.restarted
     return replace(now, rows=np.arange(executor.n_envs), ended=ended, restarted=restarted)
+
+
+def merge_snapshots(parts: list[dict[str, Array]]) -> dict[str, Array]:
+    """Snapshots of consecutive envs as one, as if one executor had taken it."""
+    n_actions = max(len(part["actions"]) for part in parts)
+    merged: dict[str, list[Array]] = {name: [] for name in parts[0]}
+    for part in parts:
+        for name, array in part.items():
+            if name == "actions":  # all end now; some begin later
+                gap = np.zeros((n_actions - len(array), *array.shape[1:]), array.dtype)
+                merged[name].append(np.concatenate([gap, array]))
+            elif name == "ages":  # what was not kept must not seem to be
+                merged[name].append(np.where(array > len(part["actions"]), n_actions + 1, array))
+            else:
+                merged[name].append(array)
+    return {name: np.concatenate(arrays, axis=int(name == "actions")) for name, arrays in merged.items()}
+
+
+def part_of_snapshot(snapshot: Mapping[str, Array], first: int, end: int) -> dict[str, Array]:
+    """The part of a snapshot that is about the envs from `first` to before `end`."""
+    return {
+        name: array[:, first:end] if name == "actions" else array[first:end]
+        for name, array in snapshot.items()
+    }

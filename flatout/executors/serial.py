@@ -7,9 +7,9 @@ are kept, so that a checkpoint can bring any deterministic env back by replaying
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeVar
 
 import gymnasium as gym
 import numpy as np
@@ -19,6 +19,8 @@ from flatout.envs.make import one_line
 from flatout.envs.spaces import Array, ObsLayout
 from flatout.errors import EnvError
 from flatout.executors.base import Episode, Step, alloc_step
+
+T = TypeVar("T")
 
 RESEED_STEPS = 1_000
 MAX_LOG = 20_000
@@ -50,7 +52,14 @@ class SerialExecutor:
         self._replayable = replayable
         self._envs = [factory() for _ in range(n_envs)]
         self._step = out or alloc_step(layout, n_envs)
-        self._float_leaves = [i for i, leaf in enumerate(layout.leaves) if leaf.dtype == np.float32]
+        self._float_leaves = [i for i, leaf in enumerate(layout.leaves) if leaf.dtype.kind == "f"]
+        # Views made once: writing through them costs half of an indexed write, which tells for cheap envs.
+        plain = len(layout.leaves) == 1 and not layout.leaves[0].path
+        self._rows = [self._step.obs[0][i, ...] for i in range(n_envs)] if plain else None
+        self.infos: list[dict[str, Any]] = [{} for _ in range(n_envs)]
+        """What each env's last step told, or its last reset where an episode has just begun."""
+        self.final_infos: dict[int, dict[str, Any]] = {}
+        """By place, what the last step of each episode told that ended in it."""
         self._actions: Array = np.zeros(0)
         self._returns = np.zeros(n_envs)
         self._lengths = np.zeros(n_envs, np.int64)
@@ -65,13 +74,36 @@ class SerialExecutor:
         """Begin a seeded episode in every env."""
         for i in range(self.n_envs):
             self._reseed(i)
-        self._returns[:] = 0.0
-        self._lengths[:] = 0
+        self._clear(slice(None))
+        return self._step
+
+    def begin(
+        self,
+        seeds: Sequence[int | None],
+        options: Sequence[dict[str, Any] | None] | None = None,
+        rows: Sequence[int] | None = None,
+    ) -> Step:
+        """Begin new episodes, in the places named or in all, with the caller's seeds (None: none) and options."""
+        assert not self._replayable, "a replay knows only the executor's own seeds"
+        places = range(self.n_envs) if rows is None else rows
+        for i in places:
+            self._begin(i, seeds[i], options and options[i])
+        self._clear(np.fromiter(places, np.intp))
+        return self._step
+
+    def apply(self, function: Callable[[gym.Env[Any, Any]], T], rows: Iterable[int] | None = None) -> list[T]:
+        """What `function` returns for each env, in the places named or in all."""
+        return [function(self._envs[i]) for i in (range(self.n_envs) if rows is None else rows)]
+
+    def _clear(self, rows: Array | slice) -> None:
+        self._returns[rows] = 0.0
+        self._lengths[rows] = 0
+        self.final_infos = {}
         for flags in (self._step.reward, self._step.terminated, self._step.truncated):
-            flags[:] = 0
+            flags[rows] = 0
+        self._step.ended = []
         self._check_finite()
         self.mark()
-        return self._step
 
     def send(self, actions: Array, rows: Array) -> None:
         """Take the actions of all envs; they are stepped by `recv`."""
@@ -82,20 +114,22 @@ class SerialExecutor:
 
     def recv(self) -> Step:
         """Step every env once; where an episode ends, keep its last observation and begin the next."""
-        out = self._step
+        out, infos = self._step, self.infos
         obs_out, final_out, reward_out = out.obs, out.final_obs, out.reward
-        write = self._layout.write
-        out.terminated[:] = False
-        out.truncated[:] = False
+        write, obs_rows = self._layout.write, self._rows
+        out.terminated.fill(False)
+        out.truncated.fill(False)
         done: list[int] = []
         i = 0
         try:
-            for i, (env, action) in enumerate(zip(self._envs, self._actions, strict=True)):
-                obs, reward_out[i], terminated, truncated, _ = env.step(action)
+            for i, env, action in zip(range(self.n_envs), self._envs, self._actions, strict=True):
+                obs, reward_out[i], terminated, truncated, infos[i] = env.step(action)
                 if terminated or truncated:
                     write(final_out, i, obs)
                     out.terminated[i], out.truncated[i] = terminated, truncated
                     done.append(i)
+                elif obs_rows is not None:
+                    obs_rows[i][...] = obs
                 else:
                     write(obs_out, i, obs)
         except Exception as error:
@@ -103,8 +137,9 @@ class SerialExecutor:
         self._n_steps += 1
         self._returns += reward_out
         self._lengths += 1
+        self.final_infos = {i: infos[i] for i in done}
         out.ended = [self._end_episode(i) for i in done]
-        self._check_finite(done)
+        self._check_finite(bool(done))
         return out
 
     def mark(self) -> None:
@@ -186,9 +221,10 @@ class SerialExecutor:
     def _next_seed(self, i: int) -> int:
         return env_seed(self._seed, int(self.env_ids[i]), self._seed_counts[i])
 
-    def _begin(self, i: int, seed: int | None) -> None:
+    def _begin(self, i: int, seed: int | None, options: dict[str, Any] | None = None) -> None:
+        asked = {"options": options} if options else {}
         try:
-            obs, _ = self._envs[i].reset(seed=seed)
+            obs, self.infos[i] = self._envs[i].reset(seed=seed, **asked)
             self._layout.write(self._step.obs, i, obs)
         except Exception as error:
             raise self._failure(i, "reset", error) from error
@@ -210,18 +246,17 @@ class SerialExecutor:
             del self._log[: oldest - self._log_start]
             self._log_start = oldest
 
-    def _check_finite(self, done: list[int] | None = None) -> None:
+    def _check_finite(self, any_ended: bool = False) -> None:
         """Raise for the first env with a NaN or infinite observation or reward; sums are a cheap sieve."""
-        out = self._step
-        if not math.isfinite(out.reward.sum()):
+        out, total = self._step, np.add.reduce
+        if not math.isfinite(total(out.reward)):
             self._raise_nan("reward", out.reward)
         for k in self._float_leaves:
-            if not math.isfinite(out.obs[k].sum()):
+            if not math.isfinite(total(out.obs[k], axis=None)):
                 self._raise_nan("observation", out.obs[k])
-            if done:
-                final = out.final_obs[k]
-                if not math.isfinite(final[done].sum()):
-                    self._raise_nan("observation", final)
+            # All rows, because picking some costs more; the old ones have passed before.
+            if any_ended and not math.isfinite(total(out.final_obs[k], axis=None)):
+                self._raise_nan("observation", out.final_obs[k])
 
     def _raise_nan(self, what: str, values: Array) -> None:
         bad = ~np.isfinite(values.reshape(self.n_envs, -1)).all(axis=1)

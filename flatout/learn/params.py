@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
@@ -32,3 +34,36 @@ class FlatParams:
             if len(gap):
                 pieces.append(gap)
         return torch.cat(pieces)
+
+
+class ParamBlock:
+    """A model's parameters and buffers as one array that processes can share, with the version it holds."""
+
+    def __init__(
+        self, model: nn.Module, values: npt.NDArray[np.float32], version: npt.NDArray[np.int64]
+    ) -> None:
+        self._tensors = [t for t in (*model.parameters(), *model.buffers()) if t.dtype == torch.float32]
+        self._values, self._version = torch.from_numpy(values), version
+
+    @staticmethod
+    def size(model: nn.Module) -> int:
+        """How many values the block of this model holds."""
+        return sum(t.numel() for t in (*model.parameters(), *model.buffers()) if t.dtype == torch.float32)
+
+    @torch.no_grad()
+    def publish(self, version: int) -> None:
+        """Write the model into the block; nobody may be reading."""
+        start = 0
+        for tensor in self._tensors:
+            self._values[start : start + tensor.numel()].copy_(tensor.reshape(-1))
+            start += tensor.numel()
+        self._version[0] = version
+
+    @torch.no_grad()
+    def read(self) -> int:
+        """Take the block's values into the model; returns their version."""
+        start = 0
+        for tensor in self._tensors:
+            tensor.copy_(self._values[start : start + tensor.numel()].view(tensor.shape))
+            start += tensor.numel()
+        return int(self._version[0])

@@ -1,0 +1,69 @@
+"""Arrays in memory that processes share: an anonymous file (memfd), never a named segment.
+
+Nothing shows in /dev/shm, no small /dev/shm limits it, and the last process to end frees it, however it ends.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Mapping
+from multiprocessing import reduction
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from flatout.envs.spaces import Array
+
+Spec: TypeAlias = Mapping[str, tuple[tuple[int, ...], Any]]
+"""Name → shape and dtype."""
+ALIGNMENT = 64
+
+
+class SharedArrays:
+    """Named arrays in one shared block; pickled to a child while it is started, it is the same memory there."""
+
+    def __init__(self, spec: Spec) -> None:
+        self._spec = {name: (shape, np.dtype(dtype).str) for name, (shape, dtype) in spec.items()}
+        fd = os.memfd_create("flatout", os.MFD_CLOEXEC)
+        os.ftruncate(fd, max(self._layout()[1], 1))
+        self._open(fd)
+
+    def _open(self, fd: int) -> None:
+        offsets, size = self._layout()
+        self._fd = fd
+        self._map = mmap.mmap(fd, max(size, 1))
+        self.arrays: dict[str, Array] = {
+            name: np.frombuffer(self._map, dtype, count=_count(shape), offset=offsets[name]).reshape(shape)
+            for name, (shape, dtype) in self._spec.items()
+        }
+
+    def __getitem__(self, name: str) -> Array:
+        return self.arrays[name]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"spec": self._spec, "fd": reduction.DupFd(self._fd)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._spec = state["spec"]
+        self._open(state["fd"].detach())
+
+    def __del__(self) -> None:
+        # The mapping itself goes with the last array that looks into it.
+        if hasattr(self, "_fd"):
+            os.close(self._fd)
+
+    def _layout(self) -> tuple[dict[str, int], int]:
+        offsets, end = {}, 0
+        for name, (shape, dtype) in self._spec.items():
+            offsets[name] = end
+            n_bytes = _count(shape) * np.dtype(dtype).itemsize
+            end += -(-n_bytes // ALIGNMENT) * ALIGNMENT
+        return offsets, end
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    n = 1
+    for side in shape:
+        n *= side
+    return n

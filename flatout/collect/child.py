@@ -1,0 +1,197 @@
+"""Collectors in processes of their own: each steps its share of envs with its own copy of the policy.
+
+One hand-over per rollout: parameters come in through a shared block, transitions go out into this child's
+columns of the shared rollout. A child that dies is rebuilt and collects its columns anew, from fresh episodes.
+"""
+
+from __future__ import annotations
+
+import pickle
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from multiprocessing.connection import Connection
+
+import numpy as np
+import torch
+
+from flatout.buffers.rollout import Rollout, rollout_spec
+from flatout.buffers.shared import SharedArrays
+from flatout.collect.collector import Collector, Interrupted
+from flatout.envs.make import EnvFactory
+from flatout.envs.spaces import ActionLayout, Array, ObsLayout
+from flatout.executors.base import Episode, merge_snapshots, part_of_snapshot
+from flatout.executors.serial import SerialExecutor
+from flatout.executors.supervise import ChildProcess, Crew, RestartBudget
+from flatout.learn.params import ParamBlock
+from flatout.models.config import NetworkConfig
+from flatout.models.policy import ActorCritic, build
+from flatout.trace.phases import PhaseClock
+
+POLL_SECONDS = 0.1
+COLLECT, RESET, SNAPSHOT, RESTORE, RESET_ALL, DONE = b"C", b"0", b"S", b"R", b"A", b"D"
+PHASES = ("act", "env", "store")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What a child needs to know; it is sent once."""
+
+    factory: EnvFactory
+    obs: ObsLayout
+    action: ActionLayout
+    network: NetworkConfig
+    normalize_obs: bool
+    seed: int
+    first: int
+    """Its first column; its envs have consecutive numbers."""
+    end: int
+    generation: int = 0
+    """How often it was rebuilt; each time its envs get new seeds."""
+
+
+class ChildCollectors:
+    """Looks like one Collector, runs several in processes of their own."""
+
+    def __init__(
+        self,
+        job: Job,
+        model: ActorCritic,
+        n_children: int,
+        *,
+        n_steps: int,
+        clock: PhaseClock,
+        timeout: float = 60.0,
+        budget: RestartBudget | None = None,
+    ) -> None:
+        n_envs = job.end - job.first
+        spec = rollout_spec(job.obs, job.action, n_steps, n_envs)
+        extra = {
+            "params": ((ParamBlock.size(model),), np.float32),
+            "version": ((1,), np.int64),
+            "ended": ((n_steps * n_envs, 3), np.float64),
+        }
+        self._shared = SharedArrays({**spec, **extra})
+        self.rollout = Rollout({name: self._shared[name] for name in spec})
+        self._block = ParamBlock(model, self._shared["params"], self._shared["version"])
+        self._clock = clock
+        self.n_steps = 0
+        self.version = 0
+        edges = np.linspace(job.first, job.end, n_children + 1).astype(int).tolist()
+        self._jobs = [replace(job, first=a, end=b) for a, b in pairwise(edges)]
+        self.child_seconds = dict.fromkeys(PHASES, 0.0)
+        """Seconds per phase, summed over children."""
+        self.budget = budget or RestartBudget()
+        self._crew = Crew(n_children, self._start, self._describe, timeout=timeout, budget=self.budget)
+
+    def reset(self) -> None:
+        """Begin new episodes in every env."""
+        self._ask([RESET] * len(self._jobs))
+
+    def collect(self, rollout: Rollout, stop: Callable[[], bool] = lambda: False) -> list[Episode]:
+        """Have every child fill its columns with the model as it is now; returns the episodes that ended."""
+        assert rollout is self.rollout, "children write into the shared rollout only"
+        self._clock.enter("publish")
+        self.version += 1
+        self._block.publish(self.version)
+        self._clock.enter("env")
+        message = COLLECT + struct.pack("<q", self.n_steps)
+        replies = self._ask([message] * len(self._jobs), stop)
+        self._clock.enter("store")
+        episodes: list[Episode] = []
+        for job, reply in zip(self._jobs, replies, strict=True):
+            n_ended, *seconds = struct.unpack("<q3d", reply)
+            start = job.first * rollout.n_steps
+            for env_id, total, length in self._shared["ended"][start : start + n_ended].tolist():
+                episodes.append(Episode(int(env_id), total, int(length)))
+            for phase, value in zip(PHASES, seconds, strict=True):
+                self.child_seconds[phase] += value
+        self.n_steps += rollout.n_steps
+        return episodes
+
+    def snapshot(self) -> dict[str, Array]:
+        """Every env's way back to the end of the last rollout."""
+        return merge_snapshots([pickle.loads(reply) for reply in self._ask([SNAPSHOT] * len(self._jobs))])
+
+    def restore(self, snapshot: Mapping[str, Array]) -> list[int]:
+        """Bring the envs back to a snapshot, whoever took it; returns those that began a new episode."""
+        parts = [part_of_snapshot(snapshot, job.first, job.end) for job in self._jobs]
+        replies = self._ask([RESTORE + pickle.dumps(part) for part in parts])
+        return [i for reply in replies for i in pickle.loads(reply)]
+
+    def close(self) -> None:
+        """End every child."""
+        self._crew.close()
+
+    def _start(self, i: int, generation: int) -> ChildProcess:
+        job = replace(self._jobs[i], generation=generation)
+        return ChildProcess(f"flatout collector {i}", child_main, (job,), self._shared)
+
+    def _describe(self, i: int) -> str:
+        return f"collector {i} with envs {self._jobs[i].first} to {self._jobs[i].end - 1}"
+
+    def _ask(self, messages: list[bytes], stop: Callable[[], bool] = lambda: False) -> list[bytes]:
+        """Send every child its message and wait for all answers; one that was replaced is asked again."""
+        for i, message in enumerate(messages):
+            self._crew.send(i, message)
+        replies: dict[int, bytes] = {}
+        while len(replies) < len(messages):
+            waiting = [i for i in range(len(messages)) if i not in replies]
+            for i, reply in self._crew.receive(waiting, POLL_SECONDS):
+                if reply is not None:
+                    replies[i] = reply[1:]
+                else:  # the new child has new episodes, so there is nothing to restore any more
+                    self._crew.send(i, RESET_ALL if messages[i].startswith(RESTORE) else messages[i])
+            if stop():
+                raise Interrupted
+        return [replies[i] for i in range(len(messages))]
+
+
+def child_main(connection: Connection, job: Job, shared: SharedArrays) -> None:
+    """A child's life: answer the parent's messages until it closes the connection."""
+    torch.set_num_threads(1)
+    model = build(job.obs, job.action, job.network, job.seed, normalize_obs=job.normalize_obs)
+    block = ParamBlock(model, shared["params"], shared["version"])
+    seed = job.seed if job.generation == 0 else _rebuilt_seed(job)
+    executor = SerialExecutor(job.factory, job.obs, np.arange(job.first, job.end), seed)
+    clock = PhaseClock()
+    collector = Collector(executor, model, job.action, device=torch.device("cpu"), seed=job.seed, clock=clock)
+    names = [name for name in shared.arrays if name not in ("params", "version", "ended")]
+    rollout = Rollout({name: shared[name] for name in names}).part(job.first, job.end)
+    ended = shared["ended"][job.first * rollout.n_steps : job.end * rollout.n_steps]
+    if job.generation > 0:
+        executor.reset()
+    while True:
+        message = connection.recv_bytes()
+        kind, body = message[:1], message[1:]
+        if kind == COLLECT:
+            connection.send_bytes(DONE + _collect(collector, rollout, block, ended, clock, body))
+        elif kind == RESET:
+            executor.reset()
+            connection.send_bytes(DONE)
+        elif kind == RESET_ALL:
+            executor.reset()
+            connection.send_bytes(DONE + pickle.dumps(list(range(job.first, job.end))))
+        elif kind == SNAPSHOT:
+            connection.send_bytes(DONE + pickle.dumps(executor.snapshot()))
+        else:
+            fresh = executor.restore(pickle.loads(body))
+            connection.send_bytes(DONE + pickle.dumps([int(job.first + i) for i in fresh]))
+
+
+def _collect(
+    collector: Collector, rollout: Rollout, block: ParamBlock, ended: Array, clock: PhaseClock, body: bytes
+) -> bytes:
+    block.read()
+    (collector.n_steps,) = struct.unpack("<q", body)
+    clock.restart({})
+    episodes = collector.collect(rollout)
+    for row, episode in zip(ended, episodes, strict=False):
+        row[:] = episode.env_id, episode.total_reward, episode.length
+    seconds = clock.read()
+    return struct.pack("<q3d", len(episodes), *(seconds.get(name, 0.0) for name in PHASES))
+
+
+def _rebuilt_seed(job: Job) -> int:
+    return int(np.random.SeedSequence([job.seed, job.generation, 2**31]).generate_state(1)[0])

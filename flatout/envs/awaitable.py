@@ -1,0 +1,100 @@
+"""Envs with `async def reset` and `async def step`: how they are told apart, limited in time, and run.
+
+Gymnasium's own wrappers unpack what `step` returns and so break on a coroutine; the time limit here awaits it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import sys
+import threading
+import traceback
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any, TypeVar
+
+import gymnasium as gym
+
+CLOSE_SECONDS = 2.0
+"""How long whatever still runs may take to end when it is closed."""
+
+T = TypeVar("T")
+
+
+def is_async(env: gym.Env[Any, Any]) -> bool:
+    """Whether the env, under its wrappers, has `async def reset` and `async def step`."""
+    bare = env.unwrapped
+    return inspect.iscoroutinefunction(bare.reset) and inspect.iscoroutinefunction(bare.step)
+
+
+class AsyncTimeLimit(gym.Wrapper[Any, Any, Any, Any]):
+    """Truncates an async env's episodes after `max_episode_steps` steps."""
+
+    def __init__(self, env: gym.Env[Any, Any], max_episode_steps: int) -> None:
+        super().__init__(env)
+        self._max_episode_steps = max_episode_steps
+        self._elapsed_steps = 0
+
+    async def reset(  # type: ignore[override]  # Gymnasium knows no async envs
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        """The env's own reset."""
+        self._elapsed_steps = 0
+        return await self.env.reset(seed=seed, options=options)  # type: ignore[misc,no-any-return]
+
+    async def step(  # type: ignore[override]
+        self, action: Any
+    ) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        """The env's own step, truncated when the time is up."""
+        obs, reward, terminated, truncated, info = await self.env.step(action)  # type: ignore[misc]
+        self._elapsed_steps += 1
+        return obs, reward, terminated, truncated or self._elapsed_steps >= self._max_episode_steps, info
+
+
+class LoopThread:
+    """An event loop in a daemon thread of its own; also works where a loop already runs, as in notebooks."""
+
+    def __init__(self, name: str) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine on the loop and wait for its result."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result()
+
+    def blocked_at(self, seconds: float = 1.0) -> str | None:
+        """`file.py:40` where something keeps the loop from turning for longer than this, None while it turns."""
+        turned = threading.Event()
+        self.loop.call_soon_threadsafe(turned.set)
+        if turned.wait(seconds):
+            return None
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        if turned.is_set() or frame is None:
+            return None
+        last = traceback.extract_stack(frame)[-1]
+        return f"{Path(last.filename).name}:{last.lineno}"
+
+    def close(self) -> None:
+        """Cancel what is pending, stop the loop and end its thread; gives up on what does not let go."""
+        if self._thread.is_alive():
+            self.loop.call_soon_threadsafe(self.loop.stop)
+            # The thread waits that long for what it has cancelled, then ends by itself.
+            self._thread.join(1.5 * CLOSE_SECONDS)
+
+    def _run(self) -> None:
+        loop = self.loop
+        asyncio.set_event_loop(loop)
+        try:
+            loop.run_forever()
+        finally:
+            tasks = asyncio.all_tasks(loop)
+            for task in tasks:
+                task.cancel()
+            if tasks:
+                _, stubborn = loop.run_until_complete(asyncio.wait(tasks, timeout=CLOSE_SECONDS))
+                for task in stubborn:  # ignores being cancelled: nothing is left to do or to say about it
+                    task._log_destroy_pending = False  # type: ignore[attr-defined]
+            loop.run_until_complete(loop.shutdown_asyncgens())
+            loop.close()

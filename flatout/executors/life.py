@@ -1,0 +1,156 @@
+"""One env's life behind a waiting executor: made, begun, stepped with autoreset, closed.
+
+The same coroutine serves both kinds: on an event loop it awaits its orders and its env; in a thread it blocks in
+them, never suspends, and so runs from start to end by being sent once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from time import perf_counter
+from typing import Any, Literal, NamedTuple, Protocol
+
+import gymnasium as gym
+
+from flatout.envs.awaitable import is_async
+from flatout.envs.make import one_line
+from flatout.envs.spaces import Leaves, ObsLayout
+from flatout.errors import EnvError, FlatoutError
+
+Doing = Literal["constructor", "reset", "step"]
+
+
+class Begin(NamedTuple):
+    """Order: begin a seeded episode and, to come back to a moment, walk through actions."""
+
+    seed: int
+    actions: Sequence[Any] = ()
+    give_up_at: float = math.inf
+
+
+class Act(NamedTuple):
+    """Order: take one step."""
+
+    action: Any
+    reseed: int | None
+    """The seed of the next episode if this step ends one; None goes on with the env's own randomness."""
+
+
+class Outcome(NamedTuple):
+    """What came of an order, or of making the env."""
+
+    row: int
+    generation: int
+    """Counts the envs that this row has had: what an env that was given up still reports is known by it."""
+    done: Doing
+    obs: Any = None
+    """The env's own object; None after `constructor`, and after a walk that was given up."""
+    reward: Any = 0.0
+    terminated: Any = False
+    truncated: Any = False
+    final_obs: Leaves | None = None
+    """A copy, made before the reset, with one row."""
+    seconds: float = 0.0
+    error: BaseException | None = None
+    """Why the env's life has ended; it was `done` at the time."""
+
+
+class Worker(Protocol):
+    """Where one env lives, a thread or a task."""
+
+    row: int
+    generation: int
+
+    async def next_order(self) -> Begin | Act | None:
+        """Wait for the next order; None is the end."""
+        ...
+
+
+class Life:
+    """What the envs of one executor have in common, and the coroutine each of them is."""
+
+    def __init__(
+        self,
+        factory: Callable[[], gym.Env[Any, Any]],
+        layout: ObsLayout,
+        report: Callable[[Outcome], None],
+        *,
+        awaits: bool,
+    ) -> None:
+        self._factory, self._layout, self._report, self._awaits = factory, layout, report, awaits
+
+    async def live(self, worker: Worker) -> None:
+        """Make an env and obey the worker's orders until the last; whatever the env raises is reported."""
+        row, generation = worker.row, worker.generation
+        doing: Doing = "constructor"
+        env: gym.Env[Any, Any] | None = None
+        try:
+            env = self._make()
+            self._report(Outcome(row, generation, doing))
+            while (order := await worker.next_order()) is not None:
+                if isinstance(order, Begin):
+                    doing = "reset"
+                    self._report(Outcome(row, generation, doing, await self._begin(env, order)))
+                    continue
+                doing = "step"
+                started = perf_counter()
+                result = env.step(order.action)
+                obs, reward, terminated, truncated, _ = await result if self._awaits else result  # type: ignore[misc]
+                final_obs = None
+                if terminated or truncated:
+                    final_obs, doing = self._copy(obs), "reset"
+                    obs = await self._reset(env, order.reseed)
+                seconds = perf_counter() - started
+                self._report(
+                    Outcome(row, generation, "step", obs, reward, terminated, truncated, final_obs, seconds)
+                )
+        except BaseException as error:
+            self._report(Outcome(row, generation, doing, error=error))
+            if not isinstance(error, Exception | SystemExit):
+                raise
+        finally:
+            if env is not None:
+                await self._close(env)
+
+    def _make(self) -> gym.Env[Any, Any]:
+        env = self._factory()
+        if is_async(env) != self._awaits:
+            raise FlatoutError(
+                "has async def reset and step; run it with executor 'async'"
+                if is_async(env)
+                else "has no async def reset and step; run it with executor 'thread'"
+            )
+        return env
+
+    async def _reset(self, env: gym.Env[Any, Any], seed: int | None) -> Any:
+        result = env.reset(seed=seed)
+        obs, _ = await result if self._awaits else result  # type: ignore[misc]
+        return obs
+
+    async def _begin(self, env: gym.Env[Any, Any], order: Begin) -> Any:
+        """The observation after the order's reset and actions, None when that took too long."""
+        obs = await self._reset(env, order.seed)
+        for action in order.actions:
+            if perf_counter() > order.give_up_at:
+                return None
+            result = env.step(action)
+            obs, _, terminated, truncated, _ = await result if self._awaits else result  # type: ignore[misc]
+            if terminated or truncated:
+                obs = await self._reset(env, None)
+        return obs
+
+    def _copy(self, obs: Any) -> Leaves:
+        copy = self._layout.alloc(1)
+        try:
+            self._layout.write(copy, 0, obs)
+        except Exception as error:
+            raise EnvError(one_line(error)) from error
+        return copy
+
+    async def _close(self, env: gym.Env[Any, Any]) -> None:
+        with suppress(Exception):  # an env that fails to close has lived all the same
+            closing: Any = env.close()
+            if closing is not None and self._awaits:
+                await closing

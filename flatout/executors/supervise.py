@@ -1,0 +1,265 @@
+"""Child processes that cannot bring a run down: started cheaply, named when they die, gone when we are.
+
+Children come from a fork server that has imported everything once. A dead or hung one is killed and its cause
+told in one line; a budget says when it has happened too often.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing import get_context, reduction
+from multiprocessing.connection import Connection, wait
+from time import perf_counter
+from typing import Any
+
+import cloudpickle
+
+from flatout.errors import EnvError, FlatoutError
+
+ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+FAILED = b"!"
+"""First byte of a message in which a child tells its last error."""
+
+
+class ChildProcess:
+    """One child with a connection to it; `target(connection, *args)` runs there."""
+
+    def __init__(
+        self, name: str, target: Callable[..., None], args: tuple[Any, ...], shared: Any = None
+    ) -> None:
+        self.name = name
+        self.connection, theirs = _context().Pipe()
+        read_end, self._lifeline = os.pipe()
+        payload = cloudpickle.dumps((target, args))
+        self._process = _context().Process(
+            target=_child_main,
+            args=(theirs, reduction.DupFd(read_end), payload, shared),
+            name=name,
+            daemon=True,
+        )
+        try:
+            with _bare_start():
+                self._process.start()
+        finally:
+            theirs.close()
+            os.close(read_end)
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid or 0
+
+    @property
+    def sentinel(self) -> int:
+        """Becomes readable when the process ends."""
+        return int(self._process.sentinel)
+
+    def cause_of_death(self) -> str:
+        """Why it ended, in one line: its own last words, a signal's name, or an exit code."""
+        words = self._last_words()
+        self._process.join(1.0)
+        code = self._process.exitcode
+        if words:
+            return words
+        if code is None:
+            return "it does not answer"
+        return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+
+    def _last_words(self) -> str:
+        with suppress(EOFError, OSError):
+            while self.connection.poll(0):
+                message = self.connection.recv_bytes()
+                if message.startswith(FAILED):
+                    return str(message[1:], errors="replace")
+        return ""
+
+    def kill(self) -> None:
+        """End it at once and free what it held; a second call does nothing."""
+        if self._lifeline >= 0:
+            self._process.kill()
+            self._process.join()
+            self._process.close()
+            self.connection.close()
+            os.close(self._lifeline)
+            self._lifeline = -1
+
+
+class RestartBudget:
+    """At most `most` restarts within `seconds`; more is a storm, and the run should end cleanly."""
+
+    def __init__(self, most: int = 10, seconds: float = 60.0) -> None:
+        self._most, self._seconds = most, seconds
+        self._times: deque[float] = deque()
+        self.n_restarts = 0
+        self.notes: list[str] = []
+
+    def spend(self, what: str) -> None:
+        """Count one restart, with its one-line reason; raises EnvError when there were too many."""
+        now = perf_counter()
+        self._times.append(now)
+        while self._times[0] < now - self._seconds:
+            self._times.popleft()
+        if len(self._times) > self._most:
+            raise EnvError(
+                f"gave up after {self._most} restarts within {self._seconds:.0f} s; the last: {what}"
+            )
+        self.n_restarts += 1
+        self.notes.append(what)
+
+
+class Crew:
+    """Children that answer messages; one that dies, fails or misses its deadline is replaced by a new one."""
+
+    def __init__(
+        self,
+        n: int,
+        start: Callable[[int, int], ChildProcess],
+        describe: Callable[[int], str],
+        *,
+        timeout: float,
+        budget: RestartBudget,
+    ) -> None:
+        self._start, self._describe = start, describe
+        self._timeout, self.budget = timeout, budget
+        self._generations = [0] * n
+        self._deadlines = [float("inf")] * n
+        self._children: list[ChildProcess] = []
+        try:
+            for i in range(n):
+                self._children.append(start(i, 0))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def pids(self) -> list[int]:
+        """The children's process ids."""
+        return [child.pid for child in self._children]
+
+    def send(self, i: int, message: bytes) -> None:
+        """Ask child i something; from now on it has until the deadline to answer."""
+        self._deadlines[i] = perf_counter() + self._timeout
+        # A dead child is found, and replaced, by the `receive` that waits for its answer.
+        with suppress(OSError):
+            self._children[i].connection.send_bytes(message)
+
+    def receive(self, waiting: Iterable[int], seconds: float) -> list[tuple[int, bytes | None]]:
+        """Answers that come within `seconds`, as soon as there is one; None for a child that was replaced."""
+        by_connection = {self._children[i].connection: i for i in waiting}
+        answers: list[tuple[int, bytes | None]] = []
+        for ready in wait(list(by_connection), seconds):
+            i = by_connection[ready]
+            answer, cause = self._read(i)
+            if answer is None:
+                self.replace(i, cause)
+            answers.append((i, answer))
+        if not answers:
+            now = perf_counter()
+            for i in by_connection.values():
+                if now > self._deadlines[i]:
+                    self.replace(i, f"no answer within {self._timeout:g} s")
+                    answers.append((i, None))
+        return answers
+
+    def _read(self, i: int) -> tuple[bytes | None, str]:
+        """Child i's answer, or None and why there is none."""
+        try:
+            answer: bytes = self._children[i].connection.recv_bytes()
+        except (EOFError, OSError):
+            return None, self._children[i].cause_of_death()
+        if answer.startswith(FAILED):
+            return None, answer[1:].decode(errors="replace")
+        return answer, ""
+
+    def replace(self, i: int, cause: str) -> None:
+        """Kill child i and start its successor, if the budget allows one more."""
+        what = f"{self._describe(i)}, pid {self._children[i].pid}: {cause}"
+        self._children[i].kill()
+        self.budget.spend(what)
+        self._generations[i] += 1
+        self._children[i] = self._start(i, self._generations[i])
+        self._deadlines[i] = perf_counter() + self._timeout
+
+    def close(self) -> None:
+        """End every child."""
+        for child in self._children:
+            child.kill()
+
+
+def fail(connection: Connection, error: BaseException) -> None:
+    """Tell the parent this child's last error: one line for users, with the place in the user's code."""
+    text = str(error) if isinstance(error, FlatoutError) else f"{type(error).__name__}: {error}"
+    with suppress(OSError):
+        connection.send_bytes(FAILED + " ".join(text.split()).encode())
+
+
+def _child_main(connection: Connection, lifeline: Any, payload: bytes, shared: Any) -> None:
+    """A child's first steps: no Ctrl-C of its own, no life without its parent, one thread."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _die_with(lifeline.detach())
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
+    try:
+        target, args = cloudpickle.loads(payload)
+        target(connection, *args, *([shared] if shared is not None else []))
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        return  # the parent is gone or has closed this child
+    except FlatoutError as error:
+        fail(connection, error)
+    except Exception as error:
+        fail(connection, error)
+        if os.environ.get("FLATOUT_DEBUG"):
+            traceback.print_exc()
+
+
+def _die_with(lifeline: int) -> None:
+    """Have the kernel end this process when the parent's end of the lifeline closes, even in a hung C call."""
+    signal.signal(signal.SIGIO, signal.SIG_DFL)
+    fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC | os.O_NONBLOCK)
+    with suppress(BlockingIOError):
+        if os.read(lifeline, 1) == b"":  # it closed before the signal was set up
+            os._exit(1)
+
+
+_LOCK = threading.Lock()
+
+
+def _context() -> Any:
+    return get_context("forkserver")
+
+
+@contextmanager
+def _bare_start() -> Iterator[None]:
+    """Start children without the user's main module, which cloudpickle carries by value where it is needed.
+
+    So scripts need no `if __name__ == "__main__"`. The fork server, started with the first child, imports what
+    children need once, with one thread per maths library.
+    """
+    main = sys.modules["__main__"]
+    names = ("__file__", "__spec__")
+    with _LOCK:
+        kept = {name: main.__dict__.pop(name) for name in names if name in main.__dict__}
+        before = {name: os.environ.get(name) for name in ONE_THREAD}
+        main.__dict__["__spec__"] = None
+        os.environ.update(dict.fromkeys(ONE_THREAD, "1"))
+        try:
+            _context().set_forkserver_preload(["flatout.collect.child"])
+            yield
+        finally:
+            main.__dict__.pop("__spec__")
+            main.__dict__.update(kept)
+            for name, value in before.items():
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value
