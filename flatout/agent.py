@@ -234,12 +234,16 @@ class PPO:
             f"({self._machine.cores} cores) · seed {config.seed}",
             config.arithmetic(),
         ]
+        if self._trainer is not None:
+            plan = self._trainer.plan
+            lines.append(f"executor {plan.kind}: {plan.reason}")
         if self._folder is not None:
             lines.append(f"run folder: {self._folder.path}")
         return lines + [f"note: {note}" for note in self._notes()]
 
     def _notes(self) -> list[str]:
         notes = [*(self._env.warnings if self._env else ()), *self._resume_notes]
+        notes += self._trainer.notes if self._trainer else []
         if self._fresh_envs:
             notes.append(
                 f"{len(self._fresh_envs)} of {self.config.n_envs} envs could not be replayed to where they "
@@ -262,7 +266,7 @@ class PPO:
 
     def _started(self) -> Trainer:
         if self._trainer is None:
-            trainer = Trainer(self.config, self._env_info(), self.policy)
+            trainer = Trainer(self.config, self._env_info(), self.policy, self._machine.cores)
             self._fresh_envs = trainer.start(self._checkpoint)
             self._trainer = trainer
         return self._trainer

@@ -5,8 +5,11 @@ Comes in: a config and an env. Goes out: a trained model, and the run's records 
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from itertools import zip_longest
 from time import perf_counter
 from typing import Any, TypeAlias
 
@@ -14,12 +17,19 @@ import numpy as np
 import torch
 
 from flatout.buffers.rollout import Rollout
-from flatout.collect.collector import Collector, Interrupted
+from flatout.collect.child import ChildCollectors, Job
+from flatout.collect.collector import Collector, Collects, Interrupted
 from flatout.collect.evaluate import Evaluation, evaluate
 from flatout.config import RunConfig
 from flatout.envs.check import EnvInfo
+from flatout.envs.make import one_line
 from flatout.envs.spaces import ActionLayout, ObsLayout, space_to_json
+from flatout.errors import FlatoutError
+from flatout.executors.base import Executor
+from flatout.executors.choose import Plan, plans, probe
+from flatout.executors.process import ProcessExecutor
 from flatout.executors.serial import SerialExecutor
+from flatout.executors.supervise import RestartBudget
 from flatout.hardware.threads import learner_threads
 from flatout.learn.checkpoint import Checkpoint
 from flatout.learn.learner import Learner
@@ -54,30 +64,90 @@ class Policy:
 class Trainer:
     """Everything that learning needs, alive between two calls of learn()."""
 
-    def __init__(self, config: RunConfig, env: EnvInfo, policy: Policy) -> None:
+    def __init__(self, config: RunConfig, env: EnvInfo, policy: Policy, n_cores: int) -> None:
         self.config, self._env, self.policy = config, env, policy
+        self._n_cores = n_cores
         self.clock = PhaseClock()
         self.state = TrainState()
-        self.executor = SerialExecutor(env.factory, policy.obs, np.arange(config.n_envs), config.seed)
+        self.notes: list[str] = []
+        self.budget = RestartBudget()
         self.learner = Learner(
             policy.model, config.ppo, n_envs=config.n_envs, seed=config.seed, clock=self.clock
         )
-        self._collector = Collector(
-            self.executor,
-            policy.model,
-            policy.action,
-            device=policy.device,
-            seed=config.seed,
-            clock=self.clock,
-        )
-        rollout = Rollout.alloc(policy.obs, policy.action, config.ppo.n_steps, config.n_envs)
+        self.plan, self._collector, rollout = self._first_that_starts(self._plans())
         self._pipeline = Lockstep(self._collector, self.learner, rollout, self.state)
         self._eval_executor: SerialExecutor | None = None
+
+    def _plans(self) -> list[Plan]:
+        config = self.config
+        if config.executor == "serial":
+            return [Plan(kind="serial", steps_per_second=0.0, reason="asked for with --executor serial")]
+        measured = probe(
+            self._env.factory, self.policy.action, partial(acting_seconds, self.policy), seed=config.seed
+        )
+        return plans(
+            measured,
+            n_envs=config.n_envs,
+            n_cores=self._n_cores,
+            timesteps=config.timesteps,
+            only=config.executor,
+            children_ok=self.policy.device.type == "cpu",
+        )
+
+    def _first_that_starts(self, ranked: list[Plan]) -> tuple[Plan, Collects, Rollout]:
+        """Build the best plan; where one cannot start, say so and take the next."""
+        for plan, following in zip_longest(ranked, ranked[1:]):
+            try:
+                return plan, *self._assemble(plan)
+            except Exception as error:
+                if following is None:
+                    raise
+                self.notes.append(
+                    f"executor {plan.kind} could not start ({one_line(error)}); using {following.kind}"
+                )
+        raise FlatoutError(f"--executor {self.config.executor} cannot run this env; use --executor auto")
+
+    def _assemble(self, plan: Plan) -> tuple[Collects, Rollout]:
+        config, policy, env_ids = self.config, self.policy, np.arange(self.config.n_envs)
+        n_steps = config.ppo.n_steps
+        if plan.children:
+            job = Job(
+                factory=self._env.factory,
+                obs=policy.obs,
+                action=policy.action,
+                network=config.network,
+                normalize_obs=config.ppo.normalize_obs,
+                seed=config.seed,
+                first=0,
+                end=config.n_envs,
+            )
+            children = ChildCollectors(
+                job, policy.model, plan.n_collectors, n_steps=n_steps, clock=self.clock, budget=self.budget
+            )
+            return children, children.rollout
+        executor: Executor
+        if plan.kind == "process":
+            executor = ProcessExecutor(
+                self._env.factory,
+                policy.obs,
+                env_ids,
+                config.seed,
+                action=policy.action,
+                n_workers=plan.n_workers,
+                n_cores=self._n_cores,
+                budget=self.budget,
+            )
+        else:
+            executor = SerialExecutor(self._env.factory, policy.obs, env_ids, config.seed)
+        collector = Collector(
+            executor, policy.model, policy.action, device=policy.device, seed=config.seed, clock=self.clock
+        )
+        return collector, Rollout.alloc(policy.obs, policy.action, n_steps, config.n_envs)
 
     def start(self, checkpoint: Checkpoint | None = None) -> list[int]:
         """Reset the envs, or bring everything back to a checkpoint; returns the envs that began anew."""
         if checkpoint is None:
-            self.executor.reset()
+            self._collector.reset()
             return []
         tensors = checkpoint.tensors
         self.learner.load_state(tensors)
@@ -87,10 +157,7 @@ class Trainer:
         self.learner.n_updates = saved.n_updates
         self._collector.n_steps = saved.env_steps // self.config.n_envs
         envs = {name[5:]: t.numpy() for name, t in tensors.items() if name.startswith("envs.")}
-        if not envs:
-            self.executor.reset()
-            return list(range(self.config.n_envs))
-        return self.executor.restore(envs)
+        return self._collector.restore(envs)
 
     def iterate(self, total_steps: int, stop: StopRequest) -> dict[str, float]:
         """Collect a rollout and learn from it."""
@@ -99,7 +166,7 @@ class Trainer:
     def checkpoint(self) -> Checkpoint:
         """The state after the last whole iteration."""
         tensors = {name: tensor.detach().cpu() for name, tensor in self.learner.state().items()}
-        snapshot = self.executor.snapshot()
+        snapshot = self._collector.snapshot()
         self.state.phases = self.clock.read()
         tensors |= {f"envs.{name}": torch.from_numpy(array) for name, array in snapshot.items()}
         return Checkpoint(tensors, describe(self.config, self._env, self.policy, self.state))
@@ -126,9 +193,22 @@ class Trainer:
 
     def close(self) -> None:
         """Close every env."""
-        self.executor.close()
+        self._collector.close()
         if self._eval_executor is not None:
             self._eval_executor.close()
+
+
+def acting_seconds(policy: Policy, n_rows: int) -> float:
+    """Seconds the policy takes to act on `n_rows` observations, measured."""
+    obs = tuple(torch.from_numpy(leaf).to(policy.device) for leaf in policy.obs.alloc(n_rows))
+    noise = torch.zeros(n_rows, policy.action.noise_size, device=policy.device)
+    times = []
+    with torch.inference_mode():
+        for _ in range(7):
+            began = perf_counter()
+            policy.model.sample(obs, noise)[0].cpu()
+            times.append(perf_counter() - began)
+    return statistics.median(times)
 
 
 def describe(config: RunConfig, env: EnvInfo, policy: Policy, state: TrainState) -> dict[str, Any]:
@@ -190,6 +270,7 @@ class _Loop:
                 status = "stopped"
                 break
             state.wall_seconds = perf_counter() - self._began
+            self._say_restarts()
             self._evaluate_if_due(steps_before, metrics)
             reached = self._reached_target()
             is_last = state.env_steps >= self._until or reached or stop.requested
@@ -203,6 +284,13 @@ class _Loop:
         state.wall_seconds = perf_counter() - self._began
         state.phases = trainer.clock.read()
         return status
+
+    def _say_restarts(self) -> None:
+        budget = self._trainer.budget
+        for note, traceback_text in zip(budget.notes, budget.tracebacks, strict=True):
+            self._recorder.fault(note, traceback_text)
+        budget.notes.clear()
+        budget.tracebacks.clear()
 
     def _reached_target(self) -> bool:
         state = self._trainer.state
@@ -317,14 +405,14 @@ def summarize(
         "learn_rate": learn_rate,
         "pipeline_efficiency": rate / limit if rate and limit else None,
         "executor": {
-            "kind": "serial",
-            "collectors": 1,
-            "workers": 0,
-            "reason": "envs run in turn in the learner's process, the only way this version has",
+            "kind": trainer.plan.kind,
+            "collectors": trainer.plan.n_collectors,
+            "workers": trainer.plan.n_workers,
+            "reason": trainer.plan.reason,
         },
         "policy_lag_mean": 0.0,
         "policy_lag_max": 0,
-        "restarts": 0,
+        "restarts": trainer.budget.n_restarts,
         "oom_backoffs": 0,
         "nan_skips": state.nan_skips,
     }

@@ -6,14 +6,41 @@ NumPy arrays and the torch tensors share their memory, so neither side copies.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from flatout.buffers.shared import Spec
 from flatout.envs.spaces import ActionLayout, Array, ObsLayout
+from flatout.hardware.shared import Spec
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutTensors:
+    """A rollout as tensors on the learner's device; T time steps, N envs."""
+
+    obs: tuple[Tensor, ...]
+    """(T + 1, N, …): the last row is the observation after the last step."""
+    action: Tensor
+    log_prob: Tensor
+    reward: Tensor
+    terminated: Tensor
+    truncated: Tensor
+    final_obs: tuple[Tensor, ...]
+    """Last observations of the episodes that were truncated and not terminated, one row each."""
+    final_index: Tensor
+    """Their places t · N + n."""
+
+
+class Learnable(Protocol):
+    """What the learner needs of a rollout, wherever its transitions lie."""
+
+    def tensors(self, device: torch.device) -> RolloutTensors:
+        """The rollout as tensors on the device."""
+        ...
 
 
 def rollout_spec(obs: ObsLayout, action: ActionLayout, n_steps: int, n_envs: int) -> Spec:
@@ -76,13 +103,21 @@ class Rollout:
         """`n_steps` × `n_envs`."""
         return self.n_steps * self.n_envs
 
-    def bootstrap_rows(self) -> tuple[tuple[Array, ...], Array]:
-        """Final observations of the episodes that were truncated and not terminated, and their places."""
+    def tensors(self, device: torch.device) -> RolloutTensors:
+        """The rollout as tensors on the device."""
         index = np.flatnonzero(self.truncated & ~self.terminated)
         t, n = np.divmod(index, self.n_envs)
-        return tuple(leaf[t, n] for leaf in self.final_obs), index
-
-    def tensors(self, device: torch.device) -> dict[str, Tensor]:
-        """Actions, log-probabilities, rewards and ends as tensors on the device."""
-        names = ("action", "log_prob", "reward", "terminated", "truncated")
-        return {name: torch.from_numpy(getattr(self, name)).to(device) for name in names}
+        action, log_prob, reward, terminated, truncated, final_index = (
+            torch.from_numpy(array).to(device)
+            for array in (self.action, self.log_prob, self.reward, self.terminated, self.truncated, index)
+        )
+        return RolloutTensors(
+            obs=tuple(torch.from_numpy(leaf).to(device) for leaf in self.obs),
+            action=action,
+            log_prob=log_prob,
+            reward=reward,
+            terminated=terminated,
+            truncated=truncated,
+            final_obs=tuple(torch.from_numpy(leaf[t, n]).to(device) for leaf in self.final_obs),
+            final_index=final_index,
+        )

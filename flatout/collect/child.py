@@ -17,13 +17,13 @@ import numpy as np
 import torch
 
 from flatout.buffers.rollout import Rollout, rollout_spec
-from flatout.buffers.shared import SharedArrays
 from flatout.collect.collector import Collector, Interrupted
 from flatout.envs.make import EnvFactory
 from flatout.envs.spaces import ActionLayout, Array, ObsLayout
 from flatout.executors.base import Episode, merge_snapshots, part_of_snapshot
 from flatout.executors.serial import SerialExecutor
 from flatout.executors.supervise import ChildProcess, Crew, RestartBudget
+from flatout.hardware.shared import SharedArrays
 from flatout.learn.params import ParamBlock
 from flatout.models.config import NetworkConfig
 from flatout.models.policy import ActorCritic, build

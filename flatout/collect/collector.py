@@ -6,7 +6,8 @@ runs, or lost one, each env goes on with a cursor of its own. T: time steps, N: 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -29,6 +30,31 @@ class Interrupted(BaseException):
 
     Like KeyboardInterrupt no Exception: neither an env nor an executor may take it for a fault.
     """
+
+
+class Collects(Protocol):
+    """What the pipeline needs of a collector, wherever it lives."""
+
+    n_steps: int
+    """Steps each env has taken for finished rollouts."""
+
+    def reset(self) -> None:
+        """Begin new episodes in every env."""
+
+    def collect(self, rollout: Rollout, stop: Callable[[], bool]) -> list[Episode]:
+        """Fill the rollout; returns the episodes that ended."""
+        ...
+
+    def snapshot(self) -> dict[str, Array]:
+        """Every env's way back to the end of the last rollout."""
+        ...
+
+    def restore(self, snapshot: Mapping[str, Array]) -> list[int]:
+        """Bring the envs back to a snapshot; returns those that began a new episode."""
+        ...
+
+    def close(self) -> None:
+        """Close every env."""
 
 
 class Collector:
@@ -55,6 +81,22 @@ class Collector:
         self._gumbel_or_normal = torch.zeros(n_rows, layout.noise_size)
         self.n_steps = 0
         """Steps each env has taken for finished rollouts: where its noise stream stands."""
+
+    def reset(self) -> None:
+        """Begin new episodes in every env."""
+        self.executor.reset()
+
+    def snapshot(self) -> dict[str, Array]:
+        """Every env's way back to the end of the last rollout."""
+        return self.executor.snapshot()
+
+    def restore(self, snapshot: Mapping[str, Array]) -> list[int]:
+        """Bring the envs back to a snapshot, whoever took it; returns those that began a new episode."""
+        return self.executor.restore(snapshot)
+
+    def close(self) -> None:
+        """Close every env."""
+        self.executor.close()
 
     @torch.inference_mode()
     def collect(self, rollout: Rollout, stop: Callable[[], bool] = lambda: False) -> list[Episode]:

@@ -1,6 +1,6 @@
-"""Envs with `async def reset` and `async def step`: how they are told apart, limited in time, and run.
+"""Envs with `async def reset` and `async def step`: told apart, limited in time, and made to block.
 
-Gymnasium's own wrappers unpack what `step` returns and so break on a coroutine; the time limit here awaits it.
+Gymnasium's own wrappers unpack what `step` returns and so break on a coroutine; those here await it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import inspect
 import sys
 import threading
 import traceback
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -50,6 +50,63 @@ class AsyncTimeLimit(gym.Wrapper[Any, Any, Any, Any]):
         obs, reward, terminated, truncated, info = await self.env.step(action)  # type: ignore[misc]
         self._elapsed_steps += 1
         return obs, reward, terminated, truncated or self._elapsed_steps >= self._max_episode_steps, info
+
+
+class Blocking(gym.Wrapper[Any, Any, Any, Any]):
+    """An async env that anyone can step: each call waits for its coroutine, which runs on a loop of the env's own."""
+
+    def __init__(self, env: gym.Env[Any, Any], loop_thread: LoopThread) -> None:
+        super().__init__(env)
+        self._loop_thread = loop_thread
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        """Wait for the env's reset."""
+        return self._wait(lambda: self.env.reset(seed=seed, options=options))  # type: ignore[no-any-return]
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        """Wait for the env's step."""
+        return self._wait(lambda: self.env.step(action))  # type: ignore[no-any-return]
+
+    def close(self) -> None:
+        """Wait for the env's close, then end its loop."""
+        try:
+            self._wait(self.env.close)
+        finally:
+            self._loop_thread.close()
+
+    @property
+    def unwrapped(self) -> gym.Env[Any, Any]:
+        """Itself: to those outside there is no async env underneath."""
+        return self
+
+    def _wait(self, call: Callable[[], Any]) -> Any:
+        return self._loop_thread.run(_awaited(call))
+
+
+def blocking(factory: Callable[[], gym.Env[Any, Any]]) -> gym.Env[Any, Any]:
+    """The factory's env; where it is async, one that waits."""
+    try:
+        env = factory()
+        if not is_async(env):
+            return env
+        made = env
+    except Exception as error:
+        if "no running event loop" not in str(error):  # as clients say that are opened in a constructor
+            raise
+        made = None
+    loop_thread = LoopThread("flatout-env-loop")
+    try:
+        return Blocking(made or loop_thread.run(_awaited(factory)), loop_thread)
+    except BaseException:
+        loop_thread.close()
+        raise
+
+
+async def _awaited(call: Callable[[], Any]) -> Any:
+    result = call()
+    return await result if inspect.isawaitable(result) else result
 
 
 class LoopThread:

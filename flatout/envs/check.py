@@ -6,6 +6,7 @@ What still works but is not clean becomes a warning.
 
 from __future__ import annotations
 
+import inspect
 import re
 import time
 import traceback
@@ -20,6 +21,7 @@ import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
+from flatout.envs.awaitable import Blocking, blocking
 from flatout.envs.make import ENGINE_FOLDERS, EnvFactory, MaskFromInfo, logit_sizes, one_line, where
 from flatout.envs.spaces import MASK_KEY
 from flatout.errors import EnvError
@@ -40,6 +42,8 @@ class EnvInfo:
     observation_space: gym.Space[Any]
     action_space: gym.Space[Any]
     warnings: tuple[str, ...]
+    is_async: bool = False
+    """Whether its reset and step are coroutine functions."""
 
 
 def check(factory: EnvFactory, *, seed: int = 0, max_steps: int = 200, max_seconds: float = 1.0) -> EnvInfo:
@@ -47,7 +51,7 @@ def check(factory: EnvFactory, *, seed: int = 0, max_steps: int = 200, max_secon
     notes: list[str] = []
     with warnings.catch_warnings(record=True) as raised:
         warnings.simplefilter("always")
-        env = factory()
+        env = blocking(factory)
         try:
             deadline = time.perf_counter() + max_seconds
             validate_spaces(env)
@@ -62,6 +66,7 @@ def check(factory: EnvFactory, *, seed: int = 0, max_steps: int = 200, max_secon
         observation_space=env.observation_space,
         action_space=env.action_space,
         warnings=tuple(dict.fromkeys(notes + _plain(raised))),
+        is_async=isinstance(env.unwrapped, Blocking),
     )
 
 
@@ -159,6 +164,9 @@ def _call(method: Callable[[], Any], name: str, step: int) -> tuple[Any, ...]:
         raise
     except Exception as error:
         raise EnvError(_raised(error, name, step)) from error
+    if inspect.iscoroutine(result):
+        result.close()
+        raise EnvError(f"{name}() is async; give both reset and step an async def")
     if isinstance(result, tuple) and len(result) == len(RETURNS[name]):
         return result
     got = f"{len(result)} values" if isinstance(result, tuple) else f"one value ({type(result).__name__})"
@@ -181,6 +189,8 @@ def _raised(error: Exception, name: str, step: int) -> str:
         single = re.search(r"cannot unpack non-iterable (\w+) object", text)
         if count:
             return _wrong_count(name, f"{count[1] or 'more'} values")
+        if single and single[1] == "coroutine":
+            return f"a wrapper does not await the async env's {name}(); wrap it with async def reset and step"
         if single:
             return _wrong_count(name, f"one value ({single[1]})")
     return f"raised in {name if name == 'reset' else f'step {step}'}: {one_line(error)}"

@@ -28,8 +28,10 @@ from gymnasium import spaces
 from gymnasium.envs.registration import EnvSpec, load_env_creator
 from gymnasium.error import DependencyNotInstalled
 from gymnasium.vector import VectorEnv
+from gymnasium.wrappers import HumanRendering, RenderCollection, TimeLimit
 from numpy.typing import NDArray
 
+from flatout.envs.awaitable import AsyncTimeLimit, is_async
 from flatout.envs.spaces import MASK_KEY
 from flatout.errors import EnvError, FlatoutError, did_you_mean
 
@@ -63,7 +65,7 @@ class EnvFactory:
             kwargs["render_mode"] = render_mode
         with _importable(self.source):
             env = _create(_resolve(self.source), kwargs, self.name)
-        return MaskFromInfo(env) if self.mask_in_info else env
+        return mask_from_info(env) if self.mask_in_info else env
 
 
 def env_factory(source: EnvSource, kwargs: Mapping[str, Any] | None = None) -> EnvFactory:
@@ -119,6 +121,29 @@ class MaskFromInfo(gym.Wrapper[Any, Any, Any, Any]):
                 f"the action space has {self._n_logits} choices"
             )
         return flat.astype(np.int8)
+
+
+class AsyncMaskFromInfo(MaskFromInfo):
+    """The same for an env with `async def reset` and `async def step`."""
+
+    async def reset(  # type: ignore[override]  # Gymnasium knows no async envs
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        """The env's reset, the observation being `{"obs": ..., "action_mask": ...}`."""
+        obs, info = await self.env.reset(seed=seed, options=options)  # type: ignore[misc]
+        return {"obs": obs, MASK_KEY: self._mask(info, "reset")}, info
+
+    async def step(  # type: ignore[override]
+        self, action: Any
+    ) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        """The env's step, the observation being `{"obs": ..., "action_mask": ...}`."""
+        obs, reward, terminated, truncated, info = await self.env.step(action)  # type: ignore[misc]
+        return {"obs": obs, MASK_KEY: self._mask(info, "step")}, reward, terminated, truncated, info
+
+
+def mask_from_info(env: gym.Env[Any, Any]) -> MaskFromInfo:
+    """The env with its info's mask in the observation, async where the env is."""
+    return AsyncMaskFromInfo(env) if is_async(env) else MaskFromInfo(env)
 
 
 def logit_sizes(action_space: gym.Space[Any]) -> tuple[int, ...]:
@@ -261,7 +286,7 @@ def _create(target: EnvSpec | Creator, kwargs: dict[str, Any], name: str) -> gym
             entry = target.entry_point
             creator = load_env_creator(entry) if isinstance(entry, str) else entry
             _refuse_bad_kwargs(creator, {**target.kwargs, **kwargs}, name, _MAKE_KWARGS)
-            env: object = gym.make(target, **kwargs)
+            env: object = _awaitable(gym.make(target, **kwargs), target)
         else:
             _refuse_bad_kwargs(target, kwargs, name)
             env = target(**kwargs)
@@ -270,6 +295,21 @@ def _create(target: EnvSpec | Creator, kwargs: dict[str, Any], name: str) -> gym
     except Exception as error:
         raise EnvError(_creation_failure(error, name)) from error
     return _verified(env, name)
+
+
+def _awaitable(env: gym.Env[Any, Any], spec: EnvSpec) -> gym.Env[Any, Any]:
+    """A registered env as it is, unless it is async: then without Gymnasium's wrappers, which cannot await."""
+    if not is_async(env):
+        return env
+    if spec.additional_wrappers:
+        raise EnvError(
+            f"env '{spec.id}' is async and registered with additional wrappers, which cannot await it; "
+            "put async ones around it in its entry point"
+        )
+    limit = env.spec.max_episode_steps if env.spec else None
+    while isinstance(env, TimeLimit | RenderCollection | HumanRendering):
+        env = env.env
+    return AsyncTimeLimit(env, limit) if limit else env
 
 
 _MAKE_KWARGS = ("max_episode_steps", "disable_env_checker")

@@ -114,6 +114,7 @@ def step(executor: Executor, actions: Array) -> Step:
         n_seen += len(now.rows)
         ended += now.ended
         restarted += now.restarted
+    ended.sort(key=lambda episode: episode.env_id)
     return replace(now, rows=np.arange(executor.n_envs), ended=ended, restarted=restarted)
 
 

@@ -7,7 +7,7 @@ them, never suspends, and so runs from start to end by being sent once.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from time import perf_counter
 from typing import Any, Literal, NamedTuple, Protocol
@@ -26,7 +26,7 @@ class Begin(NamedTuple):
     """Order: begin a seeded episode and, to come back to a moment, walk through actions."""
 
     seed: int
-    actions: Sequence[Any] = ()
+    actions: Iterable[Any] = ()
     give_up_at: float = math.inf
 
 
@@ -118,9 +118,9 @@ class Life:
         env = self._factory()
         if is_async(env) != self._awaits:
             raise FlatoutError(
-                "has async def reset and step; run it with executor 'async'"
+                "the env has async def reset and step; run it with executor 'async'"
                 if is_async(env)
-                else "has no async def reset and step; run it with executor 'thread'"
+                else "the env has no async def reset and step; run it with executor 'thread'"
             )
         return env
 
@@ -151,6 +151,6 @@ class Life:
 
     async def _close(self, env: gym.Env[Any, Any]) -> None:
         with suppress(Exception):  # an env that fails to close has lived all the same
-            closing: Any = env.close()
+            closing: Any = env.close()  # type: ignore[func-returns-value]  # an async one does
             if closing is not None and self._awaits:
                 await closing

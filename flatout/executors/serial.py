@@ -87,7 +87,7 @@ class SerialExecutor:
         assert not self._replayable, "a replay knows only the executor's own seeds"
         places = range(self.n_envs) if rows is None else rows
         for i in places:
-            self._begin(i, seeds[i], options and options[i])
+            self._begin(i, seeds[i], options[i] if options else None)
         self._clear(np.fromiter(places, np.intp))
         return self._step
 

@@ -25,8 +25,8 @@ import cloudpickle
 from flatout.errors import EnvError, FlatoutError
 
 ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
-FAILED = b"!"
-"""First byte of a message in which a child tells its last error."""
+FAILED, HOPELESS = b"!", b"#"
+"""First byte of a child's last words: an error that a new child may not have, and one that it would have too."""
 
 
 class ChildProcess:
@@ -63,23 +63,12 @@ class ChildProcess:
         return int(self._process.sentinel)
 
     def cause_of_death(self) -> str:
-        """Why it ended, in one line: its own last words, a signal's name, or an exit code."""
-        words = self._last_words()
+        """Why it ended without a word: a signal's name or an exit code."""
         self._process.join(1.0)
         code = self._process.exitcode
-        if words:
-            return words
         if code is None:
             return "it does not answer"
         return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-
-    def _last_words(self) -> str:
-        with suppress(EOFError, OSError):
-            while self.connection.poll(0):
-                message = self.connection.recv_bytes()
-                if message.startswith(FAILED):
-                    return str(message[1:], errors="replace")
-        return ""
 
     def kill(self) -> None:
         """End it at once and free what it held; a second call does nothing."""
@@ -100,8 +89,11 @@ class RestartBudget:
         self._times: deque[float] = deque()
         self.n_restarts = 0
         self.notes: list[str] = []
+        """What happened, one line each."""
+        self.tracebacks: list[str] = []
+        """The children's own tracebacks, where they had any, one for each note."""
 
-    def spend(self, what: str) -> None:
+    def spend(self, what: str, traceback_text: str = "") -> None:
         """Count one restart, with its one-line reason; raises EnvError when there were too many."""
         now = perf_counter()
         self._times.append(now)
@@ -113,6 +105,7 @@ class RestartBudget:
             )
         self.n_restarts += 1
         self.notes.append(what)
+        self.tracebacks.append(traceback_text)
 
 
 class Crew:
@@ -157,9 +150,9 @@ class Crew:
         answers: list[tuple[int, bytes | None]] = []
         for ready in wait(list(by_connection), seconds):
             i = by_connection[ready]
-            answer, cause = self._read(i)
+            answer, words = self._read(i)
             if answer is None:
-                self.replace(i, cause)
+                self.replace(i, *words)
             answers.append((i, answer))
         if not answers:
             now = perf_counter()
@@ -169,21 +162,24 @@ class Crew:
                     answers.append((i, None))
         return answers
 
-    def _read(self, i: int) -> tuple[bytes | None, str]:
-        """Child i's answer, or None and why there is none."""
+    def _read(self, i: int) -> tuple[bytes | None, tuple[str, str]]:
+        """Child i's answer, or None with its cause of death and traceback; raises what a new one would too."""
         try:
             answer: bytes = self._children[i].connection.recv_bytes()
         except (EOFError, OSError):
-            return None, self._children[i].cause_of_death()
-        if answer.startswith(FAILED):
-            return None, answer[1:].decode(errors="replace")
-        return answer, ""
+            return None, (self._children[i].cause_of_death(), "")
+        if answer[:1] not in (FAILED, HOPELESS):
+            return answer, ("", "")
+        line, _, details = str(answer[1:], errors="replace").partition("\n")
+        if answer[:1] == HOPELESS:
+            raise EnvError(f"{line} ({self._describe(i)}, pid {self._children[i].pid})")
+        return None, (line, details)
 
-    def replace(self, i: int, cause: str) -> None:
+    def replace(self, i: int, cause: str, traceback_text: str = "") -> None:
         """Kill child i and start its successor, if the budget allows one more."""
         what = f"{self._describe(i)}, pid {self._children[i].pid}: {cause}"
         self._children[i].kill()
-        self.budget.spend(what)
+        self.budget.spend(what, traceback_text)
         self._generations[i] += 1
         self._children[i] = self._start(i, self._generations[i])
         self._deadlines[i] = perf_counter() + self._timeout
@@ -194,11 +190,14 @@ class Crew:
             child.kill()
 
 
-def fail(connection: Connection, error: BaseException) -> None:
-    """Tell the parent this child's last error: one line for users, with the place in the user's code."""
+def fail(connection: Connection, error: Exception) -> None:
+    """Tell the parent this child's last error: one line for users, then the traceback."""
     text = str(error) if isinstance(error, FlatoutError) else f"{type(error).__name__}: {error}"
+    # Our own complaint about the env's contract holds for every env; what the env's code raised may not.
+    hopeless = isinstance(error, FlatoutError) and error.__cause__ is None
+    words = " ".join(text.split()) + "\n" + "".join(traceback.format_exception(error.__cause__ or error))
     with suppress(OSError):
-        connection.send_bytes(FAILED + " ".join(text.split()).encode())
+        connection.send_bytes((HOPELESS if hopeless else FAILED) + words.encode())
 
 
 def _child_main(connection: Connection, lifeline: Any, payload: bytes, shared: Any) -> None:
@@ -213,12 +212,8 @@ def _child_main(connection: Connection, lifeline: Any, payload: bytes, shared: A
         target(connection, *args, *([shared] if shared is not None else []))
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return  # the parent is gone or has closed this child
-    except FlatoutError as error:
-        fail(connection, error)
     except Exception as error:
         fail(connection, error)
-        if os.environ.get("FLATOUT_DEBUG"):
-            traceback.print_exc()
 
 
 def _die_with(lifeline: int) -> None:

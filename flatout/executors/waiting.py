@@ -21,9 +21,8 @@ from flatout.envs.spaces import Array, ObsLayout
 from flatout.errors import EnvError, FlatoutError
 from flatout.executors.base import Episode, Step, alloc_step
 from flatout.executors.history import History
-from flatout.executors.life import Act, Begin, Life, Outcome
+from flatout.executors.life import Act, Begin, Doing, Life, Outcome
 from flatout.executors.ready import ReadyQueue
-from flatout.executors.serial import bad_row
 from flatout.executors.supervise import RestartBudget
 
 STEP_TIMEOUT = 60.0
@@ -54,7 +53,7 @@ class WaitingExecutor(ABC):
         self.env_ids = env_ids
         self._layout = layout
         self._step = alloc_step(layout, n_envs)
-        self._float_leaves = [k for k, leaf in enumerate(layout.leaves) if leaf.dtype == np.float32]
+        self._float_leaves = [k for k, leaf in enumerate(layout.leaves) if leaf.dtype.kind == "f"]
         self._history = History(env_ids, seed, replayable=replayable)
         self._budget = RestartBudget(max_restarts, window_seconds)
         self._ready: ReadyQueue[Outcome] = ReadyQueue(batch_size, batch_seconds)
@@ -67,10 +66,11 @@ class WaitingExecutor(ABC):
         self._returns = np.zeros(n_envs)
         self._lengths = np.zeros(n_envs, np.int64)
         self._n_steps = np.zeros(n_envs, np.int64)
+        self._open()
         try:
             self._start_all()
         except BaseException:
-            self.close()
+            self._stop()
             raise
 
     @property
@@ -99,6 +99,7 @@ class WaitingExecutor(ABC):
 
     def send(self, actions: Array, rows: Array) -> None:
         """Hand each env in `rows` its action; it starts at once."""
+        assert np.isinf(self._due[rows]).all(), "an env takes its next action when its last step was received"
         # The caller may reuse its array while envs still look at their actions.
         orders = dict(zip(rows.tolist(), actions.copy(), strict=True))
         history = self._history
@@ -137,14 +138,15 @@ class WaitingExecutor(ABC):
         self._bring_home()
         self._returns[:], self._lengths[:] = snapshot["returns"], snapshot["lengths"]
         give_up_at = perf_counter() + max_seconds
-        walks = self._history.restore(snapshot)
+        walks, before = self._history.restore(snapshot), list(self._generations)
         orders = {i: Begin(walk[0], walk[1], give_up_at) for i, walk in enumerate(walks) if walk is not None}
         self._post(orders, extra_seconds=max_seconds)
-        arrived = self._await_begun()
+        walked = self._await_begun() & {i for i in orders if self._generations[i] == before[i]}
         leaves = [(leaf, snapshot[f"obs.{k}"]) for k, leaf in enumerate(self._step.obs)]
-        kept = [i for i in arrived if all(np.array_equal(leaf[i], then[i]) for leaf, then in leaves)]
-        fresh = sorted(set(range(self.n_envs)) - set(kept))
-        self._post({i: Begin(self._history.next_seed(i)) for i in fresh if i not in self._lost})
+        kept = {i for i in walked if all(np.array_equal(leaf[i], then[i]) for leaf, then in leaves)}
+        fresh = [i for i in range(self.n_envs) if i not in kept]
+        # Those that were lost on the way have already begun anew.
+        self._post({i: Begin(self._history.next_seed(i)) for i in fresh if self._generations[i] == before[i]})
         self._await_begun()
         self._returns[fresh], self._lengths[fresh] = 0.0, 0
         self._stand_still()
@@ -154,6 +156,145 @@ class WaitingExecutor(ABC):
     def close(self) -> None:
         """Close every env; one that hangs is left behind."""
         self._stop()
+
+    def _start_all(self) -> None:
+        self._start(range(self.n_envs))
+        missing = set(range(self.n_envs))
+        while missing:
+            made = self._ready.take(len(missing), perf_counter() + self._timeout)
+            for outcome in made:
+                if outcome.error is not None:
+                    raise self._failure(outcome.row, outcome.done, outcome.error) from outcome.error
+                missing.discard(outcome.row)
+            if not made:
+                self._refuse_blocked()
+                env_id = self.env_ids[min(missing)]
+                raise EnvError(f"env {env_id} hangs in its constructor: not made within {self._timeout:g} s")
+
+    def _post(self, orders: Mapping[int, Begin | Act], extra_seconds: float = 0.0) -> None:
+        self._due[list(orders)] = perf_counter() + self._timeout + extra_seconds
+        self._n_away += len(orders)
+        self._give(orders)
+
+    def _arrivals(self) -> list[Outcome]:
+        """What came from envs that were expected; the lost ones are rebuilt and stay on their way."""
+        until = float(self._due.min())
+        arrived = []
+        for outcome in self._ready.take(self._n_away, until):
+            if outcome.generation != self._generations[outcome.row]:
+                continue
+            if outcome.error is not None:
+                self._rebuild(outcome.row, outcome.done, outcome.error)
+            elif outcome.done != "constructor":
+                arrived.append(outcome)
+        self._due[[outcome.row for outcome in arrived]] = math.inf
+        self._n_away -= len(arrived)
+        if perf_counter() >= until:
+            self._rebuild_overdue()
+        return arrived
+
+    def _rebuild_overdue(self) -> None:
+        overdue = np.flatnonzero(self._due <= perf_counter()).tolist()
+        if overdue:
+            self._refuse_blocked()
+        for i in overdue:
+            self._rebuild(i, "step", TimeoutError(f"no answer within {self._timeout:g} s"))
+
+    def _rebuild(self, i: int, doing: Doing, error: BaseException) -> None:
+        """Replace a lost env by a new one with its next seed, if that has not happened too often."""
+        if isinstance(error, EnvError) and doing != "constructor":  # it broke its contract and would again
+            raise self._failure(i, doing, error) from error
+        self._generations[i] += 1
+        cause = str(error) if isinstance(error, FlatoutError) else one_line(error)
+        try:
+            self._budget.spend(f"env {self.env_ids[i]} was rebuilt: {cause}")
+        except EnvError as storm:
+            raise storm from error
+        self._abandon(i)
+        self._start([i])
+        self._due[i] = perf_counter() + self._timeout
+        self._give({i: Begin(self._history.next_seed(i))})
+
+    def _bring_home(self) -> None:
+        while self._n_away:
+            self.recv()
+
+    def _await_begun(self) -> set[int]:
+        """Wait for all that were told to begin; returns those that did."""
+        begun = []
+        while self._n_away:
+            begun += [outcome for outcome in self._arrivals() if outcome.obs is not None]
+        if begun:
+            self._write(begun)
+        return {outcome.row for outcome in begun}
+
+    def _stand_still(self) -> Step:
+        out = self._step
+        for flags in (out.reward, out.terminated, out.truncated):
+            flags[:] = 0
+        out.rows, out.ended, out.restarted = np.arange(self.n_envs), [], []
+        return out
+
+    def _write(self, outcomes: list[Outcome]) -> Array:
+        """Copy what envs gave into their rows, which are returned."""
+        out, write = self._step, self._layout.write
+        for outcome in outcomes:
+            i = outcome.row
+            try:
+                write(out.obs, i, outcome.obs)
+                out.reward[i] = outcome.reward
+                out.terminated[i], out.truncated[i] = outcome.terminated, outcome.truncated
+            except Exception as error:
+                raise self._failure(i, outcome.done, error) from error
+            if outcome.final_obs is not None:
+                for leaf, final in zip(out.final_obs, outcome.final_obs, strict=True):
+                    leaf[i] = final[0]
+        rows = np.array([outcome.row for outcome in outcomes])
+        for k in self._float_leaves:
+            self._refuse_nan("observation", out.obs[k], rows)
+        return rows
+
+    def _count(self, stepped: list[Outcome]) -> list[Episode]:
+        """Add steps to the statistics; returns the episodes that they ended."""
+        if not stepped:
+            return []
+        rows = np.array([outcome.row for outcome in stepped])
+        done = [outcome.row for outcome in stepped if outcome.final_obs is not None]
+        self._n_steps[rows] += 1
+        self._refuse_nan("reward", self._step.reward, rows)
+        self._returns[rows] += self._step.reward[rows]
+        self._lengths[rows] += 1
+        if self._history.replayable:
+            for outcome in stepped:
+                i = outcome.row
+                self._history.add(i, self._actions[i], ended=outcome.final_obs is not None)
+        if not done:
+            return []
+        for k in self._float_leaves:
+            self._refuse_nan("observation", self._step.final_obs[k], np.array(done))
+        ended = [Episode(int(self.env_ids[i]), float(self._returns[i]), int(self._lengths[i])) for i in done]
+        self._returns[done], self._lengths[done] = 0.0, 0
+        return ended
+
+    def _refuse_nan(self, what: str, values: Array, rows: Array) -> None:
+        new = values[rows]
+        if math.isfinite(np.add.reduce(new, axis=None)):  # a cheap sieve
+            return
+        bad = ~np.isfinite(new.reshape(len(rows), -1)).all(axis=1)
+        if bad.any():  # a float32 sum may overflow where every value is finite
+            i = rows[bad.argmax()]
+            raise EnvError(nan_message(what, int(self.env_ids[i]), int(self._n_steps[i])))
+
+    def _failure(self, i: int, doing: Doing, error: BaseException) -> EnvError:
+        if doing == "constructor" and isinstance(error, FlatoutError):
+            return EnvError(str(error))
+        cause = str(error) if isinstance(error, FlatoutError) else one_line(error)
+        when = "" if doing == "constructor" else f" at step {self._n_steps[i] + 1}"
+        return EnvError(f"env {self.env_ids[i]} raised in {doing}{when}: {cause}")
+
+    @abstractmethod
+    def _open(self) -> None:
+        """Set up what workers need; comes before all else."""
 
     @abstractmethod
     def _start(self, rows: Sequence[int]) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flatout.algorithms import ppo
 from flatout.algorithms.config import PPOConfig
-from flatout.buffers.rollout import Rollout
+from flatout.buffers.rollout import Learnable
 from flatout.learn.normalize import RewardScaler, RunningMoments
 from flatout.learn.params import FlatParams
 from flatout.learn.update import Update
@@ -54,7 +54,7 @@ class Learner:
 
     def learn(
         self,
-        rollout: Rollout,
+        rollout: Learnable,
         *,
         iteration: int,
         progress: float,
@@ -95,24 +95,21 @@ class Learner:
                 return True
         return self.config.target_kl is not None and bool(self.update.stopped)
 
-    def _transitions(self, rollout: Rollout) -> ppo.Transitions:
-        device = self.device
-        flat = rollout.tensors(device)
-        final_obs, final_index = rollout.bootstrap_rows()
-        reward = flat["reward"]
+    def _transitions(self, rollout: Learnable) -> ppo.Transitions:
+        data = rollout.tensors(self.device)
+        reward = data.reward
         if self._reward_scaler is not None:
-            reward = self._reward_scaler.scale(reward, flat["terminated"] | flat["truncated"])
-        obs = [torch.from_numpy(leaf).to(device) for leaf in rollout.obs]
+            reward = self._reward_scaler.scale(reward, data.terminated | data.truncated)
         return ppo.Transitions(
-            obs_tn=tuple(leaf[:-1] for leaf in obs),
-            action_tn=flat["action"],
-            log_prob_tn=flat["log_prob"],
+            obs_tn=tuple(leaf[:-1] for leaf in data.obs),
+            action_tn=data.action,
+            log_prob_tn=data.log_prob,
             reward_tn=reward,
-            terminated_tn=flat["terminated"],
-            truncated_tn=flat["truncated"],
-            last_obs_n=tuple(leaf[-1] for leaf in obs),
-            final_obs=tuple(torch.from_numpy(leaf).to(device) for leaf in final_obs),
-            final_index=torch.from_numpy(final_index).to(device),
+            terminated_tn=data.terminated,
+            truncated_tn=data.truncated,
+            last_obs_n=tuple(leaf[-1] for leaf in data.obs),
+            final_obs=data.final_obs,
+            final_index=data.final_index,
         )
 
     def _renormalize(self, i: int, moments: RunningMoments, rows: Tensor) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flatout.buffers.rollout import Rollout
-from flatout.collect.collector import Collector
+from flatout.collect.collector import Collects
 from flatout.errors import FlatoutError
 from flatout.learn.learner import Learner
 from flatout.pipeline.state import TrainState
@@ -21,7 +21,7 @@ class TrainingDivergedError(FlatoutError):
 class Lockstep:
     """One iteration after the other on the learner's own thread."""
 
-    def __init__(self, collector: Collector, learner: Learner, rollout: Rollout, state: TrainState) -> None:
+    def __init__(self, collector: Collects, learner: Learner, rollout: Rollout, state: TrainState) -> None:
         self._collector, self._learner = collector, learner
         self._rollout, self._state = rollout, state
         self._n_bad_iterations = 0

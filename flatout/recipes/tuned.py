@@ -51,7 +51,13 @@ def mountain_car() -> Recipe:
         timesteps=1_000_000,
         n_envs=16,
         ppo=PPOConfig(
-            n_steps=16, batch_size=64, n_epochs=4, gae_lambda=0.98, normalize_obs=True, normalize_reward=True
+            n_steps=64,
+            batch_size=256,
+            n_epochs=4,
+            learning_rate=1e-3,
+            gae_lambda=0.98,
+            normalize_obs=True,
+            normalize_reward=True,
         ),
         network=NetworkConfig(network_arch=(64, 64)),
     )

@@ -112,6 +112,11 @@ class RunFolder:
         return self.path / "checkpoints"
 
     @property
+    def faults(self) -> Path:
+        """`faults.log`: envs that were lost and rebuilt, with their tracebacks; only there if any were."""
+        return self.path / "faults.log"
+
+    @property
     def tensorboard(self) -> Path:
         """Where TensorBoard's event files lie: the folder itself, so that `--logdir runs` shows run names."""
         return self.path

@@ -6,6 +6,7 @@ Without a folder only the display is served.
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import datetime
 from time import perf_counter
 
 from flatout.integrations.tensorboard import TensorBoardWriter
@@ -44,6 +45,13 @@ class Recorder:
                 self._tensorboard = TensorBoardWriter(self._folder.tensorboard, self._resume_at)
             self._metrics.write(progress)
             self._tensorboard.write(progress.env_steps, scalars(progress))
+
+    def fault(self, note: str, traceback_text: str) -> None:
+        """Show that part of the run was lost and rebuilt; its traceback goes to the folder's faults.log."""
+        self.display.note(f"note: {note}; rebuilt, training goes on")
+        if self._folder is not None:
+            with self._folder.faults.open("a") as file:
+                file.write(f"{datetime.now():%Y-%m-%d %H:%M:%S} {note}\n{traceback_text}")
 
     def save(self, make: Callable[[], Checkpoint], env_steps: int) -> None:
         """Save a checkpoint, made only if there is a place for it."""

@@ -12,9 +12,9 @@ from multiprocessing import reduction
 from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
-from flatout.envs.spaces import Array
-
+Array: TypeAlias = npt.NDArray[Any]
 Spec: TypeAlias = Mapping[str, tuple[tuple[int, ...], Any]]
 """Name → shape and dtype."""
 ALIGNMENT = 64

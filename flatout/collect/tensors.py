@@ -1,0 +1,187 @@
+"""Tensor executor + policy → tensor rollout, all on one device.
+
+The host only launches work: it reads the ended episodes once per rollout. T: time steps, N: envs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flatout.buffers.tensors import TensorRollout
+from flatout.collect.collector import Interrupted
+from flatout.envs.check import nan_message
+from flatout.envs.spaces import ActionLayout, Array
+from flatout.errors import EnvError
+from flatout.executors.base import Episode
+from flatout.executors.tensors import TensorExecutor
+from flatout.models.policy import ActorCritic
+from flatout.trace.phases import PhaseClock
+
+
+class TensorActions:
+    """`ActionLayout.to_env` on the device."""
+
+    def __init__(self, layout: ActionLayout, device: torch.device) -> None:
+        zero = layout.to_env(np.zeros((1, layout.size), np.float32 if layout.continuous else np.int64))
+        self._shape = zero.shape[1:]
+        self._dtype = torch.from_numpy(zero).dtype
+        self._continuous = layout.continuous
+        if layout.continuous:
+            low, high, bounded = (
+                torch.as_tensor(x, device=device) for x in (layout.low, layout.high, layout.bounded)
+            )
+            self._low, self._high = low, high
+            self._half = torch.where(bounded, (high - low) / 2, 1.0)
+            self._mid = torch.where(bounded, low + self._half, 0.0)
+        else:
+            self._start = torch.as_tensor(zero.reshape(-1), device=device)
+
+    def to_env(self, rows: Tensor) -> Tensor:
+        """Rows (N, size) as the actions that N envs take; continuous ones rescaled and clipped."""
+        if self._continuous:
+            rows = torch.clamp(rows * self._half + self._mid, self._low, self._high)
+        else:
+            rows = rows + self._start
+        return rows.to(self._dtype).reshape(len(rows), *self._shape)
+
+
+class DeviceNoise:
+    """Gumbel or normal noise drawn on the device; a rollout's depends on the seed and its first step only."""
+
+    def __init__(self, layout: ActionLayout, n_envs: int, seed: int, device: torch.device) -> None:
+        self._continuous, self._size = layout.continuous, layout.noise_size
+        self._n_envs, self._seed = n_envs, seed
+        self._generator = torch.Generator(device)
+
+    def draw(self, first_step: int, n_steps: int) -> Tensor:
+        """Noise (n_steps, n_envs, size)."""
+        words = np.random.SeedSequence([self._seed, first_step]).generate_state(1, np.uint64)
+        self._generator.manual_seed(int(words[0] >> np.uint64(1)))
+        noise = torch.empty(n_steps, self._n_envs, self._size, device=self._generator.device)
+        if self._continuous:
+            return noise.normal_(generator=self._generator)
+        # -log of an exponential is Gumbel; an exponential of 0 would make it infinite.
+        return noise.exponential_(generator=self._generator).clamp_(min=1e-38).log_().neg_()
+
+
+class TensorCollector:
+    """Fills tensor rollouts with what the policy does in the executor's envs."""
+
+    def __init__(
+        self,
+        executor: TensorExecutor,
+        model: ActorCritic,
+        layout: ActionLayout,
+        *,
+        seed: int,
+        clock: PhaseClock,
+    ) -> None:
+        self.executor, self._model, self._clock = executor, model, clock
+        self._actions = TensorActions(layout, executor.device)
+        self._noise = DeviceNoise(layout, executor.n_envs, seed, executor.device)
+        self._returns = torch.zeros(executor.n_envs, dtype=torch.float64, device=executor.device)
+        self._lengths = torch.zeros(executor.n_envs, dtype=torch.int64, device=executor.device)
+        self.n_steps = 0
+        """Steps each env has taken for finished rollouts."""
+
+    def reset(self) -> None:
+        """Begin new episodes in every env."""
+        self.executor.reset()
+        self._returns.zero_()
+        self._lengths.zero_()
+
+    def snapshot(self) -> dict[str, Array]:
+        """What `restore` needs."""
+        return self.executor.snapshot()
+
+    def restore(self, snapshot: Mapping[str, Array]) -> list[int]:
+        """Begin new episodes in every env, other ones than those of the run that took the snapshot."""
+        self._returns.zero_()
+        self._lengths.zero_()
+        return self.executor.restore(snapshot)
+
+    def close(self) -> None:
+        """Close the envs."""
+        self.executor.close()
+
+    # No inference mode: tensors that an env makes there could not be changed by it elsewhere.
+    @torch.no_grad()
+    def collect(self, rollout: TensorRollout, stop: Callable[[], bool] = lambda: False) -> list[Episode]:
+        """Fill the rollout from where the envs stand; returns the episodes that ended."""
+        clock, executor, model = self._clock, self.executor, self._model
+        on_host = executor.device.type == "cpu"
+        clock.enter("act")
+        noise = self._noise.draw(self.n_steps, rollout.n_steps)
+        _copy(rollout.obs_rows[0], executor.current.obs)
+        for t in range(rollout.n_steps):
+            rows, rollout.log_prob[t] = model.sample(rollout.obs_rows[t], noise[t])
+            rollout.action[t] = rows
+            actions = self._actions.to_env(model.head.to_action(rows))
+            clock.enter("env")
+            now = executor.step(actions)
+            clock.enter("store")
+            rollout.reward[t] = now.reward
+            rollout.terminated[t] = now.terminated
+            rollout.truncated[t] = now.truncated
+            _copy(rollout.obs_rows[t + 1], now.obs)
+            # On the host looking is cheap; on a device it would wait, so all rows are kept.
+            if not on_host or now.truncated.any():
+                _copy(tuple(leaf[t] for leaf in rollout.final_obs), now.final_obs)
+            if stop():
+                raise Interrupted
+            clock.enter("act")
+        self.n_steps += rollout.n_steps
+        return self._read_episodes(rollout)
+
+    def _read_episodes(self, rollout: TensorRollout) -> list[Episode]:
+        """What ended in the rollout: the only time in it that the host waits for the device."""
+        ended = rollout.terminated | rollout.truncated
+        returns, lengths = episode_sums(rollout.reward, ended, self._returns, self._lengths)
+        self._returns = returns[-1].masked_fill(ended[-1], 0.0)
+        self._lengths = lengths[-1].masked_fill(ended[-1], 0)
+        places = ended.view(-1).nonzero().squeeze(1)
+        self._refuse_nan(rollout, places)
+        columns = (places % rollout.n_envs, returns.view(-1)[places], lengths.view(-1)[places])
+        table = torch.stack([column.double() for column in columns], 1).tolist()
+        return [Episode(int(self.executor.env_ids[int(n)]), total, int(k)) for n, total, k in table]
+
+    def _refuse_nan(self, rollout: TensorRollout, ended: Tensor) -> None:
+        """Raise for the first env with a NaN or infinite observation or reward; sums are a cheap sieve."""
+        shape = (rollout.n_steps, rollout.n_envs)
+        seen = [("reward", rollout.reward, torch.arange(rollout.n_transitions))]
+        for leaf, final in zip(rollout.obs, rollout.final_obs, strict=True):
+            if leaf.is_floating_point():
+                seen.append(("observation", leaf[1:], seen[0][2]))
+                seen.append(("observation", final.flatten(0, 1)[ended], ended))
+        if all(torch.stack([values.sum() for _, values, _ in seen]).isfinite().tolist()):
+            return
+        for what, values, places in seen:
+            bad = ~values.reshape(len(places), -1).isfinite().all(1)
+            if bad.any():  # a float32 sum may overflow where every value is finite
+                t, n = divmod(int(places[bad.nonzero()[0]]), shape[1])
+                step = self.executor.n_steps - rollout.n_steps + t + 1
+                raise EnvError(nan_message(what, int(self.executor.env_ids[n]), step))
+
+
+def episode_sums(reward: Tensor, ended: Tensor, returns: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """Return and length (T, N), after each step, of the episode it belongs to.
+
+    `returns` and `lengths` (N,) are those of the episodes under way before the first step.
+    """
+    n_steps, n_envs = reward.shape
+    total = torch.cat([returns[None], reward.double()]).cumsum(0)
+    step = torch.arange(1, n_steps + 1, device=reward.device)[:, None]
+    # The step that the episode before ended with; 0 where that was before this rollout.
+    last_end = torch.where(ended, step, 0).cummax(0).values
+    began = torch.cat([torch.zeros_like(last_end[:1]), last_end[:-1]])
+    before = torch.where(began == 0, 0.0, total.gather(0, began))
+    return total[1:] - before, step - began + torch.where(began == 0, lengths, 0)
+
+
+def _copy(out: tuple[Tensor, ...], values: tuple[Tensor, ...]) -> None:
+    for tensor, value in zip(out, values, strict=True):
+        tensor.copy_(value)

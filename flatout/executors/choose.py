@@ -1,0 +1,213 @@
+"""Which way of running envs is fastest here: measure, estimate each way's steps/s, pick, say why.
+
+Comes in: one env, the policy's acting time, the machine. Goes out: plans, best first; the next one is tried when
+one cannot start. Choosing changes how fast a run is, never what it computes.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from time import perf_counter, thread_time
+from typing import Any, Literal
+
+import cloudpickle
+import gymnasium as gym
+import numpy as np
+
+from flatout.envs.make import EnvFactory
+from flatout.envs.spaces import ActionLayout, Array
+
+Kind = Literal["serial", "process", "thread", "async", "batched"]
+
+START_SECONDS = 2.5
+"""What the first child process costs: a fork server that imports torch."""
+HANDOVER_SECONDS = 60e-6
+"""A step's way to a worker process and back."""
+THREAD_SECONDS = 60e-6
+"""A step's way through a thread."""
+COROUTINE_SECONDS = 35e-6
+"""A step's way through the event loop."""
+WORTH = 1.1
+"""A way that is more complicated must promise to be this much faster."""
+WAITING_SHARE = 0.5
+"""An env that computes less than this share of its step time is one that waits."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """What was measured of one env and the policy."""
+
+    step_seconds: float
+    """Mean wall time of a step, resets at episode ends included."""
+    step_spread: float
+    """Deviation of a step's wall time."""
+    cpu_share: float
+    """Thread time ÷ wall time of stepping: near 1 computes, near 0 waits."""
+    reset_seconds: float
+    obs_bytes: int
+    picklable: bool
+    act_seconds: Callable[[int], float]
+    """Seconds the policy takes to act on so many observations."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether stepping is mostly waiting for something else."""
+        return self.cpu_share < WAITING_SHARE and self.step_seconds > 200e-6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """One way of running the envs."""
+
+    kind: Kind
+    n_collectors: int = 1
+    """More than one, or one that is a child: collectors in processes of their own."""
+    n_workers: int = 0
+    """Env workers of a `process` executor, or threads."""
+    children: bool = False
+    steps_per_second: float
+    """Estimated, with nobody waiting for the collectors."""
+    reason: str = ""
+
+
+def probe(
+    factory: EnvFactory,
+    action: ActionLayout,
+    act_seconds: Callable[[int], float],
+    *,
+    seed: int,
+    max_steps: int = 300,
+    max_seconds: float = 1.0,
+) -> Probe:
+    """Step one env of its own for a moment and time it; the run's envs never notice."""
+    env = factory()
+    try:
+        rng = np.random.default_rng(seed)
+        began = perf_counter()
+        obs, _ = env.reset(seed=seed)
+        reset_seconds = perf_counter() - began
+        times: list[float] = []
+        cpu = 0.0
+        while len(times) < max_steps and perf_counter() - began < max_seconds:
+            choice = action.to_env(_random_row(action, rng))[0]
+            wall, used = perf_counter(), thread_time()
+            obs, _, terminated, truncated, _ = env.step(choice)
+            if terminated or truncated:
+                env.reset()
+            cpu += thread_time() - used
+            times.append(perf_counter() - wall)
+    finally:
+        env.close()
+    return Probe(
+        step_seconds=float(np.mean(times)),
+        step_spread=float(np.std(times)),
+        cpu_share=min(cpu / max(sum(times), 1e-9), 1.0),
+        reset_seconds=reset_seconds,
+        obs_bytes=_n_bytes(obs),
+        picklable=_is_picklable(factory),
+        act_seconds=act_seconds,
+    )
+
+
+def plans(
+    measured: Probe,
+    *,
+    n_envs: int,
+    n_cores: int,
+    timesteps: int,
+    only: str = "auto",
+    children_ok: bool = True,
+) -> list[Plan]:
+    """Every way that can work, best first; `only` restricts them to one kind."""
+    candidates = [_serial(measured, n_envs)]
+    if measured.picklable and n_envs > 1:
+        candidates += [_process(measured, n_envs, n_cores)]
+        if children_ok and n_cores > 1:
+            candidates.append(_children(measured, n_envs, n_cores))
+    candidates.append(_threads(measured, n_envs))
+    if only != "auto":
+        candidates = [plan for plan in candidates if plan.kind == only]
+
+    def seconds(plan: Plan) -> float:
+        start = START_SECONDS if plan.children or plan.kind == "process" else 0.0
+        return timesteps / plan.steps_per_second + start
+
+    best = min(candidates, key=seconds, default=None)
+    if best is not None and only == "auto" and seconds(candidates[0]) <= seconds(best) * WORTH:
+        best = candidates[0]
+    ranked = sorted(candidates, key=lambda plan: (plan is not best, seconds(plan)))
+    return [replace(plan, reason=_reason(plan, measured, n_envs, n_cores, candidates[0])) for plan in ranked]
+
+
+def _serial(m: Probe, n_envs: int) -> Plan:
+    rate = n_envs / (n_envs * m.step_seconds + m.act_seconds(n_envs))
+    return Plan(kind="serial", steps_per_second=rate)
+
+
+def _children(m: Probe, n_envs: int, n_cores: int) -> Plan:
+    n = min(n_cores, n_envs)
+    share = -(-n_envs // n)
+    rate = n_envs / (share * m.step_seconds + m.act_seconds(share))
+    return Plan(kind="serial", n_collectors=n, children=True, steps_per_second=0.95 * rate)
+
+
+def _process(m: Probe, n_envs: int, n_cores: int) -> Plan:
+    """Workers compute on cores of their own; waiting ones may be as many as the envs."""
+    n = min(n_envs, 32 if m.waits else n_cores)
+    share = -(-n_envs // n)
+    busy = n_envs * m.step_seconds * m.cpu_share / n_cores
+    rate = n_envs / (max(share * m.step_seconds, busy) + m.act_seconds(n_envs) + n * HANDOVER_SECONDS)
+    return Plan(kind="process", n_workers=n, steps_per_second=rate)
+
+
+def _threads(m: Probe, n_envs: int) -> Plan:
+    """Waiting overlaps; computing does not, because of the interpreter's lock."""
+    own = m.step_seconds * m.cpu_share + THREAD_SECONDS
+    rate = min(n_envs / (m.step_seconds + m.act_seconds(n_envs)), 1 / own)
+    return Plan(kind="thread", n_workers=n_envs, steps_per_second=rate)
+
+
+def _reason(plan: Plan, m: Probe, n_envs: int, n_cores: int, serial: Plan) -> str:
+    step = f"a step takes {_duration(m.step_seconds)}" + (", mostly waiting" if m.waits else "")
+    rate = f"about {plan.steps_per_second:,.0f} steps/s"
+    gain = plan.steps_per_second / serial.steps_per_second
+    if plan.children:
+        return f"{step}: {plan.n_collectors} collectors on {n_cores} cores, {rate}, {gain:.1f} × one process"
+    if plan.kind == "process":
+        return f"{step}: {plan.n_workers} worker processes, {rate}, {gain:.1f} × one process"
+    if plan.kind == "thread":
+        return f"{step}: {n_envs} envs wait side by side on threads, {rate}, {gain:.1f} × in turn"
+    return f"{step}: {n_envs} envs in turn in one process, {rate}; more processes would not pay"
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds * 1e6:.0f} µs" if seconds < 1e-3 else f"{seconds * 1e3:.1f} ms"
+
+
+def _random_row(action: ActionLayout, rng: np.random.Generator) -> Array:
+    if action.continuous:
+        return rng.uniform(-1, 1, (1, action.size)).astype(np.float32)
+    return np.array([[rng.integers(n) for n in action.nvec]])
+
+
+def _n_bytes(obs: Any) -> int:
+    if isinstance(obs, dict):
+        return sum(map(_n_bytes, obs.values()))
+    if isinstance(obs, tuple):
+        return sum(map(_n_bytes, obs))
+    return int(np.asarray(obs).nbytes)
+
+
+def _is_picklable(factory: EnvFactory) -> bool:
+    try:
+        cloudpickle.dumps(factory)
+    except Exception:
+        return False
+    return True
+
+
+def is_async(env: gym.Env[Any, Any]) -> bool:
+    """Whether an env's step is a coroutine."""
+    return inspect.iscoroutinefunction(env.unwrapped.step)

@@ -1,0 +1,271 @@
+"""Envs in worker processes, stepped for a policy that acts in this one: for policies too large to copy.
+
+Actions and observations lie in shared memory; a step costs one byte each way. Each worker runs several envs in
+turn, so `recv` returns whole workers, whichever are ready.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from multiprocessing.connection import Connection
+from time import perf_counter
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+
+from flatout.envs.spaces import ActionLayout, Array, ObsLayout
+from flatout.executors.base import Episode, Step, merge_snapshots, part_of_snapshot
+from flatout.executors.serial import SerialExecutor
+from flatout.executors.supervise import ChildProcess, Crew, RestartBudget
+from flatout.hardware.shared import SharedArrays, Spec
+
+SPIN_SECONDS = 50e-6
+"""How long to look for an answer before sleeping, if there is a core to spare for looking."""
+POLL_SECONDS = 0.1
+STEP, RESET, MARK, SNAPSHOT, RESTORE, DONE = b"s", b"0", b"M", b"S", b"R", b"D"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What a worker needs to know; it is sent once."""
+
+    factory: Callable[[], gym.Env[Any, Any]]
+    layout: ObsLayout
+    seed: int
+    env_ids: Array
+    first: int
+    """Its first row in the shared arrays."""
+    end: int
+    replayable: bool
+    index: int = 0
+    generation: int = 0
+
+    @property
+    def rows(self) -> Array:
+        """Its rows in the shared arrays."""
+        return np.arange(self.first, self.end)
+
+
+class ProcessExecutor:
+    """`n_workers` processes behind the executor protocol."""
+
+    def __init__(
+        self,
+        factory: Callable[[], gym.Env[Any, Any]],
+        layout: ObsLayout,
+        env_ids: Array,
+        seed: int,
+        *,
+        action: ActionLayout,
+        n_workers: int,
+        n_cores: int,
+        replayable: bool = True,
+        timeout: float = 60.0,
+        budget: RestartBudget | None = None,
+    ) -> None:
+        self.n_envs, self.env_ids = len(env_ids), env_ids
+        n_workers = min(n_workers, self.n_envs)
+        self._shared = SharedArrays(_spec(layout, action, self.n_envs))
+        self._step = _step_of(self._shared, len(layout.leaves), 0, self.n_envs)
+        self._spin = SPIN_SECONDS if n_workers < n_cores else 0.0
+        job = Job(
+            factory=factory,
+            layout=layout,
+            seed=seed,
+            env_ids=env_ids,
+            first=0,
+            end=self.n_envs,
+            replayable=replayable,
+        )
+        edges = np.linspace(0, self.n_envs, n_workers + 1).astype(int).tolist()
+        self._jobs = [
+            replace(job, index=i, first=a, end=b, env_ids=env_ids[a:b])
+            for i, (a, b) in enumerate(pairwise(edges))
+        ]
+        self._worker_of = np.repeat(np.arange(n_workers), np.diff(edges))
+        self._busy: set[int] = set()
+        self._rebuilding: set[int] = set()
+        self.budget = budget or RestartBudget()
+        self._crew = Crew(n_workers, self._start, self._describe, timeout=timeout, budget=self.budget)
+
+    @property
+    def current(self) -> Step:
+        """The envs as they stand now."""
+        return self._step
+
+    @property
+    def pids(self) -> list[int]:
+        """The workers' process ids."""
+        return self._crew.pids
+
+    def reset(self) -> Step:
+        """Begin a seeded episode in every env."""
+        self._ask([RESET] * len(self._jobs))
+        for flags in (self._step.reward, self._step.terminated, self._step.truncated):
+            flags[:] = 0
+        return replace(self._step, rows=np.arange(self.n_envs))
+
+    def send(self, actions: Array, rows: Array) -> None:
+        """Hand over actions; a worker starts when the actions of all its envs are there."""
+        self._shared["action"][rows] = actions
+        for i in np.unique(self._worker_of[rows]).tolist():
+            self._shared["done"][i] = 0
+            self._crew.send(i, STEP)
+            self._busy.add(i)
+
+    def recv(self) -> Step:
+        """The envs of every worker that is ready, at least one."""
+        self._look_briefly()
+        ready: list[int] = []
+        restarted: list[int] = []
+        while not ready:
+            for i, answer in self._crew.receive(self._busy, POLL_SECONDS):
+                if answer is None:  # replaced; it is ready when it has reset its new envs
+                    self._rebuilding.add(i)
+                    self._crew.send(i, RESET)
+                else:
+                    ready.append(i)
+        rows = []
+        ended: list[Episode] = []
+        for i in sorted(ready):
+            self._busy.discard(i)
+            rows.append(self._jobs[i].rows)
+            if i in self._rebuilding:
+                self._rebuilding.discard(i)
+                restarted += self._jobs[i].rows.tolist()
+            else:
+                ended += self._ended(self._jobs[i])
+        self._step.rows = np.concatenate(rows)
+        self._step.ended, self._step.restarted = ended, restarted
+        return self._step
+
+    def mark(self) -> None:
+        """Remember this moment as the one that `snapshot` describes."""
+        self._ask([MARK] * len(self._jobs))
+
+    def snapshot(self) -> dict[str, Array]:
+        """What is needed to bring every env back to the last mark."""
+        return merge_snapshots([pickle.loads(answer) for answer in self._ask([SNAPSHOT] * len(self._jobs))])
+
+    def restore(self, snapshot: Mapping[str, Array]) -> list[int]:
+        """Bring the envs back to a snapshot; returns the places of those that began a new episode."""
+        parts = [part_of_snapshot(snapshot, job.first, job.end) for job in self._jobs]
+        answers = self._ask([RESTORE + pickle.dumps(part) for part in parts])
+        return [
+            job.first + i
+            for job, answer in zip(self._jobs, answers, strict=True)
+            for i in (pickle.loads(answer) if answer else range(job.end - job.first))
+        ]
+
+    def close(self) -> None:
+        """End every worker."""
+        self._crew.close()
+
+    def _look_briefly(self) -> None:
+        if self._spin and self._busy:
+            done, busy, until = self._shared["done"], list(self._busy), perf_counter() + self._spin
+            while not done[busy].any() and perf_counter() < until:
+                pass
+
+    def _ended(self, job: Job) -> list[Episode]:
+        step, shared = self._step, self._shared
+        part = slice(job.first, job.end)
+        places = np.flatnonzero(step.terminated[part] | step.truncated[part]) + job.first
+        return [
+            Episode(int(self.env_ids[n]), float(shared["return"][n]), int(shared["length"][n]))
+            for n in places
+        ]
+
+    def _ask(self, messages: list[bytes]) -> list[bytes]:
+        """Send every worker its message and wait for all; one that was replaced has reset its envs instead."""
+        assert not self._busy, "the envs must stand still"
+        for i, message in enumerate(messages):
+            self._crew.send(i, message)
+        answers: dict[int, bytes] = {}
+        while len(answers) < len(messages):
+            waiting = [i for i in range(len(messages)) if i not in answers]
+            for i, answer in self._crew.receive(waiting, POLL_SECONDS):
+                if answer is not None:
+                    answers[i] = answer[1:]
+                else:
+                    self._crew.send(i, messages[i] if messages[i] in (SNAPSHOT, MARK) else RESET)
+        return [answers[i] for i in range(len(messages))]
+
+    def _start(self, i: int, generation: int) -> ChildProcess:
+        job = replace(self._jobs[i], generation=generation)
+        return ChildProcess(f"flatout worker {i}", worker_main, (job,), self._shared)
+
+    def _describe(self, i: int) -> str:
+        ids = self._jobs[i].env_ids
+        return f"worker {i} with envs {ids[0]} to {ids[-1]}"
+
+
+def worker_main(connection: Connection, job: Job, shared: SharedArrays) -> None:
+    """A worker's life: step its envs whenever told, until the parent closes the connection."""
+    out = _step_of(shared, len(job.layout.leaves), job.first, job.end)
+    seed = job.seed if job.generation == 0 else _rebuilt_seed(job)
+    envs = SerialExecutor(job.factory, job.layout, job.env_ids, seed, replayable=job.replayable, out=out)
+    if job.generation > 0:
+        envs.reset()
+    actions, done = shared["action"][job.first : job.end], shared["done"]
+    returns, lengths = shared["return"], shared["length"]
+    first_id = int(job.env_ids[0])
+    while True:
+        message = connection.recv_bytes()
+        kind, body = message[:1], message[1:]
+        if kind == STEP:
+            envs.send(actions, job.rows)
+            for episode in envs.recv().ended:
+                n = episode.env_id - first_id + job.first
+                returns[n], lengths[n] = episode.total_reward, episode.length
+            done[job.index] = 1
+            connection.send_bytes(DONE)
+        elif kind == RESET:
+            envs.reset()
+            connection.send_bytes(DONE)
+        elif kind == MARK:
+            envs.mark()
+            connection.send_bytes(DONE)
+        elif kind == SNAPSHOT:
+            connection.send_bytes(DONE + pickle.dumps(envs.snapshot()))
+        else:
+            connection.send_bytes(DONE + pickle.dumps(envs.restore(pickle.loads(body))))
+
+
+def _spec(layout: ObsLayout, action: ActionLayout, n_envs: int) -> Spec:
+    zero = np.zeros((n_envs, action.size), np.float32 if action.continuous else np.int64)
+    like = action.to_env(zero)
+    leaves = list(enumerate(layout.leaves))
+    return {
+        **{f"obs.{i}": ((n_envs, *leaf.shape), leaf.dtype) for i, leaf in leaves},
+        **{f"final_obs.{i}": ((n_envs, *leaf.shape), leaf.dtype) for i, leaf in leaves},
+        "reward": ((n_envs,), np.float64),
+        "terminated": ((n_envs,), np.bool_),
+        "truncated": ((n_envs,), np.bool_),
+        "action": (like.shape, like.dtype),
+        "return": ((n_envs,), np.float64),
+        "length": ((n_envs,), np.int64),
+        "done": ((n_envs,), np.int64),
+    }
+
+
+def _step_of(shared: SharedArrays, n_leaves: int, first: int, end: int) -> Step:
+    """The rows from `first` to before `end` of the shared arrays as a Step."""
+    return Step(
+        rows=np.arange(end - first),
+        obs=tuple(shared[f"obs.{i}"][first:end] for i in range(n_leaves)),
+        reward=shared["reward"][first:end],
+        terminated=shared["terminated"][first:end],
+        truncated=shared["truncated"][first:end],
+        final_obs=tuple(shared[f"final_obs.{i}"][first:end] for i in range(n_leaves)),
+        ended=[],
+        restarted=[],
+    )
+
+
+def _rebuilt_seed(job: Job) -> int:
+    return int(np.random.SeedSequence([job.seed, job.generation, 2**31]).generate_state(1)[0])
