@@ -8,14 +8,16 @@ if TYPE_CHECKING:
     from flatout.agent import PPO, load
     from flatout.algorithms.config import choose_batch_size
     from flatout.errors import EnvError, FlatoutError
+    from flatout.vector import make_vec
 
 __version__ = "0.1.0"
-__all__ = ["PPO", "EnvError", "FlatoutError", "choose_batch_size", "load"]
+__all__ = ["PPO", "EnvError", "FlatoutError", "choose_batch_size", "load", "make_vec"]
 
 _HOMES = {
     "PPO": "agent",
     "load": "agent",
     "choose_batch_size": "algorithms.config",
+    "make_vec": "vector",
     "EnvError": "errors",
     "FlatoutError": "errors",
 }

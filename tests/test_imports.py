@@ -18,7 +18,7 @@ PACKAGE = Path(__file__).parents[1] / "flatout"
 FLOORS = [
     {"cli", "__main__"},
     {"__init__"},
-    {"agent"},
+    {"agent", "vector"},
     {"run"},
     {"config"},
     {"records", "integrations", "meter", "diagnosis", "report", "dashboard"},

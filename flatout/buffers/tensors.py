@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
-from torch import Tensor
 
 from flatout.buffers.rollout import RolloutTensors, rollout_spec
 from flatout.envs.spaces import ActionLayout, ObsLayout
@@ -52,6 +53,5 @@ class TensorRollout:
         )
 
 
-def _torch_dtype(dtype: object) -> torch.dtype:
-    sample: Tensor = torch.from_numpy(np.zeros(0, dtype))  # type: ignore[call-overload]
-    return sample.dtype
+def _torch_dtype(dtype: Any) -> torch.dtype:
+    return torch.from_numpy(np.zeros(0, dtype)).dtype

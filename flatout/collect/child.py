@@ -85,6 +85,11 @@ class ChildCollectors:
         self.budget = budget or RestartBudget()
         self._crew = Crew(n_children, self._start, self._describe, timeout=timeout, budget=self.budget)
 
+    @property
+    def pids(self) -> list[int]:
+        """The children's process ids."""
+        return self._crew.pids
+
     def reset(self) -> None:
         """Begin new episodes in every env."""
         self._ask([RESET] * len(self._jobs))

@@ -151,18 +151,18 @@ class TensorCollector:
 
     def _refuse_nan(self, rollout: TensorRollout, ended: Tensor) -> None:
         """Raise for the first env with a NaN or infinite observation or reward; sums are a cheap sieve."""
-        shape = (rollout.n_steps, rollout.n_envs)
-        seen = [("reward", rollout.reward, torch.arange(rollout.n_transitions))]
+        everywhere = torch.arange(rollout.n_transitions, device=ended.device)
+        seen = [("reward", rollout.reward, everywhere)]
         for leaf, final in zip(rollout.obs, rollout.final_obs, strict=True):
             if leaf.is_floating_point():
-                seen.append(("observation", leaf[1:], seen[0][2]))
+                seen.append(("observation", leaf[1:], everywhere))
                 seen.append(("observation", final.flatten(0, 1)[ended], ended))
         if all(torch.stack([values.sum() for _, values, _ in seen]).isfinite().tolist()):
             return
         for what, values, places in seen:
-            bad = ~values.reshape(len(places), -1).isfinite().all(1)
+            bad = ~values.reshape(len(places) or 1, -1).isfinite().all(1)
             if bad.any():  # a float32 sum may overflow where every value is finite
-                t, n = divmod(int(places[bad.nonzero()[0]]), shape[1])
+                t, n = divmod(int(places[bad.nonzero()[0]]), rollout.n_envs)
                 step = self.executor.n_steps - rollout.n_steps + t + 1
                 raise EnvError(nan_message(what, int(self.executor.env_ids[n]), step))
 
@@ -172,9 +172,8 @@ def episode_sums(reward: Tensor, ended: Tensor, returns: Tensor, lengths: Tensor
 
     `returns` and `lengths` (N,) are those of the episodes under way before the first step.
     """
-    n_steps, n_envs = reward.shape
     total = torch.cat([returns[None], reward.double()]).cumsum(0)
-    step = torch.arange(1, n_steps + 1, device=reward.device)[:, None]
+    step = torch.arange(1, len(reward) + 1, device=reward.device)[:, None]
     # The step that the episode before ended with; 0 where that was before this rollout.
     last_end = torch.where(ended, step, 0).cummax(0).values
     began = torch.cat([torch.zeros_like(last_end[:1]), last_end[:-1]])

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from time import perf_counter
 from typing import Generic, TypeVar
 
-HOLD_SHARE = 0.05
+HOLD_SHARE = 0.025
 """Time the first env of a batch is held back when nobody set it, as a share of a step's duration."""
 MEMORY_STEPS = 500
 """Over about how many steps durations are averaged."""
@@ -24,7 +24,7 @@ class ReadyQueue(Generic[T]):
 
     Holding the envs of a batch back by w costs an env whose steps take d the share w/d of its steps; over all
     steps that is w times the mean of 1/d. An untuned w is HOLD_SHARE over that mean: the first env of a batch
-    loses 5 %, the average one half of that. Untuned, a batch has no size at which it closes early, other
+    loses 2.5 %, the average one half of that. Untuned, a batch has no size at which it closes early, other
     than all envs that are on their way: a policy that takes long finds more envs ready when it returns.
     """
 

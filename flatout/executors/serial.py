@@ -16,6 +16,7 @@ import numpy as np
 
 from flatout.envs.check import nan_message
 from flatout.envs.make import one_line
+from flatout.envs.quick import quicken
 from flatout.envs.spaces import Array, ObsLayout
 from flatout.errors import EnvError
 from flatout.executors.base import Episode, Step, alloc_step
@@ -50,7 +51,7 @@ class SerialExecutor:
         self._layout = layout
         self._seed = seed
         self._replayable = replayable
-        self._envs = [factory() for _ in range(n_envs)]
+        self._envs = [quicken(factory()) for _ in range(n_envs)]
         self._step = out or alloc_step(layout, n_envs)
         self._float_leaves = [i for i, leaf in enumerate(layout.leaves) if leaf.dtype.kind == "f"]
         # Views made once: writing through them costs half of an indexed write, which tells for cheap envs.

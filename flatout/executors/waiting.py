@@ -17,7 +17,7 @@ import numpy as np
 
 from flatout.envs.check import nan_message
 from flatout.envs.make import one_line
-from flatout.envs.spaces import Array, ObsLayout
+from flatout.envs.spaces import Array, Leaves, ObsLayout
 from flatout.errors import EnvError, FlatoutError
 from flatout.executors.base import Episode, Step, alloc_step
 from flatout.executors.history import History
@@ -53,7 +53,6 @@ class WaitingExecutor(ABC):
         self.env_ids = env_ids
         self._layout = layout
         self._step = alloc_step(layout, n_envs)
-        self._float_leaves = [k for k, leaf in enumerate(layout.leaves) if leaf.dtype.kind == "f"]
         self._history = History(env_ids, seed, replayable=replayable)
         self._budget = RestartBudget(max_restarts, window_seconds)
         self._ready: ReadyQueue[Outcome] = ReadyQueue(batch_size, batch_seconds)
@@ -123,6 +122,7 @@ class WaitingExecutor(ABC):
         stepped = [o for o in outcomes if o.done == "step"]
         self._ready.learn(o.seconds for o in stepped)
         out.ended = self._count(stepped)
+        self._refuse_nan("observation", out.obs, out.rows)
         return out
 
     def mark(self) -> None:
@@ -224,8 +224,7 @@ class WaitingExecutor(ABC):
         begun = []
         while self._n_away:
             begun += [outcome for outcome in self._arrivals() if outcome.obs is not None]
-        if begun:
-            self._write(begun)
+        self._refuse_nan("observation", self._step.obs, self._write(begun))
         return {outcome.row for outcome in begun}
 
     def _stand_still(self) -> Step:
@@ -249,41 +248,35 @@ class WaitingExecutor(ABC):
             if outcome.final_obs is not None:
                 for leaf, final in zip(out.final_obs, outcome.final_obs, strict=True):
                     leaf[i] = final[0]
-        rows = np.array([outcome.row for outcome in outcomes])
-        for k in self._float_leaves:
-            self._refuse_nan("observation", out.obs[k], rows)
-        return rows
+        return np.array([outcome.row for outcome in outcomes], np.intp)
 
     def _count(self, stepped: list[Outcome]) -> list[Episode]:
         """Add steps to the statistics; returns the episodes that they ended."""
-        if not stepped:
-            return []
-        rows = np.array([outcome.row for outcome in stepped])
-        done = [outcome.row for outcome in stepped if outcome.final_obs is not None]
+        rows = np.array([outcome.row for outcome in stepped], np.intp)
+        done = np.array([outcome.row for outcome in stepped if outcome.final_obs is not None], np.intp)
         self._n_steps[rows] += 1
-        self._refuse_nan("reward", self._step.reward, rows)
+        self._refuse_nan("reward", (self._step.reward,), rows)
+        self._refuse_nan("observation", self._step.final_obs, done)
         self._returns[rows] += self._step.reward[rows]
         self._lengths[rows] += 1
         if self._history.replayable:
             for outcome in stepped:
                 i = outcome.row
                 self._history.add(i, self._actions[i], ended=outcome.final_obs is not None)
-        if not done:
-            return []
-        for k in self._float_leaves:
-            self._refuse_nan("observation", self._step.final_obs[k], np.array(done))
         ended = [Episode(int(self.env_ids[i]), float(self._returns[i]), int(self._lengths[i])) for i in done]
         self._returns[done], self._lengths[done] = 0.0, 0
         return ended
 
-    def _refuse_nan(self, what: str, values: Array, rows: Array) -> None:
-        new = values[rows]
-        if math.isfinite(np.add.reduce(new, axis=None)):  # a cheap sieve
-            return
-        bad = ~np.isfinite(new.reshape(len(rows), -1)).all(axis=1)
-        if bad.any():  # a float32 sum may overflow where every value is finite
-            i = rows[bad.argmax()]
-            raise EnvError(nan_message(what, int(self.env_ids[i]), int(self._n_steps[i])))
+    def _refuse_nan(self, what: str, arrays: Leaves, rows: Array) -> None:
+        for values in arrays:
+            new = values[rows]
+            # The sum is a cheap sieve; in float32 it may overflow where every value is finite.
+            if values.dtype.kind != "f" or math.isfinite(np.add.reduce(new, axis=None)):
+                continue
+            bad = ~np.isfinite(new.reshape(len(rows), -1)).all(axis=1)
+            if bad.any():
+                i = rows[bad.argmax()]
+                raise EnvError(nan_message(what, int(self.env_ids[i]), int(self._n_steps[i])))
 
     def _failure(self, i: int, doing: Doing, error: BaseException) -> EnvError:
         if doing == "constructor" and isinstance(error, FlatoutError):

@@ -1,0 +1,100 @@
+"""Envs of known cost: one that computes, one that waits, one that awaits."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from time import perf_counter
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+from gymnasium import spaces
+
+
+class Burn(gym.Env[Any, Any]):
+    """Computes for about `micros` a step, in plain Python."""
+
+    observation_space = spaces.Box(-1, 1, (16,))
+    action_space = spaces.Discrete(4)
+
+    def __init__(self, micros: float = 300.0) -> None:
+        self._n = _loops_for(micros)
+        self._obs = np.zeros(16, np.float32)
+        self._t = 0
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self._t = 0
+        return self._obs.copy(), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        _burn(self._n)
+        self._t += 1
+        return self._obs.copy(), 1.0, self._t % 200 == 0, False, {}
+
+
+def _burn(n: int) -> int:
+    total = 0
+    for i in range(n):
+        total += i * i % 7
+    return total
+
+
+_SPEED: list[float] = []
+
+
+def _loops_for(micros: float) -> int:
+    """Loops that take so long on this machine, calibrated once per process on its fastest try."""
+    if not _SPEED:
+        times = []
+        for _ in range(9):
+            began = perf_counter()
+            _burn(5_000)
+            times.append(perf_counter() - began)
+        _SPEED.append(5_000 / min(times))
+    return int(_SPEED[0] * micros * 1e-6)
+
+
+class Wait(gym.Env[Any, Any]):
+    """Waits 10 ± 5 ms a step, as an HTTP request does; 64 floats observed, 8 actions."""
+
+    observation_space = spaces.Box(-1, 1, (64,))
+    action_space = spaces.Discrete(8)
+
+    def __init__(self, mean: float = 0.010, spread: float = 0.005) -> None:
+        self._mean, self._spread = mean, spread
+        self._obs = np.zeros(64, np.float32)
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self._t = 0
+        return self._obs.copy(), {}
+
+    def _next(self) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self._t += 1
+        return self._obs.copy(), 1.0, self._t % 500 == 0, False, {}
+
+    def _seconds(self) -> float:
+        return self._mean + self._spread * float(self.np_random.uniform(-1, 1))
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        time.sleep(self._seconds())
+        return self._next()
+
+
+class Await(Wait):
+    """The same as a coroutine."""
+
+    async def reset(  # type: ignore[override]
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        return super().reset(seed=seed, options=options)
+
+    async def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:  # type: ignore[override]
+        await asyncio.sleep(self._seconds())
+        return self._next()
