@@ -18,7 +18,6 @@ from flatout.envs.check import EnvInfo, check
 from flatout.envs.make import EnvSource, env_factory
 from flatout.envs.spaces import ActionLayout, ObsLayout, space_from_json
 from flatout.errors import FlatoutError
-from flatout.executors.serial import SerialExecutor
 from flatout.hardware.machine import machine, resolve_device
 from flatout.learn.checkpoint import Checkpoint, CheckpointFolder
 from flatout.learn.checkpoint import read as read_checkpoint
@@ -31,7 +30,16 @@ from flatout.records.display import make_display
 from flatout.records.folder import RunFolder, default_run_name, write_json
 from flatout.records.recorder import Recorder
 from flatout.records.summary import summary_text
-from flatout.run import EVAL_SEED, MAX_EVAL_ENVS, Callback, Policy, Trainer, summarize, train
+from flatout.run import (
+    EVAL_SEED,
+    MAX_EVAL_ENVS,
+    Callback,
+    Policy,
+    Trainer,
+    eval_executor,
+    summarize,
+    train,
+)
 
 
 class PPO:
@@ -191,13 +199,8 @@ class PPO:
     ) -> Evaluation:
         """Play whole episodes in envs of its own."""
         seed = self.config.seed + EVAL_SEED if seed is None else seed
-        executor = SerialExecutor(
-            self._env_info().factory,
-            self.policy.obs,
-            np.arange(min(n_episodes, MAX_EVAL_ENVS)),
-            seed,
-            replayable=False,
-        )
+        n_envs = min(n_episodes, MAX_EVAL_ENVS)
+        executor = eval_executor(self._env_info(), self.policy.obs, n_envs, seed)
         try:
             return evaluate(
                 executor,

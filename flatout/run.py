@@ -27,9 +27,11 @@ from flatout.envs.spaces import ActionLayout, ObsLayout, space_to_json
 from flatout.errors import FlatoutError
 from flatout.executors.base import Executor
 from flatout.executors.choose import Plan, plans, probe
+from flatout.executors.coroutine import CoroutineExecutor
 from flatout.executors.process import ProcessExecutor
 from flatout.executors.serial import SerialExecutor
 from flatout.executors.supervise import RestartBudget
+from flatout.executors.thread import ThreadExecutor
 from flatout.hardware.threads import learner_threads
 from flatout.learn.checkpoint import Checkpoint
 from flatout.learn.learner import Learner
@@ -76,10 +78,12 @@ class Trainer:
         )
         self.plan, self._collector, rollout = self._first_that_starts(self._plans())
         self._pipeline = Lockstep(self._collector, self.learner, rollout, self.state)
-        self._eval_executor: SerialExecutor | None = None
+        self._eval_executor: Executor | None = None
 
     def _plans(self) -> list[Plan]:
         config = self.config
+        if self._env.is_async or config.executor == "async":
+            return [self._async_plan()]
         if config.executor == "serial":
             return [Plan(kind="serial", steps_per_second=0.0, reason="asked for with --executor serial")]
         measured = probe(
@@ -93,6 +97,16 @@ class Trainer:
             only=config.executor,
             children_ok=self.policy.device.type == "cpu",
         )
+
+    def _async_plan(self) -> Plan:
+        if not self._env.is_async:
+            raise FlatoutError(
+                "--executor async is for envs with async def reset and step; this env has none, use auto"
+            )
+        if self.config.executor not in ("auto", "async"):
+            raise FlatoutError(f"--executor {self.config.executor} cannot run an async env; use auto")
+        reason = f"the env is async: {self.config.n_envs} envs in flight on one event loop"
+        return Plan(kind="async", steps_per_second=0.0, reason=reason)
 
     def _first_that_starts(self, ranked: list[Plan]) -> tuple[Plan, Collects, Rollout]:
         """Build the best plan; where one cannot start, say so and take the next."""
@@ -137,6 +151,9 @@ class Trainer:
                 n_cores=self._n_cores,
                 budget=self.budget,
             )
+        elif plan.kind in ("thread", "async"):
+            waiting = ThreadExecutor if plan.kind == "thread" else CoroutineExecutor
+            executor = waiting(self._env.factory, policy.obs, env_ids, config.seed, budget=self.budget)
         else:
             executor = SerialExecutor(self._env.factory, policy.obs, env_ids, config.seed)
         collector = Collector(
@@ -175,13 +192,8 @@ class Trainer:
         """Play the deterministic policy in envs of its own."""
         if self._eval_executor is None:
             n_envs = min(self.config.eval_episodes, MAX_EVAL_ENVS)
-            self._eval_executor = SerialExecutor(
-                self._env.factory,
-                self.policy.obs,
-                np.arange(n_envs),
-                self.config.seed + EVAL_SEED,
-                replayable=False,
-            )
+            seed = self.config.seed + EVAL_SEED
+            self._eval_executor = eval_executor(self._env, self.policy.obs, n_envs, seed)
         return evaluate(
             self._eval_executor,
             self.policy.model,
@@ -196,6 +208,12 @@ class Trainer:
         self._collector.close()
         if self._eval_executor is not None:
             self._eval_executor.close()
+
+
+def eval_executor(env: EnvInfo, layout: ObsLayout, n_envs: int, seed: int) -> Executor:
+    """Envs to evaluate in."""
+    kind = CoroutineExecutor if env.is_async else SerialExecutor
+    return kind(env.factory, layout, np.arange(n_envs), seed, replayable=False)
 
 
 def acting_seconds(policy: Policy, n_rows: int) -> float:

@@ -214,7 +214,7 @@ class BatchedExecutor:
 
     def _wrong_shape(self, what: str, values: Any, array: Array) -> EnvError:
         return EnvError(
-            f"the batched env gave a {what} of shape {np.shape(values)} at step {self._n_steps}; "
+            f"the batched env's {what} has shape {np.shape(values)} at step {self._n_steps}; "
             f"its {self.n_envs} envs make {array.shape}"
         )
 

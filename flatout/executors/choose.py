@@ -6,14 +6,12 @@ one cannot start. Choosing changes how fast a run is, never what it computes.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from time import perf_counter, thread_time
 from typing import Any, Literal
 
 import cloudpickle
-import gymnasium as gym
 import numpy as np
 
 from flatout.envs.make import EnvFactory
@@ -206,8 +204,3 @@ def _is_picklable(factory: EnvFactory) -> bool:
     except Exception:
         return False
     return True
-
-
-def is_async(env: gym.Env[Any, Any]) -> bool:
-    """Whether an env's step is a coroutine."""
-    return inspect.iscoroutinefunction(env.unwrapped.step)

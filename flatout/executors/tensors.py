@@ -26,10 +26,25 @@ class TensorEnvs(Protocol):
     Dict and Tuple observations are dicts and tuples of tensors. What it returns may be its own buffers, reused.
     """
 
-    num_envs: int
-    single_observation_space: gym.Space[Any]
-    single_action_space: gym.Space[Any]
-    device: torch.device
+    @property
+    def num_envs(self) -> int:
+        """N."""
+        ...
+
+    @property
+    def single_observation_space(self) -> gym.Space[Any]:
+        """The space of one env's observations."""
+        ...
+
+    @property
+    def single_action_space(self) -> gym.Space[Any]:
+        """The space of one env's actions."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where its tensors are and actions must be."""
+        ...
 
     def reset(self, seed: int | None = None) -> tuple[Any, dict[str, Any]]:
         """Begin an episode in every env; returns observations and an info."""
@@ -135,7 +150,7 @@ class TensorExecutor:
 
     def _wrong_shape(self, what: str, got: tuple[int, ...], wanted: tuple[int, ...]) -> EnvError:
         return EnvError(
-            f"the batched env gave a {what} of shape {got} at step {self._n_steps}; "
+            f"the batched env's {what} has shape {got} at step {self._n_steps}; "
             f"its {self.n_envs} envs make {wanted}"
         )
 

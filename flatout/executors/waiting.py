@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from time import perf_counter
 from typing import Any
 
@@ -48,23 +48,26 @@ class WaitingExecutor(ABC):
         step_timeout: float | None = None,
         max_restarts: int = 10,
         window_seconds: float = 60.0,
+        budget: RestartBudget | None = None,
     ) -> None:
         n_envs = self.n_envs = len(env_ids)
         self.env_ids = env_ids
         self._layout = layout
         self._step = alloc_step(layout, n_envs)
         self._history = History(env_ids, seed, replayable=replayable)
-        self._budget = RestartBudget(max_restarts, window_seconds)
+        self.budget = budget or RestartBudget(max_restarts, window_seconds)
         self._ready: ReadyQueue[Outcome] = ReadyQueue(batch_size, batch_seconds)
         self._life = Life(factory, layout, self._ready.put, awaits=self.awaits)
         self._timeout = STEP_TIMEOUT if step_timeout is None else step_timeout
         self._generations = [0] * n_envs
         self._actions: list[Any] = [None] * n_envs
-        self._due = np.full(n_envs, math.inf)
+        self._due = [math.inf] * n_envs
+        self._next_due = math.inf
         self._n_away = 0
-        self._returns = np.zeros(n_envs)
-        self._lengths = np.zeros(n_envs, np.int64)
-        self._n_steps = np.zeros(n_envs, np.int64)
+        # Lists, because most batches have a few rows only, and NumPy costs more for those.
+        self._returns = [0.0] * n_envs
+        self._lengths = [0] * n_envs
+        self._n_steps = [0] * n_envs
         self._open()
         try:
             self._start_all()
@@ -75,12 +78,12 @@ class WaitingExecutor(ABC):
     @property
     def notes(self) -> list[str]:
         """One line for each env that was rebuilt."""
-        return self._budget.notes
+        return self.budget.notes
 
     @property
     def n_restarts(self) -> int:
         """How many envs were rebuilt so far."""
-        return self._budget.n_restarts
+        return self.budget.n_restarts
 
     @property
     def current(self) -> Step:
@@ -92,20 +95,20 @@ class WaitingExecutor(ABC):
         self._bring_home()
         self._post({i: Begin(self._history.next_seed(i)) for i in range(self.n_envs)})
         self._await_begun()
-        self._returns[:], self._lengths[:] = 0.0, 0
+        self._forget(range(self.n_envs))
         self.mark()
         return self._stand_still()
 
     def send(self, actions: Array, rows: Array) -> None:
         """Hand each env in `rows` its action; it starts at once."""
-        assert np.isinf(self._due[rows]).all(), "an env takes its next action when its last step was received"
         # The caller may reuse its array while envs still look at their actions.
-        orders = dict(zip(rows.tolist(), actions.copy(), strict=True))
-        history = self._history
-        if history.replayable:
-            for i, action in orders.items():
+        by_row = dict(zip(rows.tolist(), actions.copy(), strict=True))
+        if self._history.replayable:
+            for i, action in by_row.items():
                 self._actions[i] = action
-        self._post({i: Act(action, history.seed_at_end(i)) for i, action in orders.items()})
+            self._post({i: Act(action, self._history.seed_at_end(i)) for i, action in by_row.items()})
+        else:
+            self._post({i: Act(action, None) for i, action in by_row.items()})
 
     def recv(self) -> Step:
         """Wait for a batch of envs that are ready, and for a lost one to begin anew."""
@@ -117,17 +120,18 @@ class WaitingExecutor(ABC):
         out.rows = self._write(outcomes)
         # An env that was sent an action and has begun an episode instead was lost on the way.
         out.restarted = [o.row for o in outcomes if o.done == "reset"]
-        if out.restarted:
-            self._returns[out.restarted], self._lengths[out.restarted] = 0.0, 0
-        stepped = [o for o in outcomes if o.done == "step"]
-        self._ready.learn(o.seconds for o in stepped)
-        out.ended = self._count(stepped)
+        self._forget(out.restarted)
+        out.ended = [episode for o in outcomes if o.done == "step" for episode in self._count(o)]
+        if out.ended:
+            done = np.array([o.row for o in outcomes if o.final_obs is not None])
+            self._refuse_nan("observation", out.final_obs, done)
         self._refuse_nan("observation", out.obs, out.rows)
+        self._ready.learn(o.seconds for o in outcomes if o.done == "step")
         return out
 
     def mark(self) -> None:
         """Remember this moment as the one that `snapshot` describes; steps on their way come after it."""
-        self._history.mark(self._step.obs, self._returns, self._lengths)
+        self._history.mark(self._step.obs, np.array(self._returns), np.array(self._lengths))
 
     def snapshot(self) -> dict[str, Array]:
         """The envs' state at the last mark: how each was seeded and, if replayable, the actions since."""
@@ -136,7 +140,7 @@ class WaitingExecutor(ABC):
     def restore(self, snapshot: Mapping[str, Array], max_seconds: float = REPLAY_SECONDS) -> list[int]:
         """Replay each env to the snapshot's moment, side by side; returns those that began a new episode."""
         self._bring_home()
-        self._returns[:], self._lengths[:] = snapshot["returns"], snapshot["lengths"]
+        self._returns, self._lengths = snapshot["returns"].tolist(), snapshot["lengths"].tolist()
         give_up_at = perf_counter() + max_seconds
         walks, before = self._history.restore(snapshot), list(self._generations)
         orders = {i: Begin(walk[0], walk[1], give_up_at) for i, walk in enumerate(walks) if walk is not None}
@@ -148,7 +152,7 @@ class WaitingExecutor(ABC):
         # Those that were lost on the way have already begun anew.
         self._post({i: Begin(self._history.next_seed(i)) for i in fresh if self._generations[i] == before[i]})
         self._await_begun()
-        self._returns[fresh], self._lengths[fresh] = 0.0, 0
+        self._forget(fresh)
         self._stand_still()
         self.mark()
         return fresh
@@ -172,33 +176,39 @@ class WaitingExecutor(ABC):
                 raise EnvError(f"env {env_id} hangs in its constructor: not made within {self._timeout:g} s")
 
     def _post(self, orders: Mapping[int, Begin | Act], extra_seconds: float = 0.0) -> None:
-        self._due[list(orders)] = perf_counter() + self._timeout + extra_seconds
+        due = perf_counter() + self._timeout + extra_seconds
+        for i in orders:
+            assert self._due[i] == math.inf, "an env takes an action when its last step was received"
+            self._due[i] = due
+        self._next_due = min(self._next_due, due)
         self._n_away += len(orders)
         self._give(orders)
 
     def _arrivals(self) -> list[Outcome]:
         """What came from envs that were expected; the lost ones are rebuilt and stay on their way."""
-        until = float(self._due.min())
         arrived = []
-        for outcome in self._ready.take(self._n_away, until):
+        for outcome in self._ready.take(self._n_away, self._next_due):
             if outcome.generation != self._generations[outcome.row]:
                 continue
             if outcome.error is not None:
                 self._rebuild(outcome.row, outcome.done, outcome.error)
             elif outcome.done != "constructor":
+                self._due[outcome.row] = math.inf
                 arrived.append(outcome)
-        self._due[[outcome.row for outcome in arrived]] = math.inf
         self._n_away -= len(arrived)
-        if perf_counter() >= until:
+        if perf_counter() >= self._next_due:
             self._rebuild_overdue()
         return arrived
 
     def _rebuild_overdue(self) -> None:
-        overdue = np.flatnonzero(self._due <= perf_counter()).tolist()
+        now = perf_counter()
+        overdue = [i for i, due in enumerate(self._due) if due <= now]
         if overdue:
             self._refuse_blocked()
         for i in overdue:
             self._rebuild(i, "step", TimeoutError(f"no answer within {self._timeout:g} s"))
+        # Only here, because it may be too early for a while, but never too late.
+        self._next_due = min(self._due)
 
     def _rebuild(self, i: int, doing: Doing, error: BaseException) -> None:
         """Replace a lost env by a new one with its next seed, if that has not happened too often."""
@@ -207,12 +217,13 @@ class WaitingExecutor(ABC):
         self._generations[i] += 1
         cause = str(error) if isinstance(error, FlatoutError) else one_line(error)
         try:
-            self._budget.spend(f"env {self.env_ids[i]} was rebuilt: {cause}")
+            self.budget.spend(f"env {self.env_ids[i]} was rebuilt: {cause}")
         except EnvError as storm:
             raise storm from error
         self._abandon(i)
         self._start([i])
         self._due[i] = perf_counter() + self._timeout
+        self._next_due = min(self._next_due, self._due[i])
         self._give({i: Begin(self._history.next_seed(i))})
 
     def _bring_home(self) -> None:
@@ -250,22 +261,27 @@ class WaitingExecutor(ABC):
                     leaf[i] = final[0]
         return np.array([outcome.row for outcome in outcomes], np.intp)
 
-    def _count(self, stepped: list[Outcome]) -> list[Episode]:
-        """Add steps to the statistics; returns the episodes that they ended."""
-        rows = np.array([outcome.row for outcome in stepped], np.intp)
-        done = np.array([outcome.row for outcome in stepped if outcome.final_obs is not None], np.intp)
-        self._n_steps[rows] += 1
-        self._refuse_nan("reward", (self._step.reward,), rows)
-        self._refuse_nan("observation", self._step.final_obs, done)
-        self._returns[rows] += self._step.reward[rows]
-        self._lengths[rows] += 1
+    def _count(self, outcome: Outcome) -> list[Episode]:
+        """Add a step to its env's statistics; returns the episode that it ended, if any."""
+        i, ended = outcome.row, outcome.final_obs is not None
+        reward = float(self._step.reward[i])
+        self._n_steps[i] += 1
+        self._returns[i] += reward
+        self._lengths[i] += 1
+        if not math.isfinite(reward):
+            raise EnvError(nan_message("reward", int(self.env_ids[i]), self._n_steps[i]))
         if self._history.replayable:
-            for outcome in stepped:
-                i = outcome.row
-                self._history.add(i, self._actions[i], ended=outcome.final_obs is not None)
-        ended = [Episode(int(self.env_ids[i]), float(self._returns[i]), int(self._lengths[i])) for i in done]
-        self._returns[done], self._lengths[done] = 0.0, 0
-        return ended
+            self._history.add(i, self._actions[i], ended=ended)
+        if not ended:
+            return []
+        episode = Episode(int(self.env_ids[i]), self._returns[i], self._lengths[i])
+        self._forget([i])
+        return [episode]
+
+    def _forget(self, rows: Iterable[int]) -> None:
+        """The episodes in these rows are over."""
+        for i in rows:
+            self._returns[i], self._lengths[i] = 0.0, 0
 
     def _refuse_nan(self, what: str, arrays: Leaves, rows: Array) -> None:
         for values in arrays:
@@ -276,7 +292,7 @@ class WaitingExecutor(ABC):
             bad = ~np.isfinite(new.reshape(len(rows), -1)).all(axis=1)
             if bad.any():
                 i = rows[bad.argmax()]
-                raise EnvError(nan_message(what, int(self.env_ids[i]), int(self._n_steps[i])))
+                raise EnvError(nan_message(what, int(self.env_ids[i]), self._n_steps[i]))
 
     def _failure(self, i: int, doing: Doing, error: BaseException) -> EnvError:
         if doing == "constructor" and isinstance(error, FlatoutError):

@@ -125,9 +125,8 @@ class _ExecutorVecEnv:
 
     def env_is_wrapped(self, wrapper_class: type, indices: int | Iterable[int] | None = None) -> list[bool]:
         """Whether each env has the wrapper; Monitor counts as one, its statistics being in the infos."""
-        if wrapper_class.__module__ == "stable_baselines3.common.monitor":
-            return [True] * len(_places(indices) or range(self.num_envs))
-        return self.executor.apply(_HasWrapper(wrapper_class), _places(indices))
+        is_monitor = wrapper_class.__module__ == "stable_baselines3.common.monitor"
+        return [is_monitor or has for has in self.executor.apply(_HasWrapper(wrapper_class), _places(indices))]
 
     def get_images(self) -> list[Any]:
         """A frame of each env, None where they are not rendered to arrays."""

@@ -18,6 +18,7 @@ from flatout.envs.spaces import ObsLayout
 from flatout.errors import EnvError, FlatoutError
 from flatout.executors.base import Episode, step
 from flatout.executors.serial import RESEED_STEPS, SerialExecutor, env_seed
+from flatout.executors.supervise import RestartBudget
 from tests.executors.slow import Kind, Script, play
 
 CART_POLE = ObsLayout(CartPoleEnv().observation_space)
@@ -197,6 +198,15 @@ def test_a_storm_of_restarts_ends_cleanly(kind: Kind) -> None:
     assert "\n" not in str(error.value)
     assert isinstance(error.value.__cause__, RuntimeError)
     assert envs.n_restarts == 4
+
+
+def test_a_budget_may_be_shared_with_others(kind: Kind) -> None:
+    budget = RestartBudget(2, 60.0)
+    budget.spend("something else")
+    play(kind.counters(raise_once("step"), 3, budget=budget), 6)
+    assert budget.n_restarts == 2
+    with pytest.raises(EnvError, match=r"gave up after 2 restarts"):
+        play(kind.counters(raise_once("step"), 3, budget=budget), 6)
 
 
 def test_restarts_far_apart_are_no_storm(kind: Kind) -> None:

@@ -1,0 +1,231 @@
+"""make_vec: the same trajectories, spaces and infos as Gymnasium's own SyncVectorEnv in SAME_STEP mode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
+
+import flatout
+from flatout.errors import EnvError, FlatoutError
+from flatout.executors.base import Step
+from flatout.vector import VecEnv
+from tests.known import Match
+
+N = 3
+
+
+class Talkative(gym.Env[Any, Any]):
+    """Tells its step number in several kinds of info, some of them only now and then."""
+
+    observation_space = spaces.Dict(
+        {"float64": spaces.Box(-1, 1, (2,), np.float64), "bytes": spaces.Box(0, 255, (3,), np.uint8)}
+    )
+    action_space = spaces.Discrete(2)
+
+    def __init__(self, length: int = 4, truncate: bool = False) -> None:
+        self.length, self._truncate = length, truncate
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.t = 0
+        return self._obs(), {"began": True, "options": str(options)}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.t += 1
+        end = self.t == self.length
+        info: dict[str, Any] = {"t": self.t, "nested": {"array": np.full(2, self.t), "text": "x" * self.t}}
+        if self.t % 2:
+            info["odd"] = 0.5
+        return self._obs(), 0.1 * self.t, end and not self._truncate, end and self._truncate, info
+
+    def _obs(self) -> dict[str, Any]:
+        # A third of a float64 has no float32: what is rounded on the way shows.
+        return {"float64": self.np_random.random(2) / 3, "bytes": np.full(3, self.t, np.uint8)}
+
+    def double(self, x: int) -> int:
+        return 2 * x
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equal in structure, dtypes and values."""
+    if isinstance(a, dict):
+        return isinstance(b, dict) and a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, tuple):
+        return isinstance(b, tuple) and len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, np.ndarray) and a.dtype == np.object_:
+        return bool(b.dtype == np.object_) and all(map(same, a, b))
+    if isinstance(a, np.ndarray):
+        return bool(a.dtype == b.dtype and np.array_equal(a, b))
+    return bool(a == b)
+
+
+def peers(make: Callable[[], gym.Env[Any, Any]]) -> tuple[VecEnv, SyncVectorEnv[Any, Any]]:
+    theirs = SyncVectorEnv([make] * N, autoreset_mode=AutoresetMode.SAME_STEP)
+    return flatout.make_vec(make, N), theirs
+
+
+CASES: dict[str, Callable[[], gym.Env[Any, Any]]] = {
+    "CartPole": partial(gym.make, "CartPole-v1"),
+    "Pendulum": partial(gym.make, "Pendulum-v1", max_episode_steps=20),
+    "talkative": Talkative,
+    "talkative, truncated": partial(Talkative, 3, True),
+    **{
+        f"match {kind}": partial(Match, kind)
+        for kind in ("discrete", "multidiscrete", "dict", "tuple", "image")
+    },
+    "match box": partial(Match, "box", "box"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_step_equals_gymnasiums_own(case: str) -> None:
+    ours, theirs = peers(CASES[case])
+    assert isinstance(ours, VectorEnv)
+    assert ours.metadata["autoreset_mode"] is AutoresetMode.SAME_STEP
+    assert ours.num_envs == N
+    for name in ("single_observation_space", "single_action_space", "observation_space", "action_space"):
+        assert getattr(ours, name) == getattr(theirs, name)
+    ours.action_space.seed(0)
+    for seed in (7, [5, None, 3], None):
+        if seed == [5, None, 3]:  # an unseeded env of theirs goes on where ours does
+            assert same(ours.reset(seed=5), theirs.reset(seed=5))
+        assert same(ours.reset(seed=seed), theirs.reset(seed=seed))
+        for _ in range(60):
+            actions = ours.action_space.sample()
+            got, want = ours.step(actions), theirs.step(actions)
+            assert same(got, want)
+            assert got[0] in ours.observation_space
+    ours.close()
+
+
+@pytest.mark.parametrize("case", ["CartPole", "talkative"])
+def test_send_and_recv_are_a_step(case: str) -> None:
+    a, b = (flatout.make_vec(CASES[case], N) for _ in range(2))
+    assert same(a.reset(), b.reset())
+    for _ in range(50):
+        actions = np.ones(N, np.int64)
+        a.send(actions)
+        rows, *received = a.recv()
+        assert rows.tolist() == [0, 1, 2]
+        assert same(tuple(received), b.step(actions))
+
+
+def trajectory(envs: VecEnv, n_steps: int = 40) -> list[Any]:
+    return [envs.step(np.arange(N) % 2)[0].tolist() for _ in range(n_steps)]
+
+
+def test_a_seed_fixes_all_that_follows() -> None:
+    a = flatout.make_vec("CartPole-v1", N)
+    a.reset(seed=1)
+    trajectory(a, 7)  # whatever went before
+    a.reset(seed=4)
+    first = trajectory(a)
+    a.reset()
+    again = trajectory(a)
+    b = flatout.make_vec("CartPole-v1", N, seed=9)
+    b.reset(seed=4)
+    assert trajectory(b) == first
+    b.reset()
+    assert trajectory(b) == again
+    assert again != first
+
+
+def test_without_a_seed_the_first_reset_goes_by_make_vecs() -> None:
+    obs = [flatout.make_vec("CartPole-v1", N, seed=seed).reset()[0].tolist() for seed in (0, 0, 1)]
+    assert obs[0] == obs[1] != obs[2]
+    assert len({tuple(row) for row in obs[0]}) == N
+
+
+def test_a_mask_resets_only_some() -> None:
+    ours, theirs = peers(Talkative)
+    for envs in (ours, theirs):
+        envs.reset(seed=0)
+        envs.step(np.zeros(N, np.int64))
+    mask = np.array([True, False, True])
+    got = ours.reset(seed=8, options={"reset_mask": mask, "level": 2})
+    assert same(got, theirs.reset(seed=8, options={"reset_mask": mask, "level": 2}))
+    assert got[0]["bytes"][:, 0].tolist() == [0, 1, 0]
+    for _ in range(6):
+        assert same(ours.step(np.zeros(N, np.int64)), theirs.step(np.zeros(N, np.int64)))
+
+
+def test_returned_arrays_stay_as_they_are_unless_asked_not_to() -> None:
+    for copy in (True, False):
+        envs = flatout.make_vec("CartPole-v1", N, copy=copy)
+        envs.reset()
+        obs, *_ = envs.step(np.ones(N, np.int64))
+        before = obs.copy()
+        later, *_ = envs.step(np.ones(N, np.int64))
+        assert np.array_equal(obs, before) == copy
+        assert np.shares_memory(obs, later) != copy
+
+
+def test_envs_can_be_reached() -> None:
+    envs = flatout.make_vec(Talkative, N)
+    envs.reset()
+    assert envs.call("double", 4) == (8, 8, 8)
+    envs.set_attr("length", [2, 3, 4])
+    assert envs.get_attr("length") == (2, 3, 4)
+    envs.step(np.zeros(N, np.int64))
+    assert envs.step(np.zeros(N, np.int64))[2].tolist() == [True, False, False]
+    images = flatout.make_vec("CartPole-v1", 2, env_kwargs={"render_mode": "rgb_array"})
+    images.reset()
+    assert [frame.shape for frame in images.render()] == [(400, 600, 3)] * 2
+
+
+def test_a_lost_env_is_a_truncated_episode(monkeypatch: pytest.MonkeyPatch) -> None:
+    envs = flatout.make_vec("CartPole-v1", N)
+    envs.reset()
+    recv = envs.executor.recv
+
+    def lose_one() -> Step:
+        now = recv()
+        now.final_obs[0][1] = 7.0
+        return replace(now, restarted=[1])
+
+    monkeypatch.setattr(envs.executor, "recv", lose_one)
+    _, rewards, terminations, truncations, infos = envs.step(np.ones(N, np.int64))
+    assert rewards.tolist() == [1.0, 0.0, 1.0]
+    assert terminations.tolist() == [False] * N
+    assert truncations.tolist() == infos["_final_obs"].tolist() == [False, True, False]
+    assert infos["final_obs"][1].tolist() == [7.0] * 4
+    assert infos["final_info"]["restarted"].tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"executor": "seriel"}, "there is no executor 'seriel' here"),
+        ({"n_envs": 0}, "n_envs must be at least 1, got 0"),
+        ({"n_workers": 3}, "executor 'auto' takes no option 'n_workers'"),
+        ({"env": "CartPole-v7"}, "unknown env 'CartPole-v7'"),
+    ],
+)
+def test_a_wrong_argument_is_one_line(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(FlatoutError, match=message) as caught:
+        flatout.make_vec(**({"env": "CartPole-v1"} | arguments))
+    assert "\n" not in str(caught.value)
+
+
+def test_wrong_seeds_masks_and_spaces_are_one_line() -> None:
+    envs = flatout.make_vec("CartPole-v1", N)
+    with pytest.raises(FlatoutError, match="2 seeds for 3 envs"):
+        envs.reset(seed=[1, 2])
+    with pytest.raises(FlatoutError, match="an array of 3 bools"):
+        envs.reset(options={"reset_mask": [True, False, True]})
+
+    class Chatty(Talkative):
+        action_space = spaces.Text(3)  # type: ignore[assignment]
+
+    with pytest.raises(EnvError, match="action_space is a Text"):
+        flatout.make_vec(Chatty)
