@@ -10,6 +10,10 @@ if TYPE_CHECKING:
     from flatout.errors import EnvError, FlatoutError
     from flatout.vector import make_vec
 
+from flatout.hardware.threads import wait_without_spinning
+
+wait_without_spinning()
+
 __version__ = "0.1.0"
 __all__ = ["PPO", "EnvError", "FlatoutError", "choose_batch_size", "load", "make_vec"]
 

@@ -159,7 +159,6 @@ class PPO:
                 until=until,
                 recorder=recorder,
                 callback=callback,
-                n_cores=self._machine.cores,
                 stop=stop,
             )
         except BaseException as error:

@@ -6,6 +6,7 @@ Comes in: a config and an env. Goes out: a trained model, and the run's records 
 from __future__ import annotations
 
 import statistics
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -32,7 +33,7 @@ from flatout.executors.process import ProcessExecutor
 from flatout.executors.serial import SerialExecutor
 from flatout.executors.supervise import RestartBudget
 from flatout.executors.thread import ThreadExecutor
-from flatout.hardware.threads import learner_threads
+from flatout.hardware.threads import torch_threads
 from flatout.learn.checkpoint import Checkpoint
 from flatout.learn.learner import Learner
 from flatout.models.policy import ActorCritic
@@ -77,7 +78,16 @@ class Trainer:
             policy.model, config.ppo, n_envs=config.n_envs, seed=config.seed, clock=self.clock
         )
         self.plan, self._collector, rollout = self._first_that_starts(self._plans())
-        self._pipeline = Lockstep(self._collector, self.learner, rollout, self.state)
+        n_params = self.learner.params.flat.numel()
+        self._pipeline = Lockstep(
+            self._collector,
+            self.learner,
+            rollout,
+            self.state,
+            collect_threads=torch_threads(n_params, config.n_envs, n_cores),
+            learn_threads=torch_threads(n_params, config.ppo.batch_size, n_cores),
+        )
+        self._finalizer = weakref.finalize(self, self._collector.close)
         self._eval_executor: Executor | None = None
 
     def _plans(self) -> list[Plan]:
@@ -204,8 +214,8 @@ class Trainer:
         )
 
     def close(self) -> None:
-        """Close every env."""
-        self._collector.close()
+        """Close every env; happens by itself when the trainer is no longer used."""
+        self._finalizer()
         if self._eval_executor is not None:
             self._eval_executor.close()
 
@@ -221,11 +231,14 @@ def acting_seconds(policy: Policy, n_rows: int) -> float:
     obs = tuple(torch.from_numpy(leaf).to(policy.device) for leaf in policy.obs.alloc(n_rows))
     noise = torch.zeros(n_rows, policy.action.noise_size, device=policy.device)
     times = []
+    n_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     with torch.inference_mode():
         for _ in range(7):
             began = perf_counter()
             policy.model.sample(obs, noise)[0].cpu()
             times.append(perf_counter() - began)
+    torch.set_num_threads(n_threads)
     return statistics.median(times)
 
 
@@ -246,14 +259,11 @@ def train(
     until: int,
     recorder: Recorder,
     callback: Callback | None = None,
-    n_cores: int,
     stop: StopRequest | None = None,
 ) -> str:
     """Iterate to `until` env steps, the target return or a stop; returns the run's status."""
     stop = stop or StopRequest()
     n_threads = torch.get_num_threads()
-    batch_size = trainer.config.ppo.batch_size
-    torch.set_num_threads(learner_threads(trainer.learner.params.flat.numel(), batch_size, n_cores))
     try:
         with stop.listening():
             return _Loop(trainer, until, recorder, callback, stop).run()

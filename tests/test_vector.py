@@ -56,6 +56,21 @@ class Talkative(gym.Env[Any, Any]):
         return 2 * x
 
 
+class Taciturn(Talkative):
+    """Its episodes' lengths are drawn, and it tells something at the second step and the last only."""
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        obs, _ = super().reset(seed=seed, options=options)
+        self.length = int(self.np_random.integers(2, 9))
+        return obs, {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        *result, info = super().step(action)
+        return *result, info if self.t in (2, self.length) else {}  # type: ignore[return-value]
+
+
 def same(a: Any, b: Any) -> bool:
     """Equal in structure, dtypes and values."""
     if isinstance(a, dict):
@@ -79,6 +94,7 @@ CASES: dict[str, Callable[[], gym.Env[Any, Any]]] = {
     "Pendulum": partial(gym.make, "Pendulum-v1", max_episode_steps=20),
     "talkative": Talkative,
     "talkative, truncated": partial(Talkative, 3, True),
+    "taciturn": Taciturn,
     **{
         f"match {kind}": partial(Match, kind)
         for kind in ("discrete", "multidiscrete", "dict", "tuple", "image")
@@ -168,6 +184,18 @@ def test_returned_arrays_stay_as_they_are_unless_asked_not_to() -> None:
         later, *_ = envs.step(np.ones(N, np.int64))
         assert np.array_equal(obs, before) == copy
         assert np.shares_memory(obs, later) != copy
+
+
+def test_final_observations_stay_as_they_are() -> None:
+    envs = flatout.make_vec(Taciturn, N)
+    envs.reset(seed=0)
+    given, kept = [], []
+    for _ in range(40):
+        infos = envs.step(np.zeros(N, np.int64))[-1]
+        given += [obs for obs in infos.get("final_obs", ()) if obs is not None]
+        kept += [{k: v.copy() for k, v in obs.items()} for obs in given[len(kept) :]]
+    assert len(given) > 10
+    assert all(map(same, given, kept))
 
 
 def test_envs_can_be_reached() -> None:

@@ -124,7 +124,8 @@ def plans(
         candidates += [_process(measured, n_envs, n_cores)]
         if children_ok and n_cores > 1:
             candidates.append(_children(measured, n_envs, n_cores))
-    candidates.append(_threads(measured, n_envs))
+    if measured.waits or only == "thread":
+        candidates.append(_threads(measured, n_envs))
     if only != "auto":
         candidates = [plan for plan in candidates if plan.kind == only]
 
@@ -136,7 +137,10 @@ def plans(
     if best is not None and only == "auto" and seconds(candidates[0]) <= seconds(best) * WORTH:
         best = candidates[0]
     ranked = sorted(candidates, key=lambda plan: (plan is not best, seconds(plan)))
-    return [replace(plan, reason=_reason(plan, measured, n_envs, n_cores, candidates[0])) for plan in ranked]
+    return [
+        replace(plan, reason=_reason(plan, measured, n_envs, n_cores, _serial(measured, n_envs)))
+        for plan in ranked
+    ]
 
 
 def _serial(m: Probe, n_envs: int) -> Plan:

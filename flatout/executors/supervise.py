@@ -246,7 +246,7 @@ def _bare_start() -> Iterator[None]:
         kept = {name: main.__dict__.pop(name) for name in names if name in main.__dict__}
         before = {name: os.environ.get(name) for name in ONE_THREAD}
         main.__dict__["__spec__"] = None
-        os.environ.update(dict.fromkeys(ONE_THREAD, "1"))
+        os.environ |= dict.fromkeys(ONE_THREAD, "1")
         try:
             _context().set_forkserver_preload(["flatout.collect.child"])
             yield

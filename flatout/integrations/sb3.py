@@ -126,7 +126,9 @@ class _ExecutorVecEnv:
     def env_is_wrapped(self, wrapper_class: type, indices: int | Iterable[int] | None = None) -> list[bool]:
         """Whether each env has the wrapper; Monitor counts as one, its statistics being in the infos."""
         is_monitor = wrapper_class.__module__ == "stable_baselines3.common.monitor"
-        return [is_monitor or has for has in self.executor.apply(_HasWrapper(wrapper_class), _places(indices))]
+        return [
+            is_monitor or has for has in self.executor.apply(_HasWrapper(wrapper_class), _places(indices))
+        ]
 
     def get_images(self) -> list[Any]:
         """A frame of each env, None where they are not rendered to arrays."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from flatout.buffers.rollout import Rollout
 from flatout.collect.collector import Collects
 from flatout.errors import FlatoutError
@@ -21,16 +23,28 @@ class TrainingDivergedError(FlatoutError):
 class Lockstep:
     """One iteration after the other on the learner's own thread."""
 
-    def __init__(self, collector: Collects, learner: Learner, rollout: Rollout, state: TrainState) -> None:
+    def __init__(
+        self,
+        collector: Collects,
+        learner: Learner,
+        rollout: Rollout,
+        state: TrainState,
+        *,
+        collect_threads: int,
+        learn_threads: int,
+    ) -> None:
         self._collector, self._learner = collector, learner
         self._rollout, self._state = rollout, state
+        self._collect_threads, self._learn_threads = collect_threads, learn_threads
         self._n_bad_iterations = 0
 
     def iterate(self, total_steps: int, stop: StopRequest) -> dict[str, float]:
         """Collect a rollout and learn from it; returns the learner's metrics."""
         state = self._state
+        torch.set_num_threads(self._collect_threads)
         with stop.interruptible():
             episodes = self._collector.collect(self._rollout, stop.now)
+        torch.set_num_threads(self._learn_threads)
         metrics = self._learner.learn(
             self._rollout,
             iteration=state.iteration,

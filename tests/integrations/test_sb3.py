@@ -14,6 +14,7 @@ import pytest
 from flatout.errors import FlatoutError
 from flatout.integrations.sb3 import make_vec_env
 from tests.known import Match, OnlyTheMaskTells
+from tests.test_vector import Taciturn, Talkative, same
 
 N = 3
 
@@ -29,17 +30,6 @@ def test_without_sb3_the_error_is_one_line(monkeypatch: pytest.MonkeyPatch) -> N
         make_vec_env("CartPole-v1", N)
 
 
-def same(a: Any, b: Any) -> bool:
-    """Equal in structure and values."""
-    if isinstance(a, dict):
-        return isinstance(b, dict) and a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
-    if isinstance(a, tuple):
-        return isinstance(b, tuple) and len(a) == len(b) and all(map(same, a, b))
-    if isinstance(a, np.ndarray):
-        return bool(a.dtype == b.dtype and np.array_equal(a, b))
-    return bool(a == b)
-
-
 @pytest.mark.parametrize(
     "make",
     [
@@ -47,6 +37,8 @@ def same(a: Any, b: Any) -> bool:
         partial(gym.make, "Pendulum-v1", max_episode_steps=15),
         partial(Match, "tuple"),
         partial(OnlyTheMaskTells, "obs"),
+        Taciturn,
+        partial(Talkative, 5, True),
         partial(Match, "image"),
     ],
 )
@@ -59,9 +51,10 @@ def test_every_step_equals_sb3s_own(make: Any) -> None:
     assert (ours.observation_space, ours.action_space) == (theirs.observation_space, theirs.action_space)
     theirs.seed(5)
     ours.action_space.seed(0)
-    assert same(ours.reset(), theirs.reset())
     n_ended = 0
-    for _ in range(80):
+    for t in range(80):
+        if t in (0, 30):  # the second time in the middle of episodes, and unseeded
+            assert same(ours.reset(), theirs.reset())
         actions = np.stack([ours.action_space.sample() for _ in range(N)])
         obs, rewards, dones, infos = ours.step(actions)
         their_obs, their_rewards, their_dones, their_infos = theirs.step(actions)
@@ -72,6 +65,7 @@ def test_every_step_equals_sb3s_own(make: Any) -> None:
                     n_ended += 1
                     assert told["episode"].pop("t") >= 0.0
             assert same(info, their_info)
+        assert same(tuple(ours.reset_infos), tuple(theirs.reset_infos))
     assert n_ended >= 4
     ours.seed(9)
     theirs.seed(9)
