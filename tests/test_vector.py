@@ -38,7 +38,7 @@ class Talkative(gym.Env[Any, Any]):
     ) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed)
         self.t = 0
-        return self._obs(), {"began": True, "options": str(options)}
+        return self._obs(), {"began": self.np_random.random(), "options": str(options)}
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         self.t += 1
@@ -68,7 +68,7 @@ class Taciturn(Talkative):
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         *result, info = super().step(action)
-        return *result, info if self.t in (2, self.length) else {}  # type: ignore[return-value]
+        return *result, info if self.t in (2, self.length) else {}
 
 
 def same(a: Any, b: Any) -> bool:
@@ -189,7 +189,8 @@ def test_returned_arrays_stay_as_they_are_unless_asked_not_to() -> None:
 def test_final_observations_stay_as_they_are() -> None:
     envs = flatout.make_vec(Taciturn, N)
     envs.reset(seed=0)
-    given, kept = [], []
+    given: list[dict[str, Any]] = []
+    kept: list[dict[str, Any]] = []
     for _ in range(40):
         infos = envs.step(np.zeros(N, np.int64))[-1]
         given += [obs for obs in infos.get("final_obs", ()) if obs is not None]
