@@ -165,7 +165,7 @@ class Trainer:
             waiting = ThreadExecutor if plan.kind == "thread" else CoroutineExecutor
             executor = waiting(self._env.factory, policy.obs, env_ids, config.seed, budget=self.budget)
         else:
-            executor = SerialExecutor(self._env.factory, policy.obs, env_ids, config.seed)
+            executor = SerialExecutor(self._env.factory, policy.obs, env_ids, config.seed, budget=self.budget)
         collector = Collector(
             executor, policy.model, policy.action, device=policy.device, seed=config.seed, clock=self.clock
         )

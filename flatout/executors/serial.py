@@ -7,19 +7,23 @@ are kept, so that a checkpoint can bring any deterministic env back by replaying
 from __future__ import annotations
 
 import math
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from time import perf_counter
 from typing import Any, TypeVar
 
 import gymnasium as gym
 import numpy as np
 
+from flatout.envs import spaces
 from flatout.envs.check import nan_message
 from flatout.envs.make import one_line
 from flatout.envs.quick import quicken
 from flatout.envs.spaces import Array, ObsLayout
 from flatout.errors import EnvError
 from flatout.executors.base import Episode, Step, alloc_step
+from flatout.executors.supervise import RestartBudget
 
 T = TypeVar("T")
 
@@ -45,8 +49,10 @@ class SerialExecutor:
         *,
         replayable: bool = True,
         out: Step | None = None,
+        budget: RestartBudget | None = None,
     ) -> None:
         self.n_envs, self.env_ids = len(env_ids), env_ids
+        self._factory, self._budget = factory, budget
         n_envs = self.n_envs
         self._layout = layout
         self._seed = seed
@@ -121,25 +127,34 @@ class SerialExecutor:
         out.terminated.fill(False)
         out.truncated.fill(False)
         done: list[int] = []
-        i = 0
-        try:
-            for i, env, action in zip(range(self.n_envs), self._envs, self._actions, strict=True):
-                obs, reward_out[i], terminated, truncated, infos[i] = env.step(action)
-                if terminated or truncated:
-                    write(final_out, i, obs)
-                    out.terminated[i], out.truncated[i] = terminated, truncated
-                    done.append(i)
-                elif obs_rows is not None:
-                    obs_rows[i][...] = obs
-                else:
-                    write(obs_out, i, obs)
-        except Exception as error:
-            raise self._failure(i, "step", error) from error
+        lost: list[int] = []
+        start = i = 0
+        while start < self.n_envs:
+            try:
+                places = range(start, self.n_envs)
+                for i, env, action in zip(places, self._envs[start:], self._actions[start:], strict=True):
+                    obs, reward_out[i], terminated, truncated, infos[i] = env.step(action)
+                    if terminated or truncated:
+                        write(final_out, i, obs)
+                        out.terminated[i], out.truncated[i] = terminated, truncated
+                        done.append(i)
+                    elif obs_rows is not None:
+                        obs_rows[i][...] = obs
+                    else:
+                        write(obs_out, i, obs)
+                start = self.n_envs
+            except Exception as error:
+                self._rebuild(i, "step", error)
+                lost.append(i)
+                start = i + 1
         self._n_steps += 1
         self._returns += reward_out
         self._lengths += 1
+        if lost:
+            reward_out[lost] = self._returns[lost] = self._lengths[lost] = 0
         self.final_infos = {i: infos[i] for i in done}
         out.ended = [self._end_episode(i) for i in done]
+        out.restarted = lost
         self._check_finite(bool(done))
         return out
 
@@ -228,7 +243,30 @@ class SerialExecutor:
             obs, self.infos[i] = self._envs[i].reset(seed=seed, **asked)
             self._layout.write(self._step.obs, i, obs)
         except Exception as error:
-            raise self._failure(i, "reset", error) from error
+            self._rebuild(i, "reset", error)
+
+    def _rebuild(self, i: int, doing: str, error: Exception) -> None:
+        """Put a new env, in a new episode, in the place of one that raised, while the budget lasts."""
+        for leaf, final in zip(self._step.obs, self._step.final_obs, strict=True):
+            final[i] = leaf[i]
+        while True:
+            what = f"env {self.env_ids[i]} raised in {doing} at step {self._n_steps + 1}: {one_line(error)}"
+            if _is_ours(error):  # what it gave does not fit its space; a new env would give the same
+                raise EnvError(what.replace("raised", "gave what does not fit its spaces")) from None
+            if self._budget is None:
+                raise EnvError(what) from error
+            self._budget.spend(what, "".join(traceback.format_exception(error)))
+            try:
+                with suppress(Exception):
+                    self._envs[i].close()
+                self._envs[i] = quicken(self._factory())
+                self._seed_counts[i] += 1
+                self._seeded_at[i] = self._n_steps + (doing == "step")
+                obs, self.infos[i] = self._envs[i].reset(seed=self._next_seed(i))
+                self._layout.write(self._step.obs, i, obs)
+                return
+            except Exception as again:
+                error, doing = again, "reset"
 
     def _end_episode(self, i: int) -> Episode:
         episode = Episode(int(self.env_ids[i]), float(self._returns[i]), int(self._lengths[i]))
@@ -264,9 +302,11 @@ class SerialExecutor:
         if bad.any():  # a float32 sum may overflow where every value is finite
             raise EnvError(nan_message(what, int(self.env_ids[bad.argmax()]), self._n_steps))
 
-    def _failure(self, i: int, doing: str, error: Exception) -> EnvError:
-        env_id = self.env_ids[i]
-        return EnvError(f"env {env_id} raised in {doing} at step {self._n_steps + 1}: {one_line(error)}")
+
+def _is_ours(error: Exception) -> bool:
+    """Whether an error came from writing down what an env gave, not from the env's own code."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return all(frame.filename in (__file__, spaces.__file__) for frame in frames)
 
 
 class _Mark:

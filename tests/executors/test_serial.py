@@ -16,6 +16,7 @@ from flatout.envs.spaces import ActionLayout, ObsLayout
 from flatout.errors import EnvError
 from flatout.executors.base import Step, step
 from flatout.executors.serial import RESEED_STEPS, SerialExecutor
+from flatout.executors.supervise import RestartBudget
 
 IDS = np.arange(3)
 
@@ -213,3 +214,51 @@ def test_large_but_finite_observations_are_no_fault() -> None:
     with np.errstate(over="ignore"):
         envs = executor(Huge)
     assert np.isfinite(envs.current.obs[0]).all()
+
+
+def test_an_env_that_raises_is_rebuilt_while_the_budget_lasts() -> None:
+    """The others keep their episodes, the lost step is reported as such, the next is whole again."""
+
+    class Bad(Counter):
+        n_made = 0
+
+        def __init__(self) -> None:
+            super().__init__(length=100)
+            Bad.n_made += 1
+            self._fails = Bad.n_made == 2
+
+        def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+            if self._fails and self._buffer[0] == 5:
+                raise KeyError("speed")
+            return super().step(action)
+
+    budget = RestartBudget()
+    envs = SerialExecutor(Bad, ObsLayout(Counter.observation_space), IDS, seed=0, budget=budget)
+    envs.reset()
+    for _ in range(5):
+        step(envs, np.zeros(3, np.int64))
+    now = step(envs, np.zeros(3, np.int64))
+    assert now.restarted == [1]
+    assert now.obs[0][:, 0].tolist() == [6, 0, 6]
+    assert now.final_obs[0][1, 0] == 5
+    now = step(envs, np.zeros(3, np.int64))
+    assert now.restarted == []
+    assert now.obs[0][:, 0].tolist() == [7, 1, 7]
+    assert budget.n_restarts == 1
+    assert "env 1 raised in step at step 6: KeyError: 'speed' (test_serial.py:" in budget.notes[0]
+    assert "KeyError" in budget.tracebacks[0]
+
+
+def test_a_wrong_shape_is_no_reason_to_rebuild() -> None:
+    class Wide(Counter):
+        def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+            return np.zeros(3, np.float32), *super().step(action)[1:]
+
+    budget = RestartBudget()
+    envs = SerialExecutor(Wide, ObsLayout(Counter.observation_space), IDS, seed=0, budget=budget)
+    envs.reset()
+    with pytest.raises(
+        EnvError, match=r"env 0 gave what does not fit its spaces in step at step 1: .*\(3,\)"
+    ):
+        step(envs, np.zeros(3, np.int64))
+    assert budget.n_restarts == 0
