@@ -152,7 +152,7 @@ def _children(m: Probe, n_envs: int, n_cores: int) -> Plan:
     n = min(n_cores, n_envs)
     share = -(-n_envs // n)
     rate = n_envs / (share * m.step_seconds + m.act_seconds(share))
-    return Plan(kind="serial", n_collectors=n, children=True, steps_per_second=0.95 * rate)
+    return Plan(kind="serial", n_collectors=n, children=True, steps_per_second=0.97 * rate)
 
 
 def _process(m: Probe, n_envs: int, n_cores: int) -> Plan:
@@ -161,7 +161,7 @@ def _process(m: Probe, n_envs: int, n_cores: int) -> Plan:
     share = -(-n_envs // n)
     busy = n_envs * m.step_seconds * m.cpu_share / n_cores
     rate = n_envs / (max(share * m.step_seconds, busy) + m.act_seconds(n_envs) + n * HANDOVER_SECONDS)
-    return Plan(kind="process", n_workers=n, steps_per_second=rate)
+    return Plan(kind="process", n_workers=n, steps_per_second=0.93 * rate)
 
 
 def _threads(m: Probe, n_envs: int) -> Plan:
