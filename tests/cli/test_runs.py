@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -206,3 +207,35 @@ def test_output_into_a_closed_pipe_is_no_traceback(tmp_path: Path) -> None:
     )
     os.close(write)
     assert "Traceback" not in done.stderr
+
+
+def workers_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    """The env workers of a run: children of its fork server."""
+    for child in psutil.Process(process.pid).children():
+        if "forkserver" in " ".join(child.cmdline()):
+            return list(child.children())
+    return []
+
+
+def test_a_run_survives_a_killed_worker_and_ctrl_c_leaves_no_orphan(tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "p"
+    argv = ["train", "CartPole-v1", "--executor", "process", "--timesteps", "1e7", "--run-name", "p"]
+    process = start_and_wait(run, *argv)
+    workers = workers_of(process)
+    assert len(workers) >= 2
+    workers[0].kill()
+    deadline = time.monotonic() + 30
+    while not (run / "faults.log").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(0.5)
+    everyone = psutil.Process(process.pid).children(recursive=True)
+    for victim in (psutil.Process(process.pid), *everyone):  # a terminal's Ctrl-C goes to the whole group
+        victim.send_signal(signal.SIGINT)
+    out, errors = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert "Traceback" not in errors + out
+    assert f"pid {workers[0].pid}: killed by SIGKILL; rebuilt, training goes on" in errors
+    assert summary_of(run)["restarts"] == 1
+    assert summary_of(run)["executor"]["kind"] == "process"
+    _, alive = psutil.wait_procs(everyone, timeout=5)
+    assert alive == []
