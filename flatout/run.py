@@ -184,6 +184,9 @@ class Trainer:
         self.learner.n_updates = saved.n_updates
         self._collector.n_steps = saved.env_steps // self.config.n_envs
         envs = {name[5:]: t.numpy() for name, t in tensors.items() if name.startswith("envs.")}
+        if not envs:
+            self._collector.reset()
+            return list(range(self.config.n_envs))
         return self._collector.restore(envs)
 
     def iterate(self, total_steps: int, stop: StopRequest) -> dict[str, float]:

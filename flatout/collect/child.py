@@ -78,6 +78,7 @@ class ChildCollectors:
         self._clock = clock
         self.n_steps = 0
         self.version = 0
+        self._given_up = False
         edges = np.linspace(job.first, job.end, n_children + 1).astype(int).tolist()
         self._jobs = [replace(job, first=a, end=b) for a, b in pairwise(edges)]
         self.child_seconds = dict.fromkeys(PHASES, 0.0)
@@ -102,7 +103,11 @@ class ChildCollectors:
         self._block.publish(self.version)
         self._clock.enter("env")
         message = COLLECT + struct.pack("<q", self.n_steps)
-        replies = self._ask([message] * len(self._jobs), stop)
+        try:
+            replies = self._ask([message] * len(self._jobs), stop)
+        except Interrupted:
+            self._give_up()
+            raise
         self._clock.enter("store")
         episodes: list[Episode] = []
         for job, reply in zip(self._jobs, replies, strict=True):
@@ -116,7 +121,9 @@ class ChildCollectors:
         return episodes
 
     def snapshot(self) -> dict[str, Array]:
-        """Every env's way back to the end of the last rollout."""
+        """Every env's way back to the end of the last rollout; nothing once collecting was given up."""
+        if self._given_up:
+            return {}
         return merge_snapshots([pickle.loads(reply) for reply in self._ask([SNAPSHOT] * len(self._jobs))])
 
     def restore(self, snapshot: Mapping[str, Array]) -> list[int]:
@@ -135,6 +142,11 @@ class ChildCollectors:
 
     def _describe(self, i: int) -> str:
         return f"collector {i} with envs {self._jobs[i].first} to {self._jobs[i].end - 1}"
+
+    def _give_up(self) -> None:
+        """End children in the middle of a rollout: the run is stopping, and one of them may hang."""
+        self._given_up = True
+        self._crew.close()
 
     def _ask(self, messages: list[bytes], stop: Callable[[], bool] = lambda: False) -> list[bytes]:
         """Send every child its message and wait for all answers; one that was replaced is asked again."""

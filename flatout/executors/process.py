@@ -148,7 +148,9 @@ class ProcessExecutor:
         self._ask([MARK] * len(self._jobs))
 
     def snapshot(self) -> dict[str, Array]:
-        """What is needed to bring every env back to the last mark."""
+        """What is needed to bring every env back to the last mark; nothing while workers are in a step."""
+        if self._busy:  # collecting was given up, and one of them may hang
+            return {}
         return merge_snapshots([pickle.loads(answer) for answer in self._ask([SNAPSHOT] * len(self._jobs))])
 
     def restore(self, snapshot: Mapping[str, Array]) -> list[int]:

@@ -157,10 +157,11 @@ class Sleeper(gym.Env):
 """
 
 
-def test_an_env_that_blocks_does_not_keep_the_run_from_stopping(tmp_path: Path) -> None:
+@pytest.mark.parametrize("executor", ["serial", "process"])
+def test_an_env_that_blocks_does_not_keep_the_run_from_stopping(executor: str, tmp_path: Path) -> None:
     (tmp_path / "sleeper.py").write_text(SLEEPER)
     run = tmp_path / "runs" / "s"
-    argv = command("train", "sleeper.py:Sleeper", *TINY, "--run-name", "s", "--quiet")
+    argv = command("train", "sleeper.py:Sleeper", *TINY, "--run-name", "s", "--quiet", "--executor", executor)
     process = subprocess.Popen(argv, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
     while not (tmp_path / "asleep").exists():
         assert process.poll() is None
@@ -171,6 +172,10 @@ def test_an_env_that_blocks_does_not_keep_the_run_from_stopping(tmp_path: Path) 
     assert errors == ""
     assert summary_of(run)["env_steps"] == 999 // 32 * 128
     assert parameters(run)
+    (tmp_path / "sleeper.py").write_text(SLEEPER.replace("== 1000", "== -1"))
+    resumed = flatout("resume", "s", "--timesteps", "5000", "--quiet", cwd=tmp_path)
+    assert resumed.returncode == 0, resumed.stderr
+    assert summary_of(run)["env_steps"] == 5_120
 
 
 def test_a_killed_run_resumes_from_its_last_checkpoint(tmp_path: Path) -> None:
