@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from datetime import datetime
 from pathlib import Path
-from time import perf_counter
+from time import time
 from typing import Any
 
 import numpy as np
@@ -61,7 +61,8 @@ class PPO:
         overwrite: bool = False,
         **settings: Any,
     ) -> None:
-        began = perf_counter()
+        self.began_at = time()
+        """When start-up began; learn() counts `startup_seconds` from here, the first time."""
         self._machine = machine()
         self.device = resolve_device(str(settings.get("device", "auto")))
         factory = env_factory(env, settings.get("env_kwargs")) if env is not None else None
@@ -79,7 +80,6 @@ class PPO:
         self.policy = _policy(self.config, self._env.observation_space, self._env.action_space, self.device)
         self._mask_in_info = self._env.factory.mask_in_info
         self._setup(None, run_name, runs_dir, overwrite)
-        self._startup_seconds = perf_counter() - began
 
     def _setup(
         self,
@@ -102,8 +102,8 @@ class PPO:
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint, env: EnvSource | None = None) -> PPO:
         """The agent that a checkpoint describes; its env is made only when learning goes on."""
-        began = perf_counter()
         agent = cls.__new__(cls)
+        agent.began_at = time()
         agent._machine = machine()
         try:
             agent.config = RunConfig.from_json(checkpoint.state["config"], "checkpoint")
@@ -118,7 +118,6 @@ class PPO:
         agent.policy = _policy(agent.config, spaces[0], spaces[1], agent.device)
         _load_model(agent.policy, checkpoint)
         agent._setup(checkpoint)
-        agent._startup_seconds = perf_counter() - began
         return agent
 
     def learn(
@@ -141,7 +140,6 @@ class PPO:
 
     def run(self, total_timesteps: int | None, callback: Callback | None, progress_bar: bool) -> None:
         """`learn`, with the signal that ended it left in `stop_signal`."""
-        began = perf_counter()
         trainer = self._started()
         until = (
             self.config.timesteps if total_timesteps is None else trainer.state.env_steps + total_timesteps
@@ -152,7 +150,7 @@ class PPO:
         recorder = Recorder(display, self._folder, resume_at)
         display.start(self.header())
         stop = StopRequest()
-        startup = self._startup_seconds + perf_counter() - began
+        startup = time() - self.began_at
         try:
             status = train(
                 trainer,
@@ -166,6 +164,7 @@ class PPO:
             self._finish(trainer, recorder, status, startup, " ".join(str(error).split()))
             raise
         self._finish(trainer, recorder, status, startup, None)
+        self.began_at = time()
         self.stop_signal = stop.signal
 
     def predict(

@@ -92,8 +92,8 @@ class RunConfig:
         n_minibatches = self.total_batch // self.ppo.batch_size
         return (
             f"{self.n_envs} envs × {self.ppo.n_steps} steps = {self.total_batch:,} total batch, "
-            f"{n_minibatches} minibatches of {self.ppo.batch_size} × {self.ppo.n_epochs} epochs "
-            f"= {n_minibatches * self.ppo.n_epochs} updates per iteration"
+            f"{n_minibatches} {'minibatch' if n_minibatches == 1 else 'minibatches'} of {self.ppo.batch_size} "
+            f"× {self.ppo.n_epochs} epochs = {n_minibatches * self.ppo.n_epochs} updates per iteration"
         )
 
     def to_json(self) -> dict[str, Any]:

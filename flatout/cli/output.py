@@ -6,6 +6,8 @@ import argparse
 import json
 from typing import TYPE_CHECKING
 
+import psutil
+
 from flatout.cli.parser import Parser
 
 if TYPE_CHECKING:
@@ -20,6 +22,7 @@ def add_output_flags(parser: Parser) -> None:
 
 def learn_and_tell(agent: PPO, args: argparse.Namespace) -> int:
     """Learn to the configured total, print the summary, and return the exit code."""
+    agent.began_at = psutil.Process().create_time()  # imports count, for who waits for them
     agent.run(None, None, progress_bar=not args.quiet)
     if not args.quiet:
         print(agent.report())
