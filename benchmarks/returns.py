@@ -1,6 +1,7 @@
 """The recipes' returns: every known env, three seeds, 100 deterministic episodes each.
 
-`python -m benchmarks.returns [--envs CartPole-v1,…] [--seeds 1,2,3] [--jobs 2]` → docs/benchmarks.md.
+`python -m benchmarks.returns [--envs CartPole-v1,…] [--seeds 1,2,3] [--jobs 2]` → docs/benchmarks.md; envs that are
+not run again keep their results.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ import statistics
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 from benchmarks.page import conditions, table, write_section
 from flatout.recipes.tuned import TUNED
 
+RESULTS = Path(__file__).parent / "results" / "returns.json"
 BARS = {
     "CartPole-v1": 490.0,
     "Acrobot-v1": -80.0,
@@ -67,23 +70,33 @@ def main() -> None:
     envs, seeds = args.envs.split(","), [int(s) for s in args.seeds.split(",")]
     with ThreadPoolExecutor(args.jobs) as pool:
         futures = {(env, seed): pool.submit(in_a_process, env, seed) for env in envs for seed in seeds}
+    known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    known |= {env: {str(seed): futures[env, seed].result() for seed in seeds} for env in envs}
+    RESULTS.parent.mkdir(exist_ok=True)
+    RESULTS.write_text(json.dumps(known, indent=2) + "\n")
+    write_table(known)
+
+
+def write_table(known: dict[str, dict[str, dict[str, Any]]]) -> None:
+    """The table of all results that are known, measured now or before."""
     rows = []
-    for env in envs:
-        results = [futures[env, seed].result() for seed in seeds]
-        returns = [r["return"] for r in results]
+    for env in TUNED:
+        if env not in known:
+            continue
+        returns = [result["return"] for result in known[env].values()]
         median = statistics.median(returns)
         verdict = "reached" if median >= BARS[env] else "MISSED"
         rows.append(
             [
                 env,
-                f"{results[0]['env_steps']:,}",
+                f"{next(iter(known[env].values()))['env_steps']:,}",
                 ", ".join(f"{r:.1f}" for r in returns),
                 f"**{median:.1f}**",
                 f"{BARS[env]:g} ({verdict})",
                 f"{ZOO[env]:g}",
             ]
         )
-    header = ["env", "env steps", f"returns, seeds {args.seeds}", "median", "bar", "rl-zoo's PPO"]
+    header = ["env", "env steps", "returns of the seeds", "median", "bar", "rl-zoo's PPO"]
     text = (
         "## Returns of the recipes\n\n"
         f"`python -m benchmarks.returns`: `flatout train ENV` with nothing else given, then 100 episodes of "
