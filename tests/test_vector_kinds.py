@@ -104,13 +104,15 @@ def test_parts_of_the_envs_go_on_by_themselves(kind: str) -> None:
     options: dict[str, Any] = {"n_workers": 2} if kind == "process" else {"batch_size": 1}
     envs = flatout.make_vec(Talkative, 4, kind, **options)
     envs.reset(seed=1)
-    want = [serial.step(np.zeros(4, np.int64)) for _ in range(30)]
+    want = [serial.step(np.zeros(4, np.int64)) for _ in range(32)]
     envs.send(np.zeros(4, np.int64))
     with pytest.raises(FlatoutError, match="recv first"):
         envs.get_attr("length")
     taken = np.zeros(4, np.int64)
-    while (taken < 30).any():
+    while (taken < 32).any():
         rows, obs, rewards, terminations, _, infos = envs.recv()
+        # Those that are through stay at an episode's end, which must not be told again.
+        assert {*np.flatnonzero(infos.get("_final_obs", np.zeros(4)))} <= {*rows.tolist()}
         for k, i in enumerate(rows.tolist()):
             w_obs, w_rewards, w_terminations, _, w_infos = want[taken[i]]
             assert obs["float64"][k].tolist() == w_obs["float64"][i].tolist()
@@ -123,7 +125,7 @@ def test_parts_of_the_envs_go_on_by_themselves(kind: str) -> None:
                 assert infos["t"][i] == w_infos["t"][i]
                 assert not infos.get("_final_obs", np.zeros(4))[i]
         taken[rows] += 1
-        again = rows[taken[rows] < 30]
+        again = rows[taken[rows] < 32]
         if len(again):
             envs.send(np.zeros(len(again), np.int64), again)
     envs.close()
