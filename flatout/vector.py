@@ -40,6 +40,7 @@ class VecEnv(VectorEnv[Any, Any, Array]):
 
     def __init__(self, envs: OpenEnvs, *, copy: bool = True) -> None:
         executor, env = envs.executor, envs.sample
+        self.kind, self._notes = envs.kind, envs.notes
         self.executor, self._layout, self._copy = executor, envs.layout, copy
         self.num_envs = executor.n_envs
         self.single_observation_space, self.single_action_space = env.observation_space, env.action_space
@@ -49,6 +50,11 @@ class VecEnv(VectorEnv[Any, Any, Array]):
         self.spec, self.render_mode = env.spec, env.render_mode
         self._all = np.arange(self.num_envs)
         self._has_begun = False
+
+    @property
+    def notes(self) -> list[str]:
+        """Why `auto` took this kind, which kinds could not start, which envs were rebuilt; one line each."""
+        return [*self._notes, *self.executor.notes]
 
     def reset(
         self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
@@ -130,6 +136,8 @@ class VecEnv(VectorEnv[Any, Any, Array]):
         """The envs' infos by key, each with a mask of the envs that gave it."""
         infos: dict[str, Any] = {}
         finals = self.executor.final_infos
+        if finals and len(now.rows) < self.num_envs:  # others may have ended before, and wait for an action
+            finals = {i: finals[i] for i in now.rows.tolist() if i in finals}
         if now.restarted:
             finals = finals | {i: {"restarted": True} for i in now.restarted}
         if finals:

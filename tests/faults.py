@@ -74,6 +74,17 @@ class Once(Walk):
         return super().step(action)
 
 
+class Doomed(Walk):
+    """Raises in the step after its attribute `doomed` was set; the env that takes its place does not."""
+
+    doomed = False
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        if self.doomed:
+            raise KeyError("speed")
+        return super().step(action)
+
+
 class AlwaysRaises(Walk):
     """Raises at its fifth step, every time it is rebuilt."""
 

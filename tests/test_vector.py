@@ -84,9 +84,14 @@ def same(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-def peers(make: Callable[[], gym.Env[Any, Any]]) -> tuple[VecEnv, SyncVectorEnv[Any, Any]]:
+KINDS = ("serial", "process", "thread")
+
+
+def peers(
+    make: Callable[[], gym.Env[Any, Any]], kind: str = "auto"
+) -> tuple[VecEnv, SyncVectorEnv[Any, Any]]:
     theirs = SyncVectorEnv([make] * N, autoreset_mode=AutoresetMode.SAME_STEP)
-    return flatout.make_vec(make, N), theirs
+    return flatout.make_vec(make, N, kind), theirs
 
 
 CASES: dict[str, Callable[[], gym.Env[Any, Any]]] = {
@@ -103,9 +108,10 @@ CASES: dict[str, Callable[[], gym.Env[Any, Any]]] = {
 }
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("case", CASES)
-def test_every_step_equals_gymnasiums_own(case: str) -> None:
-    ours, theirs = peers(CASES[case])
+def test_every_step_equals_gymnasiums_own(case: str, kind: str) -> None:
+    ours, theirs = peers(CASES[case], kind)
     assert isinstance(ours, VectorEnv)
     assert ours.metadata["autoreset_mode"] is AutoresetMode.SAME_STEP
     assert ours.num_envs == N
@@ -162,8 +168,9 @@ def test_without_a_seed_the_first_reset_goes_by_make_vecs() -> None:
     assert len({tuple(row) for row in obs[0]}) == N
 
 
-def test_a_mask_resets_only_some() -> None:
-    ours, theirs = peers(Talkative)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_mask_resets_only_some(kind: str) -> None:
+    ours, theirs = peers(Talkative, kind)
     for envs in (ours, theirs):
         envs.reset(seed=0)
         envs.step(np.zeros(N, np.int64))
@@ -173,6 +180,7 @@ def test_a_mask_resets_only_some() -> None:
     assert got[0]["bytes"][:, 0].tolist() == [0, 1, 0]
     for _ in range(6):
         assert same(ours.step(np.zeros(N, np.int64)), theirs.step(np.zeros(N, np.int64)))
+    ours.close()
 
 
 def test_returned_arrays_stay_as_they_are_unless_asked_not_to() -> None:
@@ -199,17 +207,27 @@ def test_final_observations_stay_as_they_are() -> None:
     assert all(map(same, given, kept))
 
 
-def test_envs_can_be_reached() -> None:
-    envs = flatout.make_vec(Talkative, N)
+@pytest.mark.parametrize("kind", KINDS)
+def test_envs_can_be_reached(kind: str) -> None:
+    envs = flatout.make_vec(Talkative, N, kind)
     envs.reset()
     assert envs.call("double", 4) == (8, 8, 8)
     envs.set_attr("length", [2, 3, 4])
     assert envs.get_attr("length") == (2, 3, 4)
     envs.step(np.zeros(N, np.int64))
     assert envs.step(np.zeros(N, np.int64))[2].tolist() == [True, False, False]
-    images = flatout.make_vec("CartPole-v1", 2, env_kwargs={"render_mode": "rgb_array"})
+    with pytest.raises(AttributeError, match="breadth"):
+        envs.get_attr("breadth")
+    assert envs.executor.apply(lambda env: env.get_wrapper_attr("length"), [2, -3, 2]) == [4, 2, 4]
+    envs.close()
+
+
+@pytest.mark.parametrize("kind", ["serial", "process"])
+def test_envs_are_rendered(kind: str) -> None:
+    images = flatout.make_vec("CartPole-v1", 2, kind, env_kwargs={"render_mode": "rgb_array"})
     images.reset()
     assert [frame.shape for frame in images.render()] == [(400, 600, 3)] * 2
+    images.close()
 
 
 def test_a_lost_env_is_a_truncated_episode(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,6 +255,9 @@ def test_a_lost_env_is_a_truncated_episode(monkeypatch: pytest.MonkeyPatch) -> N
         ({"executor": "seriel"}, "there is no executor 'seriel' here"),
         ({"n_envs": 0}, "n_envs must be at least 1, got 0"),
         ({"n_workers": 3}, "executor 'auto' takes no option 'n_workers'"),
+        ({"executor": "process", "n_worker": 3}, "'process' takes no option 'n_worker'; did you mean"),
+        ({"executor": "process", "n_workers": 0}, "n_workers must be at least 1, got 0"),
+        ({"executor": "async"}, "'async' is for envs with async def reset and step"),
         ({"env": "CartPole-v7"}, "unknown env 'CartPole-v7'"),
     ],
 )

@@ -6,23 +6,44 @@ They see what training drops: the space's own dtypes, the envs' infos, seeds of 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import Any, Protocol, TypeVar
 
 import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
 
+from flatout.envs.awaitable import Blocking, blocking
 from flatout.envs.check import validate_spaces
-from flatout.envs.make import EnvSource, env_factory
-from flatout.envs.spaces import ObsLayout
+from flatout.envs.make import EnvFactory, EnvSource, env_factory, one_line
+from flatout.envs.spaces import ActionLayout, ObsLayout
 from flatout.errors import EnvError, FlatoutError, did_you_mean
 from flatout.executors.base import Executor, Step
+from flatout.executors.choose import plans, probe
+from flatout.executors.coroutine import CoroutineExecutor
+from flatout.executors.process import ProcessExecutor
 from flatout.executors.serial import SerialExecutor
+from flatout.executors.supervise import RestartBudget
+from flatout.executors.thread import ThreadExecutor
+from flatout.executors.waiting import STEP_TIMEOUT
+from flatout.hardware.machine import usable_cores
 
 T = TypeVar("T")
 
-KINDS = ("auto", "serial")
+FAULTS = ("step_timeout", "max_restarts", "window_seconds")
+WAITING = ("infos", *FAULTS, "batch_size", "batch_seconds")
+OPTIONS: dict[str, tuple[str, ...]] = {
+    "auto": ("infos",),
+    "serial": ("infos",),
+    "process": ("infos", *FAULTS, "n_workers"),
+    "thread": WAITING,
+    "async": WAITING,
+}
+"""By kind, what can be set. `infos=False` spares worker processes the pickling of infos; others have none to do."""
+KINDS = tuple(OPTIONS)
+PLANNED_STEPS = 1_000_000
+"""For how many steps the start of processes has to pay, as nobody says how many there will be."""
 
 
 class OpenExecutor(Executor, Protocol):
@@ -31,7 +52,12 @@ class OpenExecutor(Executor, Protocol):
     infos: list[dict[str, Any]]
     """What each env's last step told, or its last reset where an episode has just begun."""
     final_infos: dict[int, dict[str, Any]]
-    """By place, what the last step of each episode told that ended in it."""
+    """By place, what the last step of each episode told that ended in it; until that env is sent an action."""
+
+    @property
+    def notes(self) -> list[str]:
+        """One line for each env or worker that was lost and rebuilt."""
+        ...
 
     def begin(
         self,
@@ -73,7 +99,7 @@ def _build(space: gym.Space[Any], leaves: Iterator[Any]) -> Any:
     return next(leaves)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OpenEnvs:
     """An executor and what its caller has to know about the envs."""
 
@@ -81,6 +107,10 @@ class OpenEnvs:
     layout: ExactLayout
     sample: gym.Env[Any, Any]
     """A closed env like the executor's, for its spaces and metadata."""
+    kind: str
+    """The executor's kind, never `auto`."""
+    notes: list[str] = field(default_factory=list)
+    """Why `auto` took this kind, and which ones could not start; one line each."""
 
 
 def open_envs(
@@ -94,16 +124,28 @@ def open_envs(
     """`n_envs` copies of an env behind an executor of this kind; `options` are the kind's own."""
     if n_envs < 1:
         raise FlatoutError(f"n_envs must be at least 1, got {n_envs}")
+    _refuse_unknown(kind, options)
     factory = env_factory(env, env_kwargs)
-    sample = factory()
-    try:
-        validate_spaces(sample)
-    except EnvError as error:
-        raise EnvError(f"{factory.name}: {error}") from error
-    finally:
-        sample.close()
-    layout = ExactLayout(sample.observation_space)
-    return OpenEnvs(make_executor(kind, factory, layout, n_envs, seed, **options), layout, sample)
+    sample, awaits = _sample(factory)
+    layout, action_space = ExactLayout(sample.observation_space), sample.action_space
+    _refuse_unfit(kind, awaits)
+    notes: list[str] = []
+    ranked = [kind]
+    if kind == "auto":
+        ranked, notes = (["async"], []) if awaits else _ranked(factory, action_space, n_envs, seed)
+    for this, following in zip_longest(ranked, ranked[1:]):
+        try:
+            executor = make_executor(
+                this, factory, layout, n_envs, seed, action_space=action_space, **options
+            )
+            if kind == "auto":
+                _await_start(executor)
+            return OpenEnvs(executor=executor, layout=layout, sample=sample, kind=this, notes=notes)
+        except Exception as error:
+            if following is None:
+                raise
+            notes.append(f"executor {this} could not start ({one_line(error)}); using {following}")
+    raise AssertionError("serial is always among them")
 
 
 def make_executor(
@@ -112,15 +154,95 @@ def make_executor(
     layout: ObsLayout,
     n_envs: int,
     seed: int,
-    **options: Any,
+    *,
+    action_space: gym.Space[Any],
+    infos: bool = True,
+    n_workers: int | None = None,
+    step_timeout: float = STEP_TIMEOUT,
+    max_restarts: int = 10,
+    window_seconds: float = 60.0,
+    **batching: Any,
 ) -> OpenExecutor:
-    """The executor of this kind over `n_envs` envs; `options` are the kind's own."""
+    """The executor of this kind over `n_envs` envs, each option being for the kinds that have it."""
+    ids = np.arange(n_envs)
+    if kind == "serial":
+        return SerialExecutor(factory, layout, ids, seed, replayable=False)
+    budget = RestartBudget(max_restarts, window_seconds)
+    if kind == "process":
+        n_cores = usable_cores()
+        return ProcessExecutor(
+            factory,
+            layout,
+            ids,
+            seed,
+            action=ActionLayout(action_space),
+            n_workers=n_workers or n_cores,
+            n_cores=n_cores,
+            replayable=False,
+            infos=infos,
+            timeout=step_timeout,
+            budget=budget,
+        )
+    waiting = ThreadExecutor if kind == "thread" else CoroutineExecutor
+    return waiting(factory, layout, ids, seed, step_timeout=step_timeout, budget=budget, **batching)
+
+
+def _refuse_unknown(kind: str, options: Mapping[str, Any]) -> None:
     if kind not in KINDS:
         known = ", ".join(KINDS)
         raise FlatoutError(f"there is no executor '{kind}' here; there is {known}{did_you_mean(kind, KINDS)}")
-    if options:
-        raise FlatoutError(f"executor '{kind}' takes no option '{next(iter(options))}'")
-    return SerialExecutor(factory, layout, np.arange(n_envs), seed, replayable=False)
+    for name in options:
+        if name not in OPTIONS[kind]:
+            hint = did_you_mean(name, OPTIONS[kind])
+            raise FlatoutError(f"executor '{kind}' takes no option '{name}'{hint}")
+    n_workers = options.get("n_workers")
+    if n_workers is not None and n_workers < 1:
+        raise FlatoutError(f"n_workers must be at least 1, got {n_workers}")
+
+
+def _sample(factory: EnvFactory) -> tuple[gym.Env[Any, Any], bool]:
+    """An env, closed again, and whether it is async."""
+    made = blocking(factory)
+    try:
+        validate_spaces(made)
+    except EnvError as error:
+        raise EnvError(f"{factory.name}: {error}") from error
+    finally:
+        made.close()
+    return (made.env, True) if isinstance(made, Blocking) else (made, False)
+
+
+def _refuse_unfit(kind: str, awaits: bool) -> None:
+    if awaits and kind not in ("auto", "async"):
+        raise FlatoutError(f"executor '{kind}' cannot run an async env; use 'async'")
+    if kind == "async" and not awaits:
+        raise FlatoutError(
+            "executor 'async' is for envs with async def reset and step; use 'thread' or 'auto'"
+        )
+
+
+def _ranked(
+    factory: EnvFactory, action_space: gym.Space[Any], n_envs: int, seed: int
+) -> tuple[list[str], list[str]]:
+    """The kinds that can run the env, by measured speed, and why the first is the first."""
+    if n_envs == 1:
+        return ["serial"], []
+    try:
+        measured = probe(factory, ActionLayout(action_space), lambda _: 0.0, seed=seed)
+    except Exception as error:
+        return ["serial"], [f"the env could not be measured ({one_line(error)}); using serial"]
+    n_cores = usable_cores()
+    ranked = plans(measured, n_envs=n_envs, n_cores=n_cores, timesteps=PLANNED_STEPS, children_ok=False)
+    return [plan.kind for plan in ranked], [f"executor {ranked[0].kind}: {ranked[0].reason}"]
+
+
+def _await_start(executor: OpenExecutor) -> None:
+    """Have every env answer: worker processes fail after they were started, if they do."""
+    try:
+        executor.apply(id)
+    except BaseException:
+        executor.close()
+        raise
 
 
 def lost_as_truncated(now: Step) -> Step:

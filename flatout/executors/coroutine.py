@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from flatout.envs.awaitable import LoopThread
 from flatout.errors import EnvError
-from flatout.executors.life import Act, Begin, Life
+from flatout.executors.life import Life, Order
 from flatout.executors.waiting import WaitingExecutor
 
 
@@ -30,7 +30,7 @@ class CoroutineExecutor(WaitingExecutor):
             worker = self._workers[row] = _TaskWorker(row, self._generations[row], loop)
             loop.call_soon_threadsafe(worker.start, f"env {self.env_ids[row]}", self._life)
 
-    def _give(self, orders: Mapping[int, Begin | Act]) -> None:
+    def _give(self, orders: Mapping[int, Order]) -> None:
         # One hand-over for all of them: waking the loop is the expensive part.
         pairs = [(self._workers[row], order) for row, order in orders.items()]
         self._loop_thread.loop.call_soon_threadsafe(_hand_out, pairs)
@@ -57,7 +57,7 @@ class _TaskWorker:
     def __init__(self, row: int, generation: int, loop: asyncio.AbstractEventLoop) -> None:
         self.row, self.generation = row, generation
         self._loop = loop
-        self.order: asyncio.Future[Begin | Act] = loop.create_future()
+        self.order: asyncio.Future[Order] = loop.create_future()
         self._task: asyncio.Task[None] | None = None
 
     def start(self, name: str, life: Life) -> None:
@@ -69,13 +69,13 @@ class _TaskWorker:
         assert self._task is not None
         self._task.cancel()
 
-    async def next_order(self) -> Begin | Act:
+    async def next_order(self) -> Order:
         """Wait until there is an order."""
         order = await self.order
         self.order = self._loop.create_future()
         return order
 
 
-def _hand_out(pairs: list[tuple[_TaskWorker, Begin | Act]]) -> None:
+def _hand_out(pairs: list[tuple[_TaskWorker, Order]]) -> None:
     for worker, order in pairs:
         worker.order.set_result(order)

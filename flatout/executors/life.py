@@ -6,11 +6,13 @@ them, never suspends, and so runs from start to end by being sent once.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from contextlib import suppress
 from time import perf_counter
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import gymnasium as gym
 
@@ -25,9 +27,10 @@ Doing = Literal["constructor", "reset", "step"]
 class Begin(NamedTuple):
     """Order: begin a seeded episode and, to come back to a moment, walk through actions."""
 
-    seed: int
+    seed: int | None
     actions: Iterable[Any] = ()
     give_up_at: float = math.inf
+    options: dict[str, Any] | None = None
 
 
 class Act(NamedTuple):
@@ -36,6 +39,16 @@ class Act(NamedTuple):
     action: Any
     reseed: int | None
     """The seed of the next episode if this step ends one; None goes on with the env's own randomness."""
+
+
+class Apply(NamedTuple):
+    """Order: call a function with the env, where the env lives, and answer through `result`."""
+
+    function: Callable[[gym.Env[Any, Any]], Any]
+    result: Future[Any]
+
+
+Order: TypeAlias = Begin | Act | Apply
 
 
 class Outcome(NamedTuple):
@@ -55,6 +68,10 @@ class Outcome(NamedTuple):
     seconds: float = 0.0
     error: BaseException | None = None
     """Why the env's life has ended; it was `done` at the time."""
+    info: dict[str, Any] | None = None
+    """What the observation came with."""
+    final_info: dict[str, Any] | None = None
+    """What `final_obs` came with."""
 
 
 class Worker(Protocol):
@@ -63,7 +80,7 @@ class Worker(Protocol):
     row: int
     generation: int
 
-    async def next_order(self) -> Begin | Act | None:
+    async def next_order(self) -> Order | None:
         """Wait for the next order; None is the end."""
         ...
 
@@ -90,21 +107,26 @@ class Life:
             env = self._make()
             self._report(Outcome(row, generation, doing))
             while (order := await worker.next_order()) is not None:
+                if isinstance(order, Apply):
+                    await self._apply(env, order)
+                    continue
                 if isinstance(order, Begin):
                     doing = "reset"
-                    self._report(Outcome(row, generation, doing, await self._begin(env, order)))
+                    obs, info = await self._begin(env, order)
+                    self._report(Outcome(row, generation, doing, obs, info=info))
                     continue
                 doing = "step"
                 started = perf_counter()
                 result = env.step(order.action)
-                obs, reward, terminated, truncated, _ = await result if self._awaits else result  # type: ignore[misc]
-                final_obs = None
+                obs, reward, terminated, truncated, info = await result if self._awaits else result  # type: ignore[misc]
+                final_obs = final_info = None
                 if terminated or truncated:
-                    final_obs, doing = self._copy(obs), "reset"
-                    obs = await self._reset(env, order.reseed)
+                    final_obs, final_info, doing = self._copy(obs), info, "reset"
+                    obs, info = await self._reset(env, order.reseed)
                 seconds = perf_counter() - started
+                flags = reward, terminated, truncated
                 self._report(
-                    Outcome(row, generation, "step", obs, reward, terminated, truncated, final_obs, seconds)
+                    Outcome(row, generation, "step", obs, *flags, final_obs, seconds, None, info, final_info)
                 )
         except BaseException as error:
             self._report(Outcome(row, generation, doing, error=error))
@@ -124,22 +146,33 @@ class Life:
             )
         return env
 
-    async def _reset(self, env: gym.Env[Any, Any], seed: int | None) -> Any:
-        result = env.reset(seed=seed)
-        obs, _ = await result if self._awaits else result  # type: ignore[misc]
-        return obs
+    async def _reset(
+        self, env: gym.Env[Any, Any], seed: int | None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        result = env.reset(seed=seed, options=options) if options else env.reset(seed=seed)
+        return await result if self._awaits else result  # type: ignore[misc]
 
-    async def _begin(self, env: gym.Env[Any, Any], order: Begin) -> Any:
-        """The observation after the order's reset and actions, None when that took too long."""
-        obs = await self._reset(env, order.seed)
+    async def _begin(self, env: gym.Env[Any, Any], order: Begin) -> tuple[Any, dict[str, Any]]:
+        """What the env gave after the order's reset and actions; no observation when that took too long."""
+        obs, info = await self._reset(env, order.seed, order.options)
         for action in order.actions:
             if perf_counter() > order.give_up_at:
-                return None
+                return None, {}
             result = env.step(action)
-            obs, _, terminated, truncated, _ = await result if self._awaits else result  # type: ignore[misc]
+            obs, _, terminated, truncated, info = await result if self._awaits else result  # type: ignore[misc]
             if terminated or truncated:
-                obs = await self._reset(env, None)
-        return obs
+                obs, info = await self._reset(env, None)
+        return obs, info
+
+    async def _apply(self, env: gym.Env[Any, Any], order: Apply) -> None:
+        """Answer the order; what the function raises is the caller's, and the env lives on."""
+        try:
+            value = order.function(env)
+            order.result.set_result(await value if self._awaits and inspect.isawaitable(value) else value)
+        except BaseException as error:
+            order.result.set_exception(error)
+            if not isinstance(error, Exception):
+                raise
 
     def _copy(self, obs: Any) -> Leaves:
         copy = self._layout.alloc(1)

@@ -67,6 +67,8 @@ class SerialExecutor:
         """What each env's last step told, or its last reset where an episode has just begun."""
         self.final_infos: dict[int, dict[str, Any]] = {}
         """By place, what the last step of each episode told that ended in it."""
+        self.notes: list[str] = []
+        """Nothing: its envs are never rebuilt."""
         self._actions: Array = np.zeros(0)
         self._returns = np.zeros(n_envs)
         self._lengths = np.zeros(n_envs, np.int64)

@@ -11,7 +11,7 @@ from queue import SimpleQueue
 from time import perf_counter
 
 from flatout.envs.awaitable import CLOSE_SECONDS
-from flatout.executors.life import Act, Begin, Life
+from flatout.executors.life import Life, Order
 from flatout.executors.waiting import WaitingExecutor
 
 
@@ -26,7 +26,7 @@ class ThreadExecutor(WaitingExecutor):
             name = f"flatout-env-{self.env_ids[row]}"
             self._workers[row] = _ThreadWorker(row, self._generations[row], name, self._life)
 
-    def _give(self, orders: Mapping[int, Begin | Act]) -> None:
+    def _give(self, orders: Mapping[int, Order]) -> None:
         for row, order in orders.items():
             self._workers[row].orders.put(order)
 
@@ -47,11 +47,11 @@ class _ThreadWorker:
 
     def __init__(self, row: int, generation: int, name: str, life: Life) -> None:
         self.row, self.generation = row, generation
-        self.orders: SimpleQueue[Begin | Act | None] = SimpleQueue()
+        self.orders: SimpleQueue[Order | None] = SimpleQueue()
         self.thread = threading.Thread(target=self._run, args=(life,), name=name, daemon=True)
         self.thread.start()
 
-    async def next_order(self) -> Begin | Act | None:
+    async def next_order(self) -> Order | None:
         """Block until there is an order."""
         return self.orders.get()
 

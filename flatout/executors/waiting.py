@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeVar
 
 import gymnasium as gym
 import numpy as np
@@ -21,9 +22,11 @@ from flatout.envs.spaces import Array, Leaves, ObsLayout
 from flatout.errors import EnvError, FlatoutError
 from flatout.executors.base import Episode, Step, alloc_step
 from flatout.executors.history import History
-from flatout.executors.life import Act, Begin, Doing, Life, Outcome
+from flatout.executors.life import Act, Apply, Begin, Doing, Life, Order, Outcome
 from flatout.executors.ready import ReadyQueue
 from flatout.executors.supervise import RestartBudget
+
+T = TypeVar("T")
 
 STEP_TIMEOUT = 60.0
 REPLAY_SECONDS = 60.0
@@ -60,6 +63,11 @@ class WaitingExecutor(ABC):
         self._life = Life(factory, layout, self._ready.put, awaits=self.awaits)
         self._timeout = STEP_TIMEOUT if step_timeout is None else step_timeout
         self._generations = [0] * n_envs
+        self.infos: list[dict[str, Any]] = [{} for _ in range(n_envs)]
+        """What each env's last step told, or its last reset where an episode has just begun."""
+        self.final_infos: dict[int, dict[str, Any]] = {}
+        """By place, what the last step of each episode told that ended in it."""
+        self._asked: dict[int, Begin] = {}
         self._actions: list[Any] = [None] * n_envs
         self._due = [math.inf] * n_envs
         self._next_due = math.inf
@@ -99,10 +107,54 @@ class WaitingExecutor(ABC):
         self.mark()
         return self._stand_still()
 
+    def begin(
+        self,
+        seeds: Sequence[int | None],
+        options: Sequence[dict[str, Any] | None] | None = None,
+        rows: Sequence[int] | None = None,
+    ) -> Step:
+        """Begin new episodes, in the places named or in all, with the caller's seeds (None: none) and options."""
+        assert not self._history.replayable, "a replay knows only the executor's own seeds"
+        self._bring_home()
+        places = range(self.n_envs) if rows is None else rows
+        self._asked = {i: Begin(seeds[i], options=options[i] if options else None) for i in places}
+        self._post(self._asked)
+        self._await_begun()
+        self._asked = {}
+        self._forget(places)
+        self.mark()
+        return self._stand_still(np.fromiter(places, np.intp))
+
+    def apply(self, function: Callable[[gym.Env[Any, Any]], T], rows: Iterable[int] | None = None) -> list[T]:
+        """What `function` returns for each env, called where the env lives: in its thread, or on the loop.
+
+        What it returns is awaited there if it can be. The envs must stand still.
+        """
+        places = [range(self.n_envs)[i] for i in (range(self.n_envs) if rows is None else rows)]
+        if any(self._due[i] < math.inf for i in places):
+            raise FlatoutError("an env can be reached when its last step was received; recv first")
+        results = []
+        for i in places:  # one by one, as one env may be named twice
+            result: Future[T] = Future()
+            self._give({i: Apply(function, result)})
+            results.append(self._answer(i, result))
+        return results
+
+    def _answer(self, i: int, result: Future[T]) -> T:
+        try:
+            return result.result(self._timeout)
+        except TimeoutError as error:
+            if result.done():  # the function's own
+                raise
+            self._refuse_blocked()
+            raise EnvError(f"env {self.env_ids[i]} gave no answer within {self._timeout:g} s") from error
+
     def send(self, actions: Array, rows: Array) -> None:
         """Hand each env in `rows` its action; it starts at once."""
         # The caller may reuse its array while envs still look at their actions.
         by_row = dict(zip(rows.tolist(), actions.copy(), strict=True))
+        if self.final_infos:
+            self.final_infos = {i: info for i, info in self.final_infos.items() if i not in by_row}
         if self._history.replayable:
             for i, action in by_row.items():
                 self._actions[i] = action
@@ -117,10 +169,13 @@ class WaitingExecutor(ABC):
         while not outcomes:
             outcomes = self._arrivals()
         out = self._step
-        out.rows = self._write(outcomes)
         # An env that was sent an action and has begun an episode instead was lost on the way.
         out.restarted = [o.row for o in outcomes if o.done == "reset"]
-        self._forget(out.restarted)
+        if out.restarted:
+            for leaf, last in zip(out.final_obs, out.obs, strict=True):
+                leaf[out.restarted] = last[out.restarted]
+            self._forget(out.restarted)
+        out.rows = self._write(outcomes)
         out.ended = [episode for o in outcomes if o.done == "step" for episode in self._count(o)]
         if out.ended:
             done = np.array([o.row for o in outcomes if o.final_obs is not None])
@@ -175,7 +230,7 @@ class WaitingExecutor(ABC):
                 env_id = self.env_ids[min(missing)]
                 raise EnvError(f"env {env_id} hangs in its constructor: not made within {self._timeout:g} s")
 
-    def _post(self, orders: Mapping[int, Begin | Act], extra_seconds: float = 0.0) -> None:
+    def _post(self, orders: Mapping[int, Order], extra_seconds: float = 0.0) -> None:
         due = perf_counter() + self._timeout + extra_seconds
         for i in orders:
             assert self._due[i] == math.inf, "an env takes an action when its last step was received"
@@ -224,7 +279,7 @@ class WaitingExecutor(ABC):
         self._start([i])
         self._due[i] = perf_counter() + self._timeout
         self._next_due = min(self._next_due, self._due[i])
-        self._give({i: Begin(self._history.next_seed(i))})
+        self._give({i: self._asked.get(i) or Begin(self._history.next_seed(i))})
 
     def _bring_home(self) -> None:
         while self._n_away:
@@ -238,10 +293,11 @@ class WaitingExecutor(ABC):
         self._refuse_nan("observation", self._step.obs, self._write(begun))
         return {outcome.row for outcome in begun}
 
-    def _stand_still(self) -> Step:
+    def _stand_still(self, begun: Array | slice = slice(None)) -> Step:
         out = self._step
         for flags in (out.reward, out.terminated, out.truncated):
-            flags[:] = 0
+            flags[begun] = 0
+        self.final_infos = {}
         out.rows, out.ended, out.restarted = np.arange(self.n_envs), [], []
         return out
 
@@ -256,7 +312,9 @@ class WaitingExecutor(ABC):
                 out.terminated[i], out.truncated[i] = outcome.terminated, outcome.truncated
             except Exception as error:
                 raise self._failure(i, outcome.done, error) from error
+            self.infos[i] = outcome.info or {}
             if outcome.final_obs is not None:
+                self.final_infos[i] = outcome.final_info or {}
                 for leaf, final in zip(out.final_obs, outcome.final_obs, strict=True):
                     leaf[i] = final[0]
         return np.array([outcome.row for outcome in outcomes], np.intp)
@@ -310,7 +368,7 @@ class WaitingExecutor(ABC):
         """Give each row a new worker of its current generation, which makes an env and waits for orders."""
 
     @abstractmethod
-    def _give(self, orders: Mapping[int, Begin | Act]) -> None:
+    def _give(self, orders: Mapping[int, Order]) -> None:
         """Hand each row's worker its order."""
 
     @abstractmethod

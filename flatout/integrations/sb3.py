@@ -60,12 +60,18 @@ class _ExecutorVecEnv:
 
     def __init__(self, envs: OpenEnvs, seed: int | None) -> None:
         self.executor, self._layout = envs.executor, envs.layout
+        self.kind, self._notes = envs.kind, envs.notes
         self._began = perf_counter()
         self._actions: Array = np.zeros(0)
         sample = envs.sample
         super().__init__(envs.executor.n_envs, sample.observation_space, sample.action_space)  # type: ignore[call-arg]
         self.metadata = sample.metadata
         self.seed(seed)  # type: ignore[attr-defined]
+
+    @property
+    def notes(self) -> list[str]:
+        """Why `auto` took this kind, which kinds could not start, which envs were rebuilt; one line each."""
+        return [*self._notes, *self.executor.notes]
 
     def reset(self) -> Any:
         """Begin new episodes with the seeds and options that `seed` and `set_options` left, once."""

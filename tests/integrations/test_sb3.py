@@ -9,10 +9,12 @@ from typing import Any
 
 import gymnasium as gym
 import numpy as np
+import psutil
 import pytest
 
 from flatout.errors import FlatoutError
 from flatout.integrations.sb3 import make_vec_env
+from tests.faults import Doomed
 from tests.known import Match, OnlyTheMaskTells
 from tests.test_vector import Taciturn, Talkative, same
 
@@ -30,6 +32,7 @@ def test_without_sb3_the_error_is_one_line(monkeypatch: pytest.MonkeyPatch) -> N
         make_vec_env("CartPole-v1", N)
 
 
+@pytest.mark.parametrize("kind", ["serial", "process", "thread"])
 @pytest.mark.parametrize(
     "make",
     [
@@ -42,11 +45,11 @@ def test_without_sb3_the_error_is_one_line(monkeypatch: pytest.MonkeyPatch) -> N
         partial(Match, "image"),
     ],
 )
-def test_every_step_equals_sb3s_own(make: Any) -> None:
+def test_every_step_equals_sb3s_own(make: Any, kind: str) -> None:
     vec_env = pytest.importorskip("stable_baselines3.common.vec_env")
     monitor = importlib.import_module("stable_baselines3.common.monitor")
     theirs = vec_env.DummyVecEnv([lambda: monitor.Monitor(make())] * N)
-    ours = make_vec_env(make, N, seed=5)
+    ours = make_vec_env(make, N, seed=5, executor=kind)
     assert isinstance(ours, vec_env.VecEnv)
     assert (ours.observation_space, ours.action_space) == (theirs.observation_space, theirs.action_space)
     theirs.seed(5)
@@ -70,12 +73,14 @@ def test_every_step_equals_sb3s_own(make: Any) -> None:
     ours.seed(9)
     theirs.seed(9)
     assert same(ours.reset(), theirs.reset())
+    ours.close()
 
 
-def test_envs_can_be_reached() -> None:
+@pytest.mark.parametrize("kind", ["serial", "process", "thread"])
+def test_envs_can_be_reached(kind: str) -> None:
     pytest.importorskip("stable_baselines3")
     monitor = importlib.import_module("stable_baselines3.common.monitor")
-    envs = make_vec_env("CartPole-v1", N, seed=0)
+    envs = make_vec_env("CartPole-v1", N, seed=0, executor=kind)
     assert envs.get_attr("length") == [0.5] * N
     envs.set_attr("length", 0.7, indices=[0, 2])
     assert envs.get_attr("length") == [0.7, 0.5, 0.7]
@@ -87,6 +92,34 @@ def test_envs_can_be_reached() -> None:
     assert envs.env_is_wrapped(gym.wrappers.ClipAction, indices=[0]) == [False]
     assert envs.env_is_wrapped(monitor.Monitor, indices=[0, 1]) == [True] * 2
     assert envs.seed(4) == [4, 5, 6]
+    envs.close()
+
+
+def test_closing_leaves_no_process() -> None:
+    pytest.importorskip("stable_baselines3")
+    envs = make_vec_env("CartPole-v1", N, seed=0, executor="process", n_workers=2)
+    envs.reset()
+    pids = envs.executor.pids
+    assert len(pids) == 2
+    assert all(map(psutil.pid_exists, pids))
+    envs.close()
+    assert not any(map(psutil.pid_exists, pids))
+
+
+def test_a_lost_env_is_a_truncated_episode() -> None:
+    pytest.importorskip("stable_baselines3")
+    envs = make_vec_env(Doomed, N, seed=0, executor="process", n_workers=1)
+    before = envs.reset()
+    envs.set_attr("doomed", True, indices=[2])
+    obs, rewards, dones, infos = envs.step(np.zeros(N, np.int64))
+    assert rewards.tolist() == [0.0] * N
+    assert dones.tolist() == [True] * N
+    for info, last, first in zip(infos, before, obs, strict=True):
+        assert info["TimeLimit.truncated"]
+        assert info["terminal_observation"].tolist() == last.tolist()
+        assert first[1] == 0
+    assert "raised in step" in envs.notes[-1]
+    envs.close()
 
 
 def test_options_are_used_for_one_reset() -> None:
