@@ -13,8 +13,9 @@ import torch
 
 from flatout.collect.evaluate import Evaluation, evaluate
 from flatout.collect.noise import ActionNoise
-from flatout.config import RunConfig, resolve
-from flatout.envs.check import EnvInfo, check
+from flatout.config import RunConfig, read_file, resolve
+from flatout.envs.check import EnvInfo
+from flatout.envs.check_batched import check_env
 from flatout.envs.make import EnvSource, env_factory
 from flatout.envs.spaces import ActionLayout, ObsLayout, space_from_json
 from flatout.errors import FlatoutError
@@ -45,7 +46,8 @@ from flatout.run import (
 class PPO:
     """An agent and the settings it learns with.
 
-    `env` is a Gymnasium id, `module:Id`, `file.py:factory`, a gym.Env class or a function that makes one.
+    `env` is a Gymnasium id, `module:Id`, `file.py:factory`, a gym.Env class, a function that makes one, or a
+    batched env: a gymnasium.vector.VectorEnv, or an object like one that gives tensors, or what makes those.
     Settings are those of `flatout train --help`, with underscores. With `runs_dir` or `run_name` every
     learn() keeps a run's folder.
     """
@@ -69,17 +71,30 @@ class PPO:
         name = factory.name if factory else None
         if preset is not None:
             settings["preset"] = preset
-        self.config = resolve(
-            name, settings, device=self.device, n_cores=self._machine.cores, file=config_file
-        )
-        self.device = resolve_device(self.config.device)
+        n_envs = factory.n_envs if factory else None
+        self.config = self._resolve(name, settings, config_file, n_envs)
         self._source: EnvSource = env if env is not None else self.config.env
         if factory is None or self.config.env_kwargs != factory.kwargs:
             factory = env_factory(self._source, self.config.env_kwargs)
-        self._env: EnvInfo | None = check(factory, seed=self.config.seed)
+        self._env: EnvInfo | None = check_env(factory, seed=self.config.seed, n_envs=self.config.n_envs)
+        if self._env.n_envs not in (None, self.config.n_envs):
+            self.config = self._resolve(name, settings, config_file, self._env.n_envs)
+        self.device = resolve_device(self.config.device)
+        if self._env.batched == "tensor" and self.config.device == "auto":
+            self.device = self._env.device
         self.policy = _policy(self.config, self._env.observation_space, self._env.action_space, self.device)
         self._mask_in_info = self._env.factory.mask_in_info
         self._setup(None, run_name, runs_dir, overwrite)
+
+    def _resolve(
+        self, env: str | None, settings: dict[str, Any], file: Path | None, n_envs: int | None
+    ) -> RunConfig:
+        """The settings; `n_envs` is how many a batched env steps at once, where that is not ours to choose."""
+        if n_envs is not None:
+            given = (read_file(file) if file else {}) | settings
+            _refuse_other_n_envs(env or "env", n_envs, given.get("n_envs", n_envs))
+            settings = settings | {"n_envs": n_envs}
+        return resolve(env, settings, device=self.device, n_cores=self._machine.cores, file=file)
 
     def _setup(
         self,
@@ -195,7 +210,8 @@ class PPO:
     def evaluate(
         self, n_episodes: int = 100, *, deterministic: bool = True, seed: int | None = None
     ) -> Evaluation:
-        """Play whole episodes in envs of its own."""
+        """Play whole episodes in envs of its own; of a batched env given as such there is only that one, in which
+        learning then goes on with new episodes."""
         seed = self.config.seed + EVAL_SEED if seed is None else seed
         n_envs = min(n_episodes, MAX_EVAL_ENVS)
         executor = eval_executor(self._env_info(), self.policy.obs, n_envs, seed)
@@ -211,6 +227,8 @@ class PPO:
             )
         finally:
             executor.close()
+            if self._trainer is not None:
+                self._trainer.after_evaluation()
 
     def save(self, path: str | Path) -> None:
         """Write the agent, with everything that learning on needs, to one file."""
@@ -245,7 +263,11 @@ class PPO:
     def _notes(self) -> list[str]:
         notes = [*(self._env.warnings if self._env else ()), *self._resume_notes]
         notes += self._trainer.notes if self._trainer else []
-        if self._fresh_envs:
+        if self._fresh_envs and self._env is not None and self._env.batched:
+            notes.append(
+                "a batched env cannot be brought back to where it stood: all envs began new episodes"
+            )
+        elif self._fresh_envs:
             notes.append(
                 f"{len(self._fresh_envs)} of {self.config.n_envs} envs could not be replayed to where they "
                 "stood and began a new episode"
@@ -258,10 +280,14 @@ class PPO:
 
     def _env_info(self) -> EnvInfo:
         if self._env is None:
-            info = check(env_factory(self._source, self.config.env_kwargs), seed=self.config.seed)
+            config = self.config
+            factory = env_factory(self._source, config.env_kwargs)
+            info = check_env(factory, seed=config.seed, n_envs=config.n_envs)
             for kind, known in (("observation", self.policy.obs), ("action", self.policy.action)):
                 if getattr(info, f"{kind}_space") != known.space:
                     raise FlatoutError(f"the env's {kind} space is not the one this agent was trained with")
+            if info.n_envs is not None:
+                _refuse_other_n_envs(factory.name, info.n_envs, config.n_envs)
             self._env = info
         return self._env
 
@@ -333,6 +359,11 @@ def _policy(config: RunConfig, observation_space: Any, action_space: Any, device
     normalize_obs = config.ppo.normalize_obs
     model = build(obs, action, config.network, config.seed, normalize_obs=normalize_obs).to(device)
     return Policy(model=model, obs=obs, action=action, device=torch.device(device))
+
+
+def _refuse_other_n_envs(name: str, n_envs: int, wanted: Any) -> None:
+    if str(wanted) != str(n_envs):  # a flag's value is still text
+        raise FlatoutError(f"env '{name}' steps {n_envs} envs at once, which --n-envs {wanted} cannot change")
 
 
 def _load_model(policy: Policy, checkpoint: Checkpoint) -> None:

@@ -113,7 +113,7 @@ class RunConfig:
 
 _NOT_YET: dict[str, tuple[str, tuple[str, ...]]] = {
     "algo": ("ppo", ("dqn",)),
-    "executor": ("auto", ("batched", "ray")),
+    "executor": ("auto", ("ray",)),
     "overlap": ("auto or off", ("on",)),
     "precision": ("auto or fp32", ("tf32", "bf16", "fp16")),
     "compile": ("auto or off", ("on",)),

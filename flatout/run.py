@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from flatout.buffers.rollout import Rollout
+from flatout.collect.batched import batched_collector, batched_eval_executor
 from flatout.collect.child import ChildCollectors, Job
 from flatout.collect.collector import Collector, Collects, Interrupted
 from flatout.collect.evaluate import Evaluation, evaluate
@@ -27,7 +28,7 @@ from flatout.envs.make import one_line
 from flatout.envs.spaces import ActionLayout, ObsLayout, space_to_json
 from flatout.errors import FlatoutError
 from flatout.executors.base import Executor
-from flatout.executors.choose import Plan, plans, probe
+from flatout.executors.choose import Plan, only_plan, plans, probe
 from flatout.executors.coroutine import CoroutineExecutor
 from flatout.executors.process import ProcessExecutor
 from flatout.executors.serial import SerialExecutor
@@ -37,7 +38,7 @@ from flatout.hardware.threads import torch_threads
 from flatout.learn.checkpoint import Checkpoint
 from flatout.learn.learner import Learner
 from flatout.models.policy import ActorCritic
-from flatout.pipeline.lockstep import Lockstep
+from flatout.pipeline.lockstep import Counted, Lockstep
 from flatout.pipeline.progress import Progress
 from flatout.pipeline.state import TrainState
 from flatout.pipeline.stop import StopRequest
@@ -50,6 +51,7 @@ Callback: TypeAlias = Callable[[Progress], bool | None]
 EVAL_SEED = 1_000_003
 """Added to the run's seed, so that evaluation never sees the training episodes."""
 MAX_EVAL_ENVS = 10
+EVAL_IN_PLACE = "evaluation plays in the one batched env there is; training then begins new episodes in it"
 LEARN_PHASES = ("advantage", "update")
 COLLECT_PHASES = ("act", "env", "store")
 
@@ -77,6 +79,8 @@ class Trainer:
         self.learner = Learner(
             policy.model, config.ppo, n_envs=config.n_envs, seed=config.seed, clock=self.clock
         )
+        if config.eval_every and env.factory.is_instance:
+            self.notes.append(EVAL_IN_PLACE)
         self.plan, self._collector, rollout = self._first_that_starts(self._plans())
         n_params = self.learner.params.flat.numel()
         self._pipeline = Lockstep(
@@ -92,10 +96,9 @@ class Trainer:
 
     def _plans(self) -> list[Plan]:
         config = self.config
-        if self._env.is_async or config.executor == "async":
-            return [self._async_plan()]
-        if config.executor == "serial":
-            return [Plan(kind="serial", steps_per_second=0.0, reason="asked for with --executor serial")]
+        only = only_plan(self._env, config.executor, config.n_envs)
+        if only is not None:
+            return [only]
         measured = probe(
             self._env.factory, self.policy.action, partial(acting_seconds, self.policy), seed=config.seed
         )
@@ -108,17 +111,7 @@ class Trainer:
             children_ok=self.policy.device.type == "cpu",
         )
 
-    def _async_plan(self) -> Plan:
-        if not self._env.is_async:
-            raise FlatoutError(
-                "--executor async is for envs with async def reset and step; this env has none, use auto"
-            )
-        if self.config.executor not in ("auto", "async"):
-            raise FlatoutError(f"--executor {self.config.executor} cannot run an async env; use auto")
-        reason = f"the env is async: {self.config.n_envs} envs in flight on one event loop"
-        return Plan(kind="async", steps_per_second=0.0, reason=reason)
-
-    def _first_that_starts(self, ranked: list[Plan]) -> tuple[Plan, Collects, Rollout]:
+    def _first_that_starts(self, ranked: list[Plan]) -> tuple[Plan, Collects[Any], Counted]:
         """Build the best plan; where one cannot start, say so and take the next."""
         for plan, following in zip_longest(ranked, ranked[1:]):
             try:
@@ -131,7 +124,7 @@ class Trainer:
                 )
         raise FlatoutError(f"--executor {self.config.executor} cannot run this env; use --executor auto")
 
-    def _assemble(self, plan: Plan) -> tuple[Collects, Rollout]:
+    def _assemble(self, plan: Plan) -> tuple[Collects[Any], Counted]:
         config, policy, env_ids = self.config, self.policy, np.arange(self.config.n_envs)
         n_steps = config.ppo.n_steps
         if plan.children:
@@ -149,6 +142,18 @@ class Trainer:
                 job, policy.model, plan.n_collectors, n_steps=n_steps, clock=self.clock, budget=self.budget
             )
             return children, children.rollout
+        if plan.kind == "batched":
+            return batched_collector(
+                self._env,
+                policy.model,
+                policy.obs,
+                policy.action,
+                n_envs=config.n_envs,
+                n_steps=n_steps,
+                device=policy.device,
+                seed=config.seed,
+                clock=self.clock,
+            )
         executor: Executor
         if plan.kind == "process":
             executor = ProcessExecutor(
@@ -184,7 +189,7 @@ class Trainer:
         self.learner.n_updates = saved.n_updates
         self._collector.n_steps = saved.env_steps // self.config.n_envs
         envs = {name[5:]: t.numpy() for name, t in tensors.items() if name.startswith("envs.")}
-        if not envs:
+        if not envs or (not self._env.batched and "ages" not in envs):  # saved without a way back
             self._collector.reset()
             return list(range(self.config.n_envs))
         return self._collector.restore(envs)
@@ -202,12 +207,12 @@ class Trainer:
         return Checkpoint(tensors, describe(self.config, self._env, self.policy, self.state))
 
     def evaluate(self) -> Evaluation:
-        """Play the deterministic policy in envs of its own."""
+        """Play the deterministic policy in envs of its own, or in the only batched env there is."""
         if self._eval_executor is None:
             n_envs = min(self.config.eval_episodes, MAX_EVAL_ENVS)
             seed = self.config.seed + EVAL_SEED
             self._eval_executor = eval_executor(self._env, self.policy.obs, n_envs, seed)
-        return evaluate(
+        result = evaluate(
             self._eval_executor,
             self.policy.model,
             self.policy.action,
@@ -215,6 +220,13 @@ class Trainer:
             device=self.policy.device,
             seed=self.config.seed + EVAL_SEED,
         )
+        self.after_evaluation()
+        return result
+
+    def after_evaluation(self) -> None:
+        """Begin new episodes where evaluation has played in the training envs themselves."""
+        if self._env.factory.is_instance:
+            self._collector.reset()
 
     def close(self) -> None:
         """Close every env; happens by itself when the trainer is no longer used."""
@@ -225,6 +237,8 @@ class Trainer:
 
 def eval_executor(env: EnvInfo, layout: ObsLayout, n_envs: int, seed: int) -> Executor:
     """Envs to evaluate in."""
+    if env.batched:
+        return batched_eval_executor(env, layout, n_envs, seed)
     kind = CoroutineExecutor if env.is_async else SerialExecutor
     return kind(env.factory, layout, np.arange(n_envs), seed, replayable=False)
 

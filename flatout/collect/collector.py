@@ -1,13 +1,14 @@
 """Executor + policy → rollout. Three verbs a step: act, step the envs, store.
 
 While all envs step together a whole time step is stored at once; when an executor returns fewer envs than it
-runs, or lost one, each env goes on with a cursor of its own. T: time steps, N: envs.
+runs, lost one, or one only began an episode, each env goes on with a cursor of its own. T: time steps, N: envs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from dataclasses import replace
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -32,8 +33,11 @@ class Interrupted(BaseException):
     """
 
 
-class Collects(Protocol):
-    """What the pipeline needs of a collector, wherever it lives."""
+R_contra = TypeVar("R_contra", contravariant=True)
+
+
+class Collects(Protocol[R_contra]):
+    """What the pipeline needs of a collector of such rollouts, wherever it lives."""
 
     n_steps: int
     """Steps each env has taken for finished rollouts."""
@@ -41,7 +45,7 @@ class Collects(Protocol):
     def reset(self) -> None:
         """Begin new episodes in every env."""
 
-    def collect(self, rollout: Rollout, stop: Callable[[], bool]) -> list[Episode]:
+    def collect(self, rollout: R_contra, stop: Callable[[], bool]) -> list[Episode]:
         """Fill the rollout; returns the episodes that ended."""
         ...
 
@@ -72,6 +76,8 @@ class Collector:
     ) -> None:
         self.executor, self._model, self._layout = executor, model, layout
         self._device, self._clock = device, clock
+        # Only executors of batched envs say it: no env of theirs can wait until the others are done.
+        self._together = bool(getattr(executor, "steps_together", False))
         self._noise = ActionNoise(layout, executor.env_ids, seed)
         self._all = np.arange(executor.n_envs)
         n_rows = -(-executor.n_envs // ROWS) * ROWS
@@ -167,13 +173,16 @@ class Collector:
         cursor = np.full(executor.n_envs, t)
         while True:
             episodes += now.ended
-            self._store_rows(rollout, cursor, now)
+            self._store_rows(rollout, cursor, self._still_wanted(now, cursor < rollout.n_steps))
             if stop():
                 raise Interrupted
             ready = now.rows[cursor[now.rows] < rollout.n_steps]
             if len(ready):
                 clock.enter("act")
-                self._act_rows(rollout, cursor[ready], ready, noise)
+                if self._together:
+                    self._act_together(rollout, cursor, now, noise)
+                else:
+                    self._act_rows(rollout, cursor[ready], ready, noise)
             elif (cursor == rollout.n_steps).all():
                 return
             clock.enter("env")
@@ -188,6 +197,25 @@ class Collector:
         rollout.action[at, rows], rollout.log_prob[at, rows] = action.numpy(), log_prob.numpy()
         self._clock.enter("env")
         self.executor.send(actions, rows)
+
+    def _still_wanted(self, now: Step, filling: Array) -> Step:
+        """The step without those envs that have their `n_steps` and only went on because others had not."""
+        if not self._together or filling.all():
+            return now
+        restarted = [n for n in now.restarted if filling[n]]
+        return replace(now, rows=np.flatnonzero(filling), restarted=restarted)
+
+    def _act_together(self, rollout: Rollout, cursor: Array, now: Step, noise: Tensor) -> None:
+        """Act in all envs; what those do that have their `n_steps` is not stored."""
+        at, rows = np.minimum(cursor, rollout.n_steps - 1), np.flatnonzero(cursor < rollout.n_steps)
+        action = torch.from_numpy(rollout.action[at, self._all])
+        log_prob = torch.from_numpy(rollout.log_prob[at, self._all])
+        obs = tuple(torch.from_numpy(leaf) for leaf in now.obs)
+        actions = self._act(obs, noise[at, self._all], action, log_prob)
+        rollout.action[at[rows], rows] = action.numpy()[rows]
+        rollout.log_prob[at[rows], rows] = log_prob.numpy()[rows]
+        self._clock.enter("env")
+        self.executor.send(actions, self._all)
 
     def _store_rows(self, rollout: Rollout, cursor: Array, now: Step) -> None:
         """Store each env at its own cursor; a step that was lost with its env is never stored."""

@@ -37,7 +37,8 @@ class Evaluation:
         return float(np.mean(self.lengths))
 
 
-@torch.inference_mode()
+# No inference mode: tensors that a batched env makes there could not be changed by it elsewhere.
+@torch.no_grad()
 def evaluate(
     executor: Executor,
     model: ActorCritic,

@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 def is_async(env: gym.Env[Any, Any]) -> bool:
     """Whether the env, under its wrappers, has `async def reset` and `async def step`."""
-    bare = env.unwrapped
+    bare = getattr(env, "unwrapped", env)  # envs that step N at once as tensors have no wrappers
     return inspect.iscoroutinefunction(bare.reset) and inspect.iscoroutinefunction(bare.step)
 
 

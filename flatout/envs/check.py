@@ -22,6 +22,7 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from flatout.envs.awaitable import Blocking, blocking
+from flatout.envs.batched import BatchedEnvs, BatchedKind
 from flatout.envs.make import ENGINE_FOLDERS, EnvFactory, MaskFromInfo, logit_sizes, one_line, where
 from flatout.envs.spaces import MASK_KEY
 from flatout.errors import EnvError
@@ -44,14 +45,28 @@ class EnvInfo:
     warnings: tuple[str, ...]
     is_async: bool = False
     """Whether its reset and step are coroutine functions."""
+    batched: BatchedKind | None = None
+    """How it steps all its envs at once, if it does; the spaces above are then those of one of them."""
+    n_envs: int | None = None
+    """How many a batched env steps at once."""
+    device: str = "cpu"
+    """Where its observations are."""
 
 
-def check(factory: EnvFactory, *, seed: int = 0, max_steps: int = 200, max_seconds: float = 1.0) -> EnvInfo:
-    """Steps one env at random for a moment; raises EnvError on the first break of Gymnasium's API."""
+def check(
+    factory: EnvFactory,
+    *,
+    env: gym.Env[Any, Any] | None = None,
+    seed: int = 0,
+    max_steps: int = 200,
+    max_seconds: float = 1.0,
+) -> EnvInfo:
+    """Steps one env, the one given or a new one, at random for a moment; raises EnvError on the first break of
+    Gymnasium's API."""
     notes: list[str] = []
     with warnings.catch_warnings(record=True) as raised:
         warnings.simplefilter("always")
-        env = blocking(factory)
+        env = env or blocking(factory)
         try:
             deadline = time.perf_counter() + max_seconds
             validate_spaces(env)
@@ -65,7 +80,7 @@ def check(factory: EnvFactory, *, seed: int = 0, max_steps: int = 200, max_secon
         factory=replace(factory, mask_in_info=isinstance(env, MaskFromInfo)),
         observation_space=env.observation_space,
         action_space=env.action_space,
-        warnings=tuple(dict.fromkeys(notes + _plain(raised))),
+        warnings=tuple(dict.fromkeys(notes + plain_warnings(raised))),
         is_async=isinstance(env.unwrapped, Blocking),
     )
 
@@ -75,9 +90,11 @@ def nan_message(what: str, env_index: int, step: int, kind: str = "a NaN") -> st
     return f"env {env_index} gave {kind} {what} at step {step}"
 
 
-def validate_spaces(env: gym.Env[Any, Any]) -> None:
-    """Raises EnvError unless the env has both spaces, of kinds that can be learned from."""
-    for name in ("observation_space", "action_space"):
+def validate_spaces(env: gym.Env[Any, Any] | BatchedEnvs, prefix: str = "") -> None:
+    """Raises EnvError unless the env has both spaces, of kinds that can be learned from; `single_` are a batched
+    env's."""
+    obs_name, action_name = f"{prefix}observation_space", f"{prefix}action_space"
+    for name in (obs_name, action_name):
         space = getattr(env, name, None)
         if space is None:
             raise EnvError(f"has no {name}; set self.{name} in __init__")
@@ -85,20 +102,20 @@ def validate_spaces(env: gym.Env[Any, Any]) -> None:
             raise EnvError(
                 f"{name} is a {type(space).__module__}.{type(space).__name__}, not a gymnasium space"
             )
-    _validate_obs_space(env.observation_space, "observation_space")
-    action_space = env.action_space
+    observation_space, action_space = getattr(env, obs_name), getattr(env, action_name)
+    _validate_obs_space(observation_space, obs_name)
     if not isinstance(action_space, OBS_LEAVES):
         kinds = "Discrete, MultiDiscrete, MultiBinary and Box"
-        raise EnvError(f"action_space is a {type(action_space).__name__}; supported are {kinds}")
-    _refuse_empty(action_space, "action_space")
-    if _has_mask(env.observation_space):
-        _validate_mask_space(env.observation_space[MASK_KEY], action_space)
+        raise EnvError(f"{action_name} is a {type(action_space).__name__}; supported are {kinds}")
+    _refuse_empty(action_space, action_name)
+    if has_mask(observation_space):
+        _validate_mask_space(observation_space[MASK_KEY], action_space)
 
 
 def validate_obs(space: gym.Space[Any], obs: object, *, env_index: int = 0, step: int = 0) -> list[str]:
     """Warnings about an observation; raises EnvError, without the env's name, on the first that breaks its space."""
     notes = []
-    for leaf, value, path in _leaves(space, obs, "observation", step):
+    for leaf, value, path in space_leaves(space, obs, "observation", step):
         array = _as_declared(leaf, value, path, step)
         if array.dtype.kind == "f" and not np.isfinite(array).all():
             kind = "a NaN" if np.isnan(array).any() else "an infinite"
@@ -117,7 +134,7 @@ def _start(env: gym.Env[Any, Any], seed: int, notes: list[str]) -> tuple[gym.Env
     """The env, wrapped when its mask comes in the info, and its first observation."""
     env.action_space.seed(seed)
     obs, info = _reset(env, 0, notes, seed)
-    if MASK_KEY not in info or _has_mask(env.observation_space):
+    if MASK_KEY not in info or has_mask(env.observation_space):
         return env, obs
     if not logit_sizes(env.action_space):
         notes.append("info['action_mask'] is ignored: a Box action space has nothing to mask")
@@ -128,7 +145,8 @@ def _start(env: gym.Env[Any, Any], seed: int, notes: list[str]) -> tuple[gym.Env
 
 def _walk(env: gym.Env[Any, Any], obs: Any, notes: list[str], max_steps: int, deadline: float) -> None:
     for step in range(1, max_steps + 1):
-        action = _sample(env, obs, step - 1)
+        mask = obs[MASK_KEY] if has_mask(env.observation_space) else None
+        action = sample_action(env.action_space, mask, step - 1)
         obs, done = _step(env, action, step, notes)
         if done:
             obs = _reset(env, step, notes)[0]
@@ -140,15 +158,15 @@ def _reset(
     env: gym.Env[Any, Any], step: int, notes: list[str], seed: int | None = None
 ) -> tuple[Any, dict[str, Any]]:
     kwargs: dict[str, Any] = {} if seed is None else {"seed": seed, "options": None}
-    obs, info = _call(lambda: env.reset(**kwargs), "reset", step)
-    _require_dict(info, "reset")
+    obs, info = call(lambda: env.reset(**kwargs), "reset", step)
+    require_dict(info, "reset")
     notes += validate_obs(env.observation_space, obs, step=step)
     return obs, info
 
 
 def _step(env: gym.Env[Any, Any], action: Any, step: int, notes: list[str]) -> tuple[Any, bool]:
-    obs, reward, terminated, truncated, info = _call(lambda: env.step(action), "step", step)
-    _require_dict(info, "step")
+    obs, reward, terminated, truncated, info = call(lambda: env.step(action), "step", step)
+    require_dict(info, "step")
     notes += validate_obs(env.observation_space, obs, step=step)
     _validate_reward(reward, step)
     notes += _validate_flag("terminated", terminated, step)
@@ -156,7 +174,7 @@ def _step(env: gym.Env[Any, Any], action: Any, step: int, notes: list[str]) -> t
     return obs, bool(terminated or truncated)
 
 
-def _call(method: Callable[[], Any], name: str, step: int) -> tuple[Any, ...]:
+def call(method: Callable[[], Any], name: str, step: int) -> tuple[Any, ...]:
     """Calls reset or step and returns its tuple of the right length."""
     try:
         result = method()
@@ -196,7 +214,8 @@ def _raised(error: Exception, name: str, step: int) -> str:
     return f"raised in {name if name == 'reset' else f'step {step}'}: {one_line(error)}"
 
 
-def _require_dict(info: object, name: str) -> None:
+def require_dict(info: object, name: str) -> None:
+    """Raises EnvError unless the info is a dict."""
     if not isinstance(info, dict):
         raise EnvError(f"{name}() returned an info that is a {type(info).__name__}; it must be a dict")
 
@@ -223,12 +242,11 @@ def _validate_flag(name: str, value: object, step: int) -> list[str]:
     raise EnvError(f"{name} at step {step} is {got}; return bool({name})")
 
 
-def _sample(env: gym.Env[Any, Any], obs: Any, step: int) -> Any:
-    """A random action, one that the observation's mask allows when there is one."""
-    space = env.action_space
-    if not _has_mask(env.observation_space):
+def sample_action(space: gym.Space[Any], mask: Any, step: int) -> Any:
+    """A random action, one that the mask allows when there is one."""
+    if mask is None:
         return space.sample()
-    mask = np.ravel(obs[MASK_KEY])
+    mask = np.ravel(mask)
     if not np.isin(mask, (0, 1)).all():
         raise EnvError(f"action_mask at step {step} holds other values than 0 and 1")
     sizes = logit_sizes(space)
@@ -244,7 +262,8 @@ def _sample(env: gym.Env[Any, Any], obs: Any, step: int) -> Any:
     return (choices.reshape(space.shape) + start).astype(space.dtype)
 
 
-def _has_mask(space: gym.Space[Any]) -> TypeGuard[spaces.Dict]:
+def has_mask(space: gym.Space[Any]) -> TypeGuard[spaces.Dict]:
+    """Whether observations of this space carry an action mask."""
     return isinstance(space, spaces.Dict) and MASK_KEY in space.spaces
 
 
@@ -284,7 +303,7 @@ def _children(space: spaces.Dict | spaces.Tuple[Any]) -> dict[Any, gym.Space[Any
     return dict(space.spaces) if isinstance(space, spaces.Dict) else dict(enumerate(space.spaces))
 
 
-def _leaves(
+def space_leaves(
     space: gym.Space[Any], value: Any, path: str, step: int
 ) -> Iterator[tuple[gym.Space[Any], Any, str]]:
     """Each simple space in `space` with its part of the observation and the name of that part."""
@@ -304,7 +323,7 @@ def _leaves(
         if odd:
             raise EnvError(f"{path} at step {step} {what} {', '.join(sorted(map(repr, odd)))}")
     for key, child in children.items():
-        yield from _leaves(child, value[key], f"{path}[{key!r}]", step)
+        yield from space_leaves(child, value[key], f"{path}[{key!r}]", step)
 
 
 def _as_declared(space: gym.Space[Any], value: object, path: str, step: int) -> NDArray[Any]:
@@ -360,7 +379,7 @@ def _close(env: gym.Env[Any, Any], notes: list[str]) -> None:
         notes.append(f"close() raised {one_line(error)}")
 
 
-def _plain(raised: list[warnings.WarningMessage]) -> list[str]:
+def plain_warnings(raised: list[warnings.WarningMessage]) -> list[str]:
     """Python's warnings as sentences, one for each line of code that gave some."""
     by_place: dict[str, str] = {}
     for warning in raised:

@@ -1,6 +1,6 @@
 """Envs by name: an id, a file's factory, a class or a function becomes an `EnvFactory`.
 
-In: what the user typed or passed. Out: a picklable callable that makes one `gym.Env`.
+In: what the user typed or passed. Out: a picklable callable that makes one `gym.Env`, or N at once.
 Whatever a user can get wrong here ends in one line, the original exception being its cause.
 """
 
@@ -20,23 +20,23 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeGuard
 
 import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
 from gymnasium.envs.registration import EnvSpec, load_env_creator
 from gymnasium.error import DependencyNotInstalled
-from gymnasium.vector import VectorEnv
 from gymnasium.wrappers import HumanRendering, RenderCollection, TimeLimit
 from numpy.typing import NDArray
 
 from flatout.envs.awaitable import AsyncTimeLimit, is_async
+from flatout.envs.batched import BatchedEnvs, batched_kind
 from flatout.envs.spaces import MASK_KEY
 from flatout.errors import EnvError, FlatoutError, did_you_mean
 
-Creator = Callable[..., gym.Env[Any, Any]]
-EnvSource = str | Creator
+Creator = Callable[..., gym.Env[Any, Any] | BatchedEnvs]
+EnvSource = str | Creator | BatchedEnvs
 
 SHORT_NAMES = {
     "snake": "flatout/Snake-v0",
@@ -63,19 +63,48 @@ class EnvFactory:
         kwargs = dict(self.kwargs)
         if render_mode is not None:
             kwargs["render_mode"] = render_mode
+        env = self._make(kwargs, None)
+        if not isinstance(env, gym.Env):
+            raise EnvError(
+                f"env '{self.name}' made a batched {type(env).__name__}; here one that steps alone is needed"
+            )
+        return env
+
+    def make(self, n_envs: int) -> gym.Env[Any, Any] | BatchedEnvs:
+        """A new env; of a source that makes batched ones, `n_envs` of them at once if it lets choose."""
+        return self._make(dict(self.kwargs), n_envs)
+
+    @property
+    def is_instance(self) -> bool:
+        """Whether there is only this one batched env, made and kept by the user."""
+        return batched_kind(self.source) is not None
+
+    @property
+    def n_envs(self) -> int | None:
+        """How many envs that one steps at once; None where it is still to be made."""
+        return self.source.num_envs if _is_batched(self.source) else None
+
+    def _make(self, kwargs: dict[str, Any], n_envs: int | None) -> gym.Env[Any, Any] | BatchedEnvs:
         with _importable(self.source):
-            env = _create(_resolve(self.source), kwargs, self.name)
-        return mask_from_info(env) if self.mask_in_info else env
+            target = _resolve(self.source)
+            if _is_batched(target):
+                return target
+            env = _create(target, kwargs, self.name, n_envs)  # type: ignore[arg-type]  # not batched by now
+        return mask_from_info(env) if self.mask_in_info and isinstance(env, gym.Env) else env
 
 
 def env_factory(source: EnvSource, kwargs: Mapping[str, Any] | None = None) -> EnvFactory:
-    """The factory for an id, `module:Id`, `file.py:factory`, a gym.Env class or a function that makes envs."""
+    """The factory for an id, `module:Id`, `file.py:factory`, a gym.Env class, a function that makes envs, or a
+    batched env itself."""
     if isinstance(source, str):
         source = SHORT_NAMES.get(source, source)
-    elif isinstance(source, gym.Env | VectorEnv) or not callable(source):
+    elif _is_batched(source):
+        if kwargs:
+            raise FlatoutError("env_kwargs go to what makes an env; this batched env is made already")
+    elif isinstance(source, gym.Env) or not callable(source):
         raise FlatoutError(
             f"an env is given as an id, 'file.py:factory', a gym.Env class or a function that makes one, "
-            f"because several copies are made; got {_type_name(source)}"
+            f"because several copies are made, or as a batched env; got {_type_name(source)}"
         )
     with _importable(source):
         _resolve(source)
@@ -180,7 +209,11 @@ def one_line(error: BaseException) -> str:
     return f"{named} ({place})" if place else named
 
 
-def _resolve(source: EnvSource) -> EnvSpec | Creator:
+def _is_batched(source: object) -> TypeGuard[BatchedEnvs]:
+    return batched_kind(source) is not None
+
+
+def _resolve(source: EnvSource) -> EnvSpec | Creator | BatchedEnvs:
     if not isinstance(source, str):
         return source
     file, _, attribute = source.rpartition(":")
@@ -198,8 +231,6 @@ def _registered(env_id: str) -> EnvSpec:
     if env_id not in gym.registry:
         raise FlatoutError(_unknown(env_id))
     spec = gym.spec(env_id)
-    if spec.entry_point is None:
-        raise FlatoutError(f"env '{env_id}' is batched only; batched envs are not in this version yet")
     # Both wrappers cost time at every step and find nothing that the check has not found.
     return replace(spec, order_enforce=False, disable_env_checker=True)
 
@@ -280,14 +311,24 @@ def _load(path: Path, shown: str) -> ModuleType:
     return module
 
 
-def _create(target: EnvSpec | Creator, kwargs: dict[str, Any], name: str) -> gym.Env[Any, Any]:
+def _create(
+    target: EnvSpec | Creator, kwargs: dict[str, Any], name: str, n_envs: int | None
+) -> gym.Env[Any, Any] | BatchedEnvs:
     try:
-        if isinstance(target, EnvSpec):
+        if isinstance(target, EnvSpec) and target.entry_point is None:
+            if n_envs is None:
+                raise FlatoutError(f"env '{name}' is batched only; here one that steps alone is needed")
+            env: object = gym.make_vec(
+                target, num_envs=n_envs, vectorization_mode="vector_entry_point", **kwargs
+            )
+        elif isinstance(target, EnvSpec):
             entry = target.entry_point
             creator = load_env_creator(entry) if isinstance(entry, str) else entry
             _refuse_bad_kwargs(creator, {**target.kwargs, **kwargs}, name, _MAKE_KWARGS)
-            env: object = _awaitable(gym.make(target, **kwargs), target)
+            env = _awaitable(gym.make(target, **kwargs), target)
         else:
+            if n_envs is not None and _lets_choose(target, kwargs):
+                kwargs = {**kwargs, "num_envs": n_envs}
             _refuse_bad_kwargs(target, kwargs, name)
             env = target(**kwargs)
     except FlatoutError:
@@ -295,6 +336,17 @@ def _create(target: EnvSpec | Creator, kwargs: dict[str, Any], name: str) -> gym
     except Exception as error:
         raise EnvError(_creation_failure(error, name)) from error
     return _verified(env, name)
+
+
+def _lets_choose(creator: Creator, kwargs: dict[str, Any]) -> bool:
+    """Whether the creator asks how many envs to step at once, and nobody has told it yet."""
+    told = kwargs | (creator.keywords if isinstance(creator, functools.partial) else {})
+    if "num_envs" in told:
+        return False
+    try:
+        return "num_envs" in inspect.signature(creator).parameters
+    except (TypeError, ValueError):
+        return False
 
 
 def _awaitable(env: gym.Env[Any, Any], spec: EnvSpec) -> gym.Env[Any, Any]:
@@ -350,12 +402,8 @@ def _creation_failure(error: Exception, name: str) -> str:
     return f"env '{name}' could not be created: {one_line(error)}"
 
 
-def _verified(env: object, name: str) -> gym.Env[Any, Any]:
-    if isinstance(env, VectorEnv):
-        raise EnvError(
-            f"env '{name}' made a batched {type(env).__name__}; batched envs are not in this version yet"
-        )
-    if isinstance(env, gym.Env):
+def _verified(env: object, name: str) -> gym.Env[Any, Any] | BatchedEnvs:
+    if isinstance(env, gym.Env) or _is_batched(env):
         return env
     if any(base.__module__.partition(".")[0] == "gym" for base in type(env).__mro__):
         raise EnvError(
@@ -389,7 +437,7 @@ def _absolute(source: EnvSource) -> EnvSource:
     return f"{Path(file).expanduser().resolve()}:{attribute}" if file.endswith(".py") else source
 
 
-def _callable_name(source: Creator) -> str:
+def _callable_name(source: Creator | BatchedEnvs) -> str:
     target: Any = source.func if isinstance(source, functools.partial) else source
     named = target if hasattr(target, "__qualname__") else type(target)
     return f"{named.__module__}:{named.__qualname__}"

@@ -36,10 +36,12 @@ class BatchedExecutor:
         seed: int,
         *,
         out: Step | None = None,
+        keep_open: bool = False,
     ) -> None:
         assert envs.num_envs == len(env_ids), "a batched env comes with its number of envs"
         self.n_envs, self.env_ids = envs.num_envs, env_ids
         self._envs, self._layout, self._seed = envs, layout, seed
+        self._keep_open = keep_open
         self._step = out or alloc_step(layout, self.n_envs)
         self._float_leaves = [i for i, leaf in enumerate(layout.leaves) if leaf.dtype.kind == "f"]
         mode = AutoresetMode(envs.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP))
@@ -110,7 +112,9 @@ class BatchedExecutor:
         return self._step
 
     def close(self) -> None:
-        """Close the batched env, whatever its own close does."""
+        """Close the batched env, whatever its own close does, unless it is its user's own."""
+        if self._keep_open:
+            return
         with suppress(Exception):
             self._envs.close()
 

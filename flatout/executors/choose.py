@@ -14,8 +14,10 @@ from typing import Any, Literal
 import cloudpickle
 import numpy as np
 
+from flatout.envs.check import EnvInfo
 from flatout.envs.make import EnvFactory
 from flatout.envs.spaces import ActionLayout, Array
+from flatout.errors import FlatoutError
 
 Kind = Literal["serial", "process", "thread", "async", "batched"]
 
@@ -208,3 +210,29 @@ def _is_picklable(factory: EnvFactory) -> bool:
     except Exception:
         return False
     return True
+
+
+def only_plan(env: EnvInfo, executor: str, n_envs: int) -> Plan | None:
+    """The plan where nothing is to be measured: the env's kind, or the user, leaves one way. None: choose."""
+    if env.batched:
+        where = "in NumPy" if env.batched == "numpy" else f"as tensors on {env.device}"
+        return _forced("batched", executor, "a batched env", f"the env steps {n_envs} at once {where}")
+    if env.is_async:
+        return _forced(
+            "async", executor, "an async env", f"the env is async: {n_envs} envs in flight on one event loop"
+        )
+    if executor == "batched":
+        raise FlatoutError("--executor batched is for envs that step N at once; this env does not, use auto")
+    if executor == "async":
+        raise FlatoutError(
+            "--executor async is for envs with async def reset and step; this env has none, use auto"
+        )
+    return (
+        _forced("serial", executor, "", "asked for with --executor serial") if executor == "serial" else None
+    )
+
+
+def _forced(kind: Kind, executor: str, what: str, reason: str) -> Plan:
+    if executor not in ("auto", kind):
+        raise FlatoutError(f"--executor {executor} cannot run {what}; use auto")
+    return Plan(kind=kind, steps_per_second=0.0, reason=reason)

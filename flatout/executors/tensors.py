@@ -5,54 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-import gymnasium as gym
 import numpy as np
 import torch
 from torch import Tensor
 
+from flatout.envs.batched import TensorEnvs
 from flatout.envs.make import one_line
 from flatout.envs.spaces import Array, ObsLayout
 from flatout.errors import EnvError
 from flatout.executors.serial import env_seed
-
-
-class TensorEnvs(Protocol):
-    """N envs as one object that takes and gives tensors on `device`, N rows each.
-
-    Autoreset is SAME_STEP: where an episode ended, `obs` is the next one's first observation, and
-    `info["final_obs"]`, structured like `obs`, holds the ended one's last in that row (other rows are not read).
-    Dict and Tuple observations are dicts and tuples of tensors. What it returns may be its own buffers, reused.
-    """
-
-    @property
-    def num_envs(self) -> int:
-        """N."""
-        ...
-
-    @property
-    def single_observation_space(self) -> gym.Space[Any]:
-        """The space of one env's observations."""
-        ...
-
-    @property
-    def single_action_space(self) -> gym.Space[Any]:
-        """The space of one env's actions."""
-        ...
-
-    @property
-    def device(self) -> torch.device:
-        """Where its tensors are and actions must be."""
-        ...
-
-    def reset(self, seed: int | None = None) -> tuple[Any, dict[str, Any]]:
-        """Begin an episode in every env; returns observations and an info."""
-        ...
-
-    def step(self, actions: Tensor) -> tuple[Any, Tensor, Tensor, Tensor, dict[str, Any]]:
-        """Step every env; returns observations, rewards, terminated, truncated and an info."""
-        ...
 
 
 @dataclass(slots=True)
@@ -70,11 +33,14 @@ class TensorStep:
 class TensorExecutor:
     """Steps `TensorEnvs`; like an Executor, but in tensors and always all envs at once, so `step` is its primitive."""
 
-    def __init__(self, envs: TensorEnvs, layout: ObsLayout, env_ids: Array, seed: int) -> None:
+    def __init__(
+        self, envs: TensorEnvs, layout: ObsLayout, env_ids: Array, seed: int, *, keep_open: bool = False
+    ) -> None:
         assert envs.num_envs == len(env_ids), "a batched env comes with its number of envs"
         self.n_envs, self.env_ids = envs.num_envs, env_ids
         self.device = torch.device(envs.device)
         self._envs, self._layout, self._seed = envs, layout, seed
+        self._keep_open = keep_open
         self._current: TensorStep | None = None
         self._n_steps, self._seed_count = 0, -1
 
@@ -135,7 +101,9 @@ class TensorExecutor:
         return list(range(self.n_envs))
 
     def close(self) -> None:
-        """Close the batched env if it can be closed."""
+        """Close the batched env if it can be closed and is not its user's own."""
+        if self._keep_open:
+            return
         with suppress(Exception):
             self._envs.close()  # type: ignore[attr-defined]  # not every one has it
 

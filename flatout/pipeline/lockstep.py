@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Generic, Protocol, TypeVar
+
 import torch
 
-from flatout.buffers.rollout import Rollout
+from flatout.buffers.rollout import Learnable
 from flatout.collect.collector import Collects
 from flatout.errors import FlatoutError
 from flatout.learn.learner import Learner
@@ -20,14 +22,26 @@ class TrainingDivergedError(FlatoutError):
     exit_code = 1
 
 
-class Lockstep:
+class Counted(Learnable, Protocol):
+    """A rollout that knows its size, on the host or on a device."""
+
+    @property
+    def n_transitions(self) -> int:
+        """`n_steps` × `n_envs`."""
+        ...
+
+
+R = TypeVar("R", bound=Counted)
+
+
+class Lockstep(Generic[R]):
     """One iteration after the other on the learner's own thread."""
 
     def __init__(
         self,
-        collector: Collects,
+        collector: Collects[R],
         learner: Learner,
-        rollout: Rollout,
+        rollout: R,
         state: TrainState,
         *,
         collect_threads: int,
