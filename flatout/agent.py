@@ -23,6 +23,7 @@ from flatout.hardware.machine import machine, resolve_device
 from flatout.learn.checkpoint import Checkpoint, CheckpointFolder
 from flatout.learn.checkpoint import read as read_checkpoint
 from flatout.learn.checkpoint import write as write_checkpoint
+from flatout.loop import Callback, summarize, train
 from flatout.models.policy import build
 from flatout.pipeline.stop import StopRequest
 from flatout.recipes.presets import PRESETS, preset_note
@@ -31,16 +32,7 @@ from flatout.records.display import make_display
 from flatout.records.folder import RunFolder, default_run_name, write_json
 from flatout.records.recorder import Recorder
 from flatout.records.summary import summary_text
-from flatout.run import (
-    EVAL_SEED,
-    MAX_EVAL_ENVS,
-    Callback,
-    Policy,
-    Trainer,
-    eval_executor,
-    summarize,
-    train,
-)
+from flatout.run import EVAL_SEED, MAX_EVAL_ENVS, Policy, Trainer, eval_executor
 
 
 class PPO:

@@ -1,18 +1,17 @@
 """The composition root: the only file that knows every concrete class.
 
-Comes in: a config and an env. Goes out: a trained model, and the run's records if it has a folder.
+Comes in: a config and an env. Goes out: a trainer, everything that learning needs put together.
 """
 
 from __future__ import annotations
 
 import statistics
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
 from time import perf_counter
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +19,7 @@ import torch
 from flatout.buffers.rollout import Rollout
 from flatout.collect.batched import batched_collector, batched_eval_executor
 from flatout.collect.child import ChildCollectors, Job
-from flatout.collect.collector import Collector, Collects, Interrupted
+from flatout.collect.collector import Collector, Collects
 from flatout.collect.evaluate import Evaluation, evaluate
 from flatout.config import RunConfig
 from flatout.envs.check import EnvInfo
@@ -39,21 +38,14 @@ from flatout.learn.checkpoint import Checkpoint
 from flatout.learn.learner import Learner
 from flatout.models.policy import ActorCritic
 from flatout.pipeline.lockstep import Counted, Lockstep
-from flatout.pipeline.progress import Progress
 from flatout.pipeline.state import TrainState
 from flatout.pipeline.stop import StopRequest
-from flatout.records.recorder import Recorder
 from flatout.trace.phases import PhaseClock
-
-Callback: TypeAlias = Callable[[Progress], bool | None]
-"""Sees the progress after each iteration; returning False stops the run."""
 
 EVAL_SEED = 1_000_003
 """Added to the run's seed, so that evaluation never sees the training episodes."""
 MAX_EVAL_ENVS = 10
 EVAL_IN_PLACE = "evaluation plays in the one batched env there is; training then begins new episodes in it"
-LEARN_PHASES = ("advantage", "update")
-COLLECT_PHASES = ("act", "env", "store")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -267,197 +259,4 @@ def describe(config: RunConfig, env: EnvInfo, policy: Policy, state: TrainState)
         "action_space": space_to_json(policy.action.space),
         "mask_in_info": env.factory.mask_in_info,
         "progress": state.to_json(),
-    }
-
-
-def train(
-    trainer: Trainer,
-    *,
-    until: int,
-    recorder: Recorder,
-    callback: Callback | None = None,
-    stop: StopRequest | None = None,
-) -> str:
-    """Iterate to `until` env steps, the target return or a stop; returns the run's status."""
-    stop = stop or StopRequest()
-    n_threads = torch.get_num_threads()
-    try:
-        with stop.listening():
-            return _Loop(trainer, until, recorder, callback, stop).run()
-    finally:
-        torch.set_num_threads(n_threads)
-
-
-class _Loop:
-    """The training loop and what happens between two iterations."""
-
-    def __init__(
-        self,
-        trainer: Trainer,
-        until: int,
-        recorder: Recorder,
-        callback: Callback | None,
-        stop: StopRequest,
-    ) -> None:
-        self._trainer, self._until, self._recorder = trainer, until, recorder
-        self._callback, self._stop = callback, stop
-        self._began = perf_counter() - trainer.state.wall_seconds
-        trainer.clock.restart(trainer.state.phases)
-
-    def run(self) -> str:
-        trainer, state, stop = self._trainer, self._trainer.state, self._stop
-        status, goes_on = "finished", True
-        while state.env_steps < self._until:
-            steps_before = state.env_steps
-            try:
-                metrics = trainer.iterate(self._until, stop)
-            except Interrupted:
-                status = "stopped"
-                break
-            state.wall_seconds = perf_counter() - self._began
-            self._say_restarts()
-            self._evaluate_if_due(steps_before, metrics)
-            reached = self._reached_target()
-            is_last = state.env_steps >= self._until or reached or stop.requested
-            goes_on = self._tell(metrics, always=is_last or "eval/mean_reward" in metrics)
-            self._checkpoint_if_due(steps_before)
-            if reached:
-                break
-            if stop.requested or not goes_on:
-                status = "stopped"
-                break
-        state.wall_seconds = perf_counter() - self._began
-        state.phases = trainer.clock.read()
-        return status
-
-    def _say_restarts(self) -> None:
-        budget = self._trainer.budget
-        for note, traceback_text in zip(budget.notes, budget.tracebacks, strict=True):
-            self._recorder.fault(note, traceback_text)
-        budget.notes.clear()
-        budget.tracebacks.clear()
-
-    def _reached_target(self) -> bool:
-        state = self._trainer.state
-        if not state.reached(self._trainer.config.target_return):
-            return False
-        if state.target_reached_steps is None:
-            state.target_reached_steps, state.target_reached_seconds = state.env_steps, state.wall_seconds
-        return True
-
-    def _tell(self, metrics: dict[str, float], *, always: bool) -> bool:
-        """Callback, records and display; false when the callback wants to stop."""
-        due = always or self._recorder.is_due()
-        if not due and self._callback is None:
-            return True
-        self._trainer.clock.enter("record")
-        progress = self._progress(metrics)
-        goes_on = self._callback is None or self._callback(progress) is not False
-        if due or not goes_on:
-            self._recorder.write(progress)
-        return goes_on
-
-    def _progress(self, metrics: dict[str, float]) -> Progress:
-        state, phases = self._trainer.state, self._trainer.clock.read()
-        wall = max(state.wall_seconds, 1e-9)
-        return Progress(
-            env_steps=state.env_steps,
-            total_steps=self._until,
-            iteration=state.iteration,
-            updates=state.n_updates,
-            episodes=state.n_episodes,
-            seconds=state.wall_seconds,
-            steps_per_second=state.env_steps / wall,
-            return_mean=state.return_mean,
-            return_std=state.return_std,
-            length_mean=state.length_mean,
-            metrics=metrics,
-            phases=phases,
-            learner_busy=busy_seconds(phases) / wall,
-        )
-
-    def _evaluate_if_due(self, steps_before: int, metrics: dict[str, float]) -> None:
-        trainer, state = self._trainer, self._trainer.state
-        if not _crossed(trainer.config.eval_every, steps_before, state.env_steps):
-            return
-        trainer.clock.enter("evaluate")
-        result = trainer.evaluate()
-        metrics |= {"eval/mean_reward": result.return_mean, "eval/mean_ep_length": result.length_mean}
-        self._save_if_best(result.return_mean)
-
-    def _checkpoint_if_due(self, steps_before: int) -> None:
-        trainer, state = self._trainer, self._trainer.state
-        if not _crossed(trainer.config.checkpoint_every, steps_before, state.env_steps):
-            return
-        trainer.clock.enter("checkpoint")
-        self._recorder.save(trainer.checkpoint, state.env_steps)
-        if not trainer.config.eval_every and state.return_mean is not None:
-            self._save_if_best(state.return_mean)
-
-    def _save_if_best(self, value: float) -> None:
-        state = self._trainer.state
-        if state.best_return is None or value > state.best_return:
-            state.best_return = value
-            self._recorder.save_best(self._trainer.checkpoint)
-
-
-def _crossed(every: int, before: int, now: int) -> bool:
-    """Whether a multiple of `every` env steps was passed; frequencies count env steps, never calls."""
-    return every > 0 and now // every > before // every
-
-
-def busy_seconds(phases: dict[str, float]) -> float:
-    """Seconds in which the learner's device ran update work."""
-    return sum(phases.get(name, 0.0) for name in LEARN_PHASES)
-
-
-def summarize(
-    trainer: Trainer, *, status: str, device: str, startup_seconds: float, error: str | None = None
-) -> dict[str, Any]:
-    """The run's summary.json."""
-    config, state = trainer.config, trainer.state
-    phases, wall = state.phases, state.wall_seconds
-    collect = sum(phases.get(name, 0.0) for name in COLLECT_PHASES)
-    busy = busy_seconds(phases)
-    rate, collect_rate, learn_rate = (
-        state.env_steps / seconds if seconds > 0 else None for seconds in (wall, collect, busy)
-    )
-    limit = min(collect_rate, learn_rate) if collect_rate and learn_rate else None
-    return {
-        "status": status,
-        "error": error,
-        "env": config.env,
-        "algo": config.algo,
-        "preset": config.preset or "auto",
-        "seed": config.seed,
-        "device": device,
-        "env_steps": state.env_steps,
-        "updates": state.n_updates,
-        "startup_seconds": startup_seconds,
-        "wall_seconds": wall,
-        "steps_per_second": rate,
-        "episodes": state.n_episodes,
-        "return_mean": state.return_mean,
-        "return_std": state.return_std,
-        "target_return": config.target_return,
-        "target_reached_seconds": state.target_reached_seconds,
-        "target_reached_steps": state.target_reached_steps,
-        "learner_busy": busy / wall if wall > 0 else None,
-        "device_utilization": None,
-        "device_energy_joules": None,
-        "phases": phases,
-        "collect_rate": collect_rate,
-        "learn_rate": learn_rate,
-        "pipeline_efficiency": rate / limit if rate and limit else None,
-        "executor": {
-            "kind": trainer.plan.kind,
-            "collectors": trainer.plan.n_collectors,
-            "workers": trainer.plan.n_workers,
-            "reason": trainer.plan.reason,
-        },
-        "policy_lag_mean": 0.0,
-        "policy_lag_max": 0,
-        "restarts": trainer.budget.n_restarts,
-        "oom_backoffs": 0,
-        "nan_skips": state.nan_skips,
     }

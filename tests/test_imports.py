@@ -19,6 +19,7 @@ FLOORS = [
     {"cli", "__main__"},
     {"__init__"},
     {"agent", "vector"},
+    {"loop"},
     {"run"},
     {"config"},
     {"records", "integrations", "meter", "diagnosis", "report", "dashboard"},
