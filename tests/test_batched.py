@@ -146,6 +146,20 @@ def test_a_broken_batched_env_is_refused_in_one_line(
     assert "\n" not in str(error.value)
 
 
+def test_what_needs_envs_that_step_alone_refuses_batched_ones() -> None:
+    for source in (MatchBatch, MatchBatch(4), lambda: MatchTensors(4)):
+        with pytest.raises(
+            FlatoutError, match=r"made a batched Match(Batch|Tensors); here one that steps alone"
+        ):
+            flatout.make_vec(source, n_envs=2)
+
+
+def test_what_is_not_clean_is_said_but_no_reason_to_refuse() -> None:
+    envs = MatchBatch(4, "NextStep")
+    envs.metadata = {}
+    assert any("metadata['autoreset_mode'] is missing" in line for line in flatout.PPO(envs).header())
+
+
 def test_the_check_leaves_an_instance_in_new_episodes() -> None:
     envs = MatchBatch(4)
     flatout.PPO(envs, n_steps=32)

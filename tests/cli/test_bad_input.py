@@ -102,6 +102,7 @@ def assert_refused(
         ("train CartPole-v1 --executor proces", "did you mean 'process'"),
         ("train CartPole-v1 --executor ray", "--executor ray is not in this version yet"),
         ("train CartPole-v1 --executor async", "--executor async is for envs with async def"),
+        ("train CartPole-v1 --executor batched", "--executor batched is for envs that step N at once"),
         ("train CartPole-v1 --algo dqn", "--algo dqn is not in this version yet"),
         ("train CartPole-v1 --overlap on", "--overlap on is not in this version yet"),
         ("train CartPole-v1 --precision bf16", "--precision bf16 is not in this version yet"),
