@@ -147,7 +147,7 @@ class PPO:
 
     def run(self, total_timesteps: int | None, callback: Callback | None, progress_bar: bool) -> None:
         """`learn`, with the signal that ended it left in `stop_signal`."""
-        trainer = self._started()
+        trainer = self._started(total_timesteps)
         until = (
             self.config.timesteps if total_timesteps is None else trainer.state.env_steps + total_timesteps
         )
@@ -283,9 +283,16 @@ class PPO:
             self._env = info
         return self._env
 
-    def _started(self) -> Trainer:
+    def _started(self, n_steps: int | None = None) -> Trainer:
+        """The trainer; made on first use, for about `n_steps` env steps."""
         if self._trainer is None:
-            trainer = Trainer(self.config, self._env_info(), self.policy, self._machine.cores)
+            trainer = Trainer(
+                self.config,
+                self._env_info(),
+                self.policy,
+                n_cores=self._machine.cores,
+                n_steps=n_steps or self.config.timesteps,
+            )
             self._fresh_envs = trainer.start(self._checkpoint)
             self._trainer = trainer
         return self._trainer

@@ -61,9 +61,11 @@ class Policy:
 class Trainer:
     """Everything that learning needs, alive between two calls of learn()."""
 
-    def __init__(self, config: RunConfig, env: EnvInfo, policy: Policy, n_cores: int) -> None:
+    def __init__(
+        self, config: RunConfig, env: EnvInfo, policy: Policy, *, n_cores: int, n_steps: int
+    ) -> None:
         self.config, self._env, self.policy = config, env, policy
-        self._n_cores = n_cores
+        self._n_cores, self._n_steps = n_cores, n_steps
         self.clock = PhaseClock()
         self.state = TrainState()
         self.notes: list[str] = []
@@ -98,7 +100,7 @@ class Trainer:
             measured,
             n_envs=config.n_envs,
             n_cores=self._n_cores,
-            timesteps=config.timesteps,
+            timesteps=self._n_steps,
             only=config.executor,
             children_ok=self.policy.device.type == "cpu",
         )

@@ -26,7 +26,7 @@ class MatchBatch(VectorEnv[Any, Any, Array]):
     def __init__(self, num_envs: int = 8, mode: str = "SameStep", fault: str = "") -> None:
         self.metadata = {"autoreset_mode": AutoresetMode(mode)}
         self.num_envs, self._mode, self._fault = num_envs, mode, fault
-        self.single_observation_space = spaces.Box(0.0, 1.0, (N,))
+        self.single_observation_space = spaces.Box(-1.0, 1.0, (N,))
         self.observation_space = batch_space(self.single_observation_space, num_envs)
         self.single_action_space: gym.Space[Any] = spaces.Discrete(N)
         if fault == "space":
@@ -100,7 +100,7 @@ class MatchBatch(VectorEnv[Any, Any, Array]):
 class MatchTensors:
     """In torch, as duck-typed TensorEnvs; changes its own buffers in place."""
 
-    single_observation_space = spaces.Box(0.0, 1.0, (N,))
+    single_observation_space = spaces.Box(-1.0, 1.0, (N,))
     single_action_space = spaces.Discrete(N)
     device = torch.device("cpu")
 

@@ -146,6 +146,20 @@ def test_a_broken_batched_env_is_refused_in_one_line(
     assert "\n" not in str(error.value)
 
 
+def test_what_needs_envs_that_step_alone_refuses_batched_ones() -> None:
+    for source in (MatchBatch, MatchBatch(4), lambda: MatchTensors(4)):
+        with pytest.raises(
+            FlatoutError, match=r"made a batched Match(Batch|Tensors); here one that steps alone"
+        ):
+            flatout.make_vec(source, n_envs=2)
+
+
+def test_what_is_not_clean_is_said_but_no_reason_to_refuse() -> None:
+    envs = MatchBatch(4, "NextStep")
+    envs.metadata = {}
+    assert any("metadata['autoreset_mode'] is missing" in line for line in flatout.PPO(envs).header())
+
+
 def test_the_check_leaves_an_instance_in_new_episodes() -> None:
     envs = MatchBatch(4)
     flatout.PPO(envs, n_steps=32)
@@ -174,3 +188,11 @@ def test_the_command_trains_resumes_and_evaluates(
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["env_steps"] == 1024
     assert main("evaluate r --episodes 5 --json".split()) == 0
     assert np.isfinite(json.loads(capsys.readouterr().out.splitlines()[-1])["return_mean"])
+
+
+def test_an_agent_of_a_batched_env_goes_on_in_envs_that_step_alone(tmp_path: Path) -> None:
+    path = tmp_path / "agent.flatout"
+    flatout.PPO(MatchBatch, n_envs=6, seed=1, **FAST).learn(16_000).save(path)
+    agent = flatout.load(path, Match).learn(1_000)
+    assert agent.summary["executor"]["kind"] != "batched"
+    assert agent.summary["return_mean"] >= 0.8 * LENGTH

@@ -52,9 +52,9 @@ def _check_batched(factory: EnvFactory, envs: BatchedEnvs, kind: BatchedKind, se
         if not isinstance(n_envs, int | np.integer) or n_envs < 1:
             raise EnvError(f"num_envs is {n_envs!r}; a batched env has at least 1")
         validate_spaces(envs, "single_")
-        _Trial(envs, kind, seed).run()
+        notes = _Trial(envs, kind, seed).run()
         if factory.is_instance:  # left as the run would find it anyway: in new episodes
-            envs.reset(seed=seed)
+            call(lambda: envs.reset(seed=seed), "reset", N_STEPS)
     except EnvError as error:
         raise EnvError(f"{factory.name}: {error}") from error.__cause__
     finally:
@@ -65,7 +65,7 @@ def _check_batched(factory: EnvFactory, envs: BatchedEnvs, kind: BatchedKind, se
         factory=factory,
         observation_space=envs.single_observation_space,
         action_space=envs.single_action_space,
-        warnings=(),
+        warnings=tuple(notes),
         batched=kind,
         n_envs=int(n_envs),
         device=str(envs.device) if kind == "tensor" else "cpu",  # type: ignore[union-attr]
@@ -81,28 +81,41 @@ class _Trial:
         self._space, self._action_space = envs.single_observation_space, envs.single_action_space
         self._step = 0
 
-    def run(self) -> None:
-        """Raises EnvError on the first thing that is wrong."""
+    def run(self) -> list[str]:
+        """Warnings; raises EnvError on the first thing that is wrong."""
         self._action_space.seed(self._seed)
         obs, info = call(lambda: self._envs.reset(seed=self._seed), "reset", 0)
         require_dict(info, "reset")
         self._validate_obs(obs, "observation")
+        notes = self._notes(info)
         for self._step in range(1, N_STEPS + 1):
-            actions = self._actions(obs)
-            obs, reward, terminated, truncated, info = call(
-                partial(self._envs.step, actions), "step", self._step
+            result = call(partial(self._envs.step, self._actions(obs)), "step", self._step)
+            self._validate_step(*result)
+            obs = result[0]
+        return notes
+
+    def _validate_step(self, obs: Any, reward: Any, terminated: Any, truncated: Any, info: Any) -> None:
+        require_dict(info, "step")
+        self._validate_obs(obs, "observation")
+        self._validate(reward, "reward", ())
+        for name, flags in (("terminated", terminated), ("truncated", truncated)):
+            self._validate(flags, name, ())
+            if _to_numpy(flags).dtype != np.bool_:
+                raise EnvError(f"{name} at step {self._step} is not an array of bools")
+        if self._device is not None:
+            if "final_obs" not in info:
+                raise EnvError("step() gave no info['final_obs']; a batched env of tensors must, always")
+            self._validate_obs(info["final_obs"], "final_obs", finite=False)
+
+    def _notes(self, info: dict[str, Any]) -> list[str]:
+        notes = []
+        if self._device is None and "autoreset_mode" not in self._envs.metadata:  # type: ignore[union-attr]
+            notes.append(
+                "metadata['autoreset_mode'] is missing; episodes are taken to begin a step late (NEXT_STEP)"
             )
-            require_dict(info, "step")
-            self._validate_obs(obs, "observation")
-            self._validate(reward, "reward", ())
-            for name, flags in (("terminated", terminated), ("truncated", truncated)):
-                self._validate(flags, name, ())
-                if "bool" not in str(flags.dtype if hasattr(flags, "dtype") else np.asarray(flags).dtype):
-                    raise EnvError(f"{name} at step {self._step} is not an array of bools")
-            if self._device is not None:
-                if "final_obs" not in info:
-                    raise EnvError("step() gave no info['final_obs']; a batched env of tensors must, always")
-                self._validate_obs(info["final_obs"], "final_obs", finite=False)
+        if MASK_KEY in info and not has_mask(self._space):
+            notes.append("info['action_mask'] of a batched env is ignored; put it into a Dict observation")
+        return notes
 
     def _actions(self, obs: Any) -> Any:
         masks = _to_numpy(obs[MASK_KEY]) if has_mask(self._space) else [None] * self._n_envs
