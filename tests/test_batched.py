@@ -16,7 +16,7 @@ import flatout
 from flatout.cli.main import run as main
 from flatout.errors import FlatoutError
 from tests.batched import MatchBatch, MatchTensors
-from tests.known import LENGTH
+from tests.known import LENGTH, Match
 from tests.test_agent import same
 
 FAST: dict[str, Any] = {"n_steps": 64, "batch_size": 128, "learning_rate": 3e-3, "device": "cpu"}
