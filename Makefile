@@ -37,6 +37,7 @@ test: check
 bench: $(VENV)/.installed-bench
 	@$(BIN)/python -m benchmarks.returns
 	@$(BIN)/python -m benchmarks.lockstep
+	@$(BIN)/python -m benchmarks.stepping
 
 clean:
 	rm -rf $(VENV) build *.egg-info .mypy_cache .pytest_cache .ruff_cache

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
-from benchmarks.envs import Await, Burn, Wait
+from benchmarks.envs import Await, Burn, Wait, loops_for
 from benchmarks.page import conditions, table, write_section
 
 CARTPOLE = 32
@@ -241,6 +242,7 @@ def main() -> None:
     if args.one:
         print(json.dumps(CASES[args.one[0]][args.one[1]](args.seconds)))
         return
+    os.environ["BURN_LOOPS"] = str(loops_for(300.0))
     parts = []
     for case, ways in CASES.items():
         if not case.startswith(args.cases):
