@@ -23,7 +23,8 @@ from numpy.typing import NDArray
 
 from flatout.envs.awaitable import Blocking, blocking
 from flatout.envs.batched import BatchedEnvs, BatchedKind
-from flatout.envs.make import ENGINE_FOLDERS, EnvFactory, MaskFromInfo, logit_sizes, one_line, where
+from flatout.envs.make import ENGINE_FOLDERS, EnvFactory, one_line, where
+from flatout.envs.masks import MaskFromInfo, logit_sizes
 from flatout.envs.spaces import MASK_KEY
 from flatout.errors import EnvError
 

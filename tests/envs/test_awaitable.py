@@ -17,7 +17,8 @@ from gymnasium.wrappers import TimeLimit
 
 from flatout.envs.awaitable import Blocking, blocking, is_async
 from flatout.envs.check import check
-from flatout.envs.make import AsyncMaskFromInfo, env_factory
+from flatout.envs.make import env_factory
+from flatout.envs.masks import AsyncMaskFromInfo
 from flatout.errors import EnvError
 
 ENV_ID = "AsyncWalkTest-v0"

@@ -17,7 +17,8 @@ import pytest
 from gymnasium import spaces
 from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
 
-from flatout.envs.make import MaskFromInfo, env_factory, logit_sizes, one_line, where
+from flatout.envs.make import env_factory, one_line, where
+from flatout.envs.masks import MaskFromInfo, logit_sizes
 from flatout.errors import EnvError, FlatoutError
 
 ENV_FILE = """
