@@ -10,6 +10,7 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from flatout.envs.awaitable import is_async
+from flatout.envs.spaces import MASK_KEY
 from flatout.errors import EnvError
 
 
