@@ -105,7 +105,7 @@ class ChildCollectors:
         message = COLLECT + struct.pack("<q", self.n_steps)
         try:
             replies = self._ask([message] * len(self._jobs), stop)
-        except Interrupted:
+        except BaseException:
             self._give_up()
             raise
         self._clock.enter("store")
@@ -144,7 +144,7 @@ class ChildCollectors:
         return f"collector {i} with envs {self._jobs[i].first} to {self._jobs[i].end - 1}"
 
     def _give_up(self) -> None:
-        """End children in the middle of a rollout: the run is stopping, and one of them may hang."""
+        """End children in the middle of a rollout: the run is ending, and one of them may hang or be dead."""
         self._given_up = True
         self._crew.close()
 

@@ -134,7 +134,7 @@ def assert_refused(
         ("train my_envs.py:Raises", "ZeroDivisionError: boom (my_envs.py:"),
         ("train my_envs.py:NanReward", "env 0 gave a NaN reward at step 5"),
         (
-            "train my_envs.py:NanObservation --n-steps 256 --n-envs 2",
+            "train my_envs.py:NanObservation --n-steps 256 --n-envs 2 --executor serial",
             "env 0 gave a NaN observation at step 240",
         ),
         ("resume nothing", "no run 'nothing'"),
@@ -183,9 +183,10 @@ def test_corrupt_and_foreign_checkpoints_are_refused(folder: Path) -> None:
     assert_refused(flatout("evaluate", str(checkpoint), cwd=folder), folder, before, checkpoint.name)
 
 
-def test_a_nan_later_in_the_run_keeps_what_was_learned(folder: Path) -> None:
+@pytest.mark.parametrize("executor", ["auto", "serial", "process"])
+def test_a_nan_later_in_the_run_keeps_what_was_learned(executor: str, folder: Path) -> None:
     argv = "train my_envs.py:NanObservation --n-steps 64 --n-envs 2 --batch-size 64 --run-name late"
-    done = flatout(*argv.split(), cwd=folder)
+    done = flatout(*argv.split(), "--executor", executor, cwd=folder)
     assert done.returncode == 2
     assert re.search(r"env [01] gave a NaN observation at step 240", done.stderr.splitlines()[-1])
     summary = json.loads((folder / "runs" / "late" / "summary.json").read_text())
