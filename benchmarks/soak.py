@@ -19,7 +19,8 @@ import psutil
 import torch
 
 import flatout
-from flatout.collect.child import ChildCollectors, Job
+from benchmarks.collecting import child_job
+from flatout.collect.child import ChildCollectors
 from flatout.executors.base import step
 from flatout.executors.process import ProcessExecutor
 from flatout.executors.supervise import RestartBudget
@@ -53,18 +54,8 @@ def main() -> None:
     agent = flatout.PPO("CartPole-v1", preset="auto", n_envs=N_ENVS, seed=1)
     policy, factory = agent.policy, agent._env_info().factory
     budget = RestartBudget(most=10_000)
-    job = Job(
-        factory=factory,
-        obs=policy.obs,
-        action=policy.action,
-        network=agent.config.network,
-        normalize_obs=False,
-        seed=1,
-        first=0,
-        end=N_ENVS,
-    )
     children = ChildCollectors(
-        job, policy.model, 2, n_steps=N_STEPS, clock=PhaseClock(), timeout=20, budget=budget
+        child_job(agent), policy.model, 2, n_steps=N_STEPS, clock=PhaseClock(), timeout=20, budget=budget
     )
     workers = ProcessExecutor(
         factory,

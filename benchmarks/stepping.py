@@ -145,8 +145,9 @@ def collectors(source: Any, n_envs: int, n_children: int, seconds: float) -> flo
     import torch
 
     import flatout
+    from benchmarks.collecting import child_job
     from flatout.buffers.rollout import Rollout
-    from flatout.collect.child import ChildCollectors, Job
+    from flatout.collect.child import ChildCollectors
     from flatout.collect.collector import Collector
     from flatout.executors.serial import SerialExecutor
     from flatout.trace.phases import PhaseClock
@@ -156,17 +157,7 @@ def collectors(source: Any, n_envs: int, n_children: int, seconds: float) -> flo
     policy, factory = agent.policy, agent._env_info().factory
     clock = PhaseClock()
     if n_children:
-        job = Job(
-            factory=factory,
-            obs=policy.obs,
-            action=policy.action,
-            network=agent.config.network,
-            normalize_obs=False,
-            seed=1,
-            first=0,
-            end=n_envs,
-        )
-        children = ChildCollectors(job, policy.model, n_children, n_steps=32, clock=clock)
+        children = ChildCollectors(child_job(agent), policy.model, n_children, n_steps=32, clock=clock)
         children.reset()
         collect = partial(children.collect, children.rollout)
     else:
