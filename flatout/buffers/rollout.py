@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -82,21 +81,6 @@ class Rollout:
     def part(self, first: int, end: int) -> Rollout:
         """The envs from `first` to before `end`, in the same memory."""
         return Rollout({name: array[:, first:end] for name, array in self._arrays.items()})
-
-    @cached_property
-    def obs_rows(self) -> list[tuple[Tensor, ...]]:
-        """Observations of each time step as tensors, made once so that acting makes none."""
-        return [tuple(torch.from_numpy(leaf[t]) for leaf in self.obs) for t in range(self.n_steps)]
-
-    @cached_property
-    def action_rows(self) -> list[Tensor]:
-        """Actions of each time step as tensors."""
-        return list(torch.from_numpy(self.action).unbind(0))
-
-    @cached_property
-    def log_prob_rows(self) -> list[Tensor]:
-        """Log-probabilities of each time step as tensors."""
-        return list(torch.from_numpy(self.log_prob).unbind(0))
 
     @property
     def n_transitions(self) -> int:

@@ -169,7 +169,7 @@ def child_main(connection: Connection, job: Job, shared: SharedArrays) -> None:
     """A child's life: answer the parent's messages until it closes the connection."""
     torch.set_num_threads(1)
     model = build(job.obs, job.action, job.network, job.seed, normalize_obs=job.normalize_obs)
-    block = ParamBlock(model, shared["params"], shared["version"])
+    ParamBlock(model, shared["params"], shared["version"]).adopt()
     seed = job.seed if job.generation == 0 else _rebuilt_seed(job)
     executor = SerialExecutor(job.factory, job.obs, np.arange(job.first, job.end), seed)
     clock = PhaseClock()
@@ -183,7 +183,7 @@ def child_main(connection: Connection, job: Job, shared: SharedArrays) -> None:
         message = connection.recv_bytes()
         kind, body = message[:1], message[1:]
         if kind == COLLECT:
-            connection.send_bytes(DONE + _collect(collector, rollout, block, ended, clock, body))
+            connection.send_bytes(DONE + _collect(collector, rollout, ended, clock, body))
         elif kind == RESET:
             executor.reset()
             connection.send_bytes(DONE)
@@ -197,15 +197,12 @@ def child_main(connection: Connection, job: Job, shared: SharedArrays) -> None:
             connection.send_bytes(DONE + pickle.dumps([int(job.first + i) for i in fresh]))
 
 
-def _collect(
-    collector: Collector, rollout: Rollout, block: ParamBlock, ended: Array, clock: PhaseClock, body: bytes
-) -> bytes:
-    block.read()
+def _collect(collector: Collector, rollout: Rollout, ended: Array, clock: PhaseClock, body: bytes) -> bytes:
     (collector.n_steps,) = struct.unpack("<q", body)
     clock.restart({})
     episodes = collector.collect(rollout)
-    for row, episode in zip(ended, episodes, strict=False):
-        row[:] = episode.env_id, episode.total_reward, episode.length
+    if episodes:
+        ended[: len(episodes)] = [(e.env_id, e.total_reward, e.length) for e in episodes]
     seconds = clock.read()
     return struct.pack("<q3d", len(episodes), *(seconds.get(name, 0.0) for name in PHASES))
 

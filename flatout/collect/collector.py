@@ -12,19 +12,14 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from flatout.buffers.rollout import Rollout
 from flatout.collect.noise import ActionNoise
-from flatout.envs.spaces import ActionLayout, Array
+from flatout.envs.spaces import ActionLayout, Array, Leaves
 from flatout.executors.base import Episode, Executor, Step
+from flatout.models.actor import make_actor
 from flatout.models.policy import ActorCritic
 from flatout.trace.phases import PhaseClock
-
-ROWS = 8
-"""The policy acts on multiples of this many rows. Matrix kernels round by the number of rows; in whole blocks a
-row's result does not depend on its neighbours, so neither do results on how envs are spread."""
-
 
 class Interrupted(BaseException):
     """Collecting was given up in the middle of a rollout, which then counts for nothing.
@@ -74,17 +69,13 @@ class Collector:
         seed: int,
         clock: PhaseClock,
     ) -> None:
-        self.executor, self._model, self._layout = executor, model, layout
-        self._device, self._clock = device, clock
+        self.executor, self._layout, self._clock = executor, layout, clock
+        self.model, self._head = model, model.head
         # Only executors of batched envs say it: no env of theirs can wait until the others are done.
         self._together = bool(getattr(executor, "steps_together", False))
         self._noise = ActionNoise(layout, executor.env_ids, seed)
         self._all = np.arange(executor.n_envs)
-        n_rows = -(-executor.n_envs // ROWS) * ROWS
-        self._obs = tuple(
-            torch.from_numpy(np.zeros((n_rows, *leaf.shape[1:]), leaf.dtype)) for leaf in executor.current.obs
-        )
-        self._gumbel_or_normal = torch.zeros(n_rows, layout.noise_size)
+        self._actor = make_actor(model, executor.n_envs, device)
         self.n_steps = 0
         """Steps each env has taken for finished rollouts: where its noise stream stands."""
 
@@ -104,19 +95,18 @@ class Collector:
         """Close every env."""
         self.executor.close()
 
-    @torch.inference_mode()
     def collect(self, rollout: Rollout, stop: Callable[[], bool] = lambda: False) -> list[Episode]:
         """Fill the rollout from where the envs stand; returns the episodes that ended."""
         clock, executor = self._clock, self.executor
         episodes: list[Episode] = []
         clock.enter("act")
-        noise = self._noise.draw(self.n_steps, rollout.n_steps)
+        self._actor.bind()
+        noise = self._noise.draw(self.n_steps, rollout.n_steps).numpy()
         for leaf, obs in zip(rollout.obs, executor.current.obs, strict=True):
             leaf[0] = obs
         for t in range(rollout.n_steps):
-            actions = self._act(
-                rollout.obs_rows[t], noise[t], rollout.action_rows[t], rollout.log_prob_rows[t]
-            )
+            obs = tuple(leaf[t] for leaf in rollout.obs)
+            actions = self._act(obs, noise[t], rollout.action[t], rollout.log_prob[t])
             clock.enter("env")
             executor.send(actions, self._all)
             now = executor.recv()
@@ -133,20 +123,12 @@ class Collector:
         executor.mark()
         return episodes
 
-    def _act(self, obs: tuple[Tensor, ...], noise: Tensor, rows_out: Tensor, log_prob_out: Tensor) -> Array:
+    def _act(self, obs: Leaves, noise: Array, rows_out: Array, log_prob_out: Array) -> Array:
         """Draw actions for `obs`, keep them with their log-probabilities, and return them for the envs."""
-        model, device, n = self._model, self._device, len(noise)
-        n_padded = -(-n // ROWS) * ROWS
-        if n_padded > n:
-            for whole, part in zip(self._obs, obs, strict=True):
-                whole[:n] = part
-            self._gumbel_or_normal[:n] = noise
-            obs = tuple(leaf[:n_padded] for leaf in self._obs)
-            noise = self._gumbel_or_normal[:n_padded]
-        rows, log_prob = model.sample(tuple(leaf.to(device) for leaf in obs), noise.to(device))
-        rows_out.copy_(rows[:n])
-        log_prob_out.copy_(log_prob[:n])
-        return self._layout.to_env(model.head.to_action(rows_out).numpy())
+        self._actor.act(obs, noise, rows_out, log_prob_out)
+        if self._head.squashes:
+            rows_out = self._head.to_action(torch.from_numpy(rows_out)).numpy()
+        return self._layout.to_env(rows_out)
 
     def _store_all(self, rollout: Rollout, t: int, now: Step) -> None:
         rollout.reward[t] = now.reward
@@ -164,7 +146,7 @@ class Collector:
         rollout: Rollout,
         t: int,
         now: Step,
-        noise: Tensor,
+        noise: Array,
         episodes: list[Episode],
         stop: Callable[[], bool],
     ) -> None:
@@ -189,12 +171,11 @@ class Collector:
             now = executor.recv()
             clock.enter("store")
 
-    def _act_rows(self, rollout: Rollout, at: Array, rows: Array, noise: Tensor) -> None:
-        obs = tuple(torch.from_numpy(leaf[at, rows]) for leaf in rollout.obs)
-        action = torch.from_numpy(rollout.action[at, rows])
-        log_prob = torch.from_numpy(rollout.log_prob[at, rows])
+    def _act_rows(self, rollout: Rollout, at: Array, rows: Array, noise: Array) -> None:
+        obs = tuple(leaf[at, rows] for leaf in rollout.obs)
+        action, log_prob = rollout.action[at, rows], rollout.log_prob[at, rows]
         actions = self._act(obs, noise[at, rows], action, log_prob)
-        rollout.action[at, rows], rollout.log_prob[at, rows] = action.numpy(), log_prob.numpy()
+        rollout.action[at, rows], rollout.log_prob[at, rows] = action, log_prob
         self._clock.enter("env")
         self.executor.send(actions, rows)
 
@@ -205,15 +186,13 @@ class Collector:
         restarted = [n for n in now.restarted if filling[n]]
         return replace(now, rows=np.flatnonzero(filling), restarted=restarted)
 
-    def _act_together(self, rollout: Rollout, cursor: Array, now: Step, noise: Tensor) -> None:
+    def _act_together(self, rollout: Rollout, cursor: Array, now: Step, noise: Array) -> None:
         """Act in all envs; what those do that have their `n_steps` is not stored."""
         at, rows = np.minimum(cursor, rollout.n_steps - 1), np.flatnonzero(cursor < rollout.n_steps)
-        action = torch.from_numpy(rollout.action[at, self._all])
-        log_prob = torch.from_numpy(rollout.log_prob[at, self._all])
-        obs = tuple(torch.from_numpy(leaf) for leaf in now.obs)
-        actions = self._act(obs, noise[at, self._all], action, log_prob)
-        rollout.action[at[rows], rows] = action.numpy()[rows]
-        rollout.log_prob[at[rows], rows] = log_prob.numpy()[rows]
+        action, log_prob = rollout.action[at, self._all], rollout.log_prob[at, self._all]
+        actions = self._act(now.obs, noise[at, self._all], action, log_prob)
+        rollout.action[at[rows], rows] = action[rows]
+        rollout.log_prob[at[rows], rows] = log_prob[rows]
         self._clock.enter("env")
         self.executor.send(actions, self._all)
 

@@ -37,33 +37,44 @@ class FlatParams:
 
 
 class ParamBlock:
-    """A model's parameters and buffers as one array that processes can share, with the version it holds."""
+    """A model's parameters and buffers as one array that processes share, with the version it holds."""
 
     def __init__(
         self, model: nn.Module, values: npt.NDArray[np.float32], version: npt.NDArray[np.int64]
     ) -> None:
-        self._tensors = [t for t in (*model.parameters(), *model.buffers()) if t.dtype == torch.float32]
-        self._values, self._version = torch.from_numpy(values), version
+        self._tensors = _floats(model)
+        block, start = torch.from_numpy(values), 0
+        self._views: list[Tensor] = []
+        for tensor in self._tensors:
+            self._views.append(block[start : start + tensor.numel()].view(tensor.shape))
+            start += _aligned(tensor.numel())
+        self._version = version
 
     @staticmethod
     def size(model: nn.Module) -> int:
         """How many values the block of this model holds."""
-        return sum(t.numel() for t in (*model.parameters(), *model.buffers()) if t.dtype == torch.float32)
+        return sum(_aligned(tensor.numel()) for tensor in _floats(model))
 
     @torch.no_grad()
     def publish(self, version: int) -> None:
         """Write the model into the block; nobody may be reading."""
-        start = 0
-        for tensor in self._tensors:
-            self._values[start : start + tensor.numel()].copy_(tensor.reshape(-1))
-            start += tensor.numel()
+        torch._foreach_copy_(self._views, [tensor.detach() for tensor in self._tensors])
         self._version[0] = version
 
-    @torch.no_grad()
-    def read(self) -> int:
-        """Take the block's values into the model; returns their version."""
-        start = 0
-        for tensor in self._tensors:
-            tensor.copy_(self._values[start : start + tensor.numel()].view(tensor.shape))
-            start += tensor.numel()
+    def adopt(self) -> None:
+        """Let the model live in the block: from now on it is whatever is published."""
+        for tensor, view in zip(self._tensors, self._views, strict=True):
+            tensor.data = view
+
+    @property
+    def version(self) -> int:
+        """Which publication the block holds."""
         return int(self._version[0])
+
+
+def _floats(model: nn.Module) -> list[Tensor]:
+    return [t for t in (*model.parameters(), *model.buffers()) if t.dtype == torch.float32]
+
+
+def _aligned(n: int) -> int:
+    return -(-n // ALIGNMENT) * ALIGNMENT

@@ -23,6 +23,8 @@ class Head(Protocol):
     """Turns a policy network's output into actions, log-probabilities and entropy."""
 
     n_outputs: int
+    squashes: bool
+    """Whether actions differ from rows."""
 
     def sample(self, out: Tensor, noise: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """Rows and their log-probabilities, (B, size) and (B,)."""
@@ -44,6 +46,7 @@ class Head(Protocol):
 class CategoricalHead(nn.Module):
     """One categorical choice per group; groups of unequal size are padded with forbidden logits."""
 
+    squashes = False
     _columns: Tensor
     _padding: Tensor
 
@@ -101,7 +104,7 @@ class GaussianHead(nn.Module):
         super().__init__()
         self.n_outputs = layout.size
         self.log_std = nn.Parameter(torch.full((layout.size,), log_std_init))
-        self._squash = squash and bool(layout.bounded.any())
+        self.squashes = squash and bool(layout.bounded.any())
         self.register_buffer("_squashed", torch.as_tensor(layout.bounded), persistent=False)
 
     def sample(self, out: Tensor, noise: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -121,11 +124,11 @@ class GaussianHead(nn.Module):
         return log_prob, entropy + self._log_slope(out + noise.detach() * std)
 
     def to_action(self, rows: Tensor) -> Tensor:
-        return torch.where(self._squashed, rows.tanh(), rows) if self._squash else rows
+        return torch.where(self._squashed, rows.tanh(), rows) if self.squashes else rows
 
     def _log_slope(self, rows: Tensor) -> Tensor | float:
         """log |d tanh(x) / dx| summed over the squashed dimensions, in the form that never overflows."""
-        if not self._squash:
+        if not self.squashes:
             return 0.0
         slope = 2.0 * (math.log(2.0) - rows - nn.functional.softplus(-2.0 * rows))
         return (slope * self._squashed).sum(-1)

@@ -64,6 +64,7 @@ class ActorCritic(nn.Module):
         self, obs: ObsLayout, action: ActionLayout, config: NetworkConfig, *, normalize_obs: bool = False
     ) -> None:
         super().__init__()
+        self.obs, self.action = obs, action
         self._mask_index = obs.mask_index
         if obs.mask_index is not None:
             _check_mask(obs.leaves[obs.mask_index], action)
@@ -75,7 +76,7 @@ class ActorCritic(nn.Module):
         for i in self.float_leaves:
             self.register_buffer(f"obs_mean_{i}", torch.zeros(obs.leaves[i].shape))
             self.register_buffer(f"obs_scale_{i}", torch.ones(obs.leaves[i].shape))
-        self._normalize = normalize_obs
+        self.normalizes, self.activation = normalize_obs, config.activation
         self.pi_encoder = Encoder(obs.leaves)
         widths, n_in = config.network_arch, self.pi_encoder.n_features
         self.pi_body = mlp(n_in, widths, config.activation)
@@ -85,9 +86,14 @@ class ActorCritic(nn.Module):
             self.vf_body = mlp(n_in, widths, config.activation)
         self.vf_out = linear(widths[-1], 1, gain=1.0)
 
+    def features(self, obs: Obs) -> Tensor:
+        """What the policy's first layer sees."""
+        out: Tensor = self.pi_encoder(self._normalized(obs))
+        return out
+
     def policy(self, obs: Obs) -> Tensor:
         """Raw outputs of the policy, for the head."""
-        out: Tensor = self.pi_out(self.pi_body(self.pi_encoder(self._normalized(obs))))
+        out: Tensor = self.pi_out(self.pi_body(self.features(obs)))
         return out
 
     def value(self, obs: Obs) -> Tensor:
@@ -125,7 +131,7 @@ class ActorCritic(nn.Module):
         return log_prob, entropy, value
 
     def _normalized(self, obs: Obs) -> Obs:
-        if not self._normalize:
+        if not self.normalizes:
             return obs
         out = list(obs)
         for i in self.float_leaves:

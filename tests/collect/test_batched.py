@@ -50,7 +50,7 @@ def test_a_transition_never_spans_two_episodes(mode: AutoresetMode) -> None:
 
 def _check_log_probs(collector: Collector, rollout: Rollout) -> None:
     """Each action's log-probability is that of the observation it is stored with."""
-    model = collector._model
+    model = collector.model
     obs = tuple(torch.from_numpy(leaf[:-1]).flatten(0, 1) for leaf in rollout.obs)
     with torch.no_grad():
         log_prob = model.evaluate(obs, torch.from_numpy(rollout.action).flatten(0, 1))[0]

@@ -1,0 +1,137 @@
+"""The policy as collectors use it: arrays of observations and noise in, actions and log-probabilities out.
+
+A small network on the CPU is one compiled function (`kernel`); any other one runs in torch, wherever it lies.
+Which of the two depends on the network alone, so that every collector of a run computes the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import nn
+
+from flatout.envs.spaces import Array, Leaves
+from flatout.models.heads import GaussianHead
+from flatout.models.policy import OBS_CLIP, ActorCritic
+
+SMALL_NETWORK = 100_000
+"""Weights of a policy up to which the compiled function is faster: they stay in a core's own cache."""
+ROWS = 8
+"""In torch the policy acts on multiples of this many rows. Matrix kernels round by the number of rows; in whole
+blocks a row's result does not depend on its neighbours, so neither do results on how envs are spread."""
+
+
+class Actor(Protocol):
+    """Draws actions for many observations at once."""
+
+    def bind(self) -> None:
+        """Take the model's parameters as they are now; once per rollout."""
+
+    def act(self, obs: Leaves, noise: Array, rows_out: Array, log_prob_out: Array) -> None:
+        """Write the rows drawn with the given noise, and their log-probabilities."""
+
+
+def make_actor(model: ActorCritic, n_rows: int, device: torch.device) -> Actor:
+    """The fastest way of acting on up to `n_rows` observations at once."""
+    images = any(leaf.kind == "image" for leaf in model.obs.leaves)
+    n_weights = sum(layer.weight.numel() for layer in _layers(model))
+    if device.type == "cpu" and not images and n_weights <= SMALL_NETWORK:
+        return KernelActor(model)
+    return TorchActor(model, n_rows, device)
+
+
+class TorchActor:
+    """The model itself, on its own device, fed through buffers made once."""
+
+    def __init__(self, model: ActorCritic, n_rows: int, device: torch.device) -> None:
+        self._model = model
+        n_rows = _whole_blocks(n_rows)
+        self._obs = tuple(torch.from_numpy(leaf).to(device) for leaf in model.obs.alloc(n_rows))
+        self._noise = torch.zeros(n_rows, model.action.noise_size, device=device)
+
+    def bind(self) -> None:
+        """Nothing: it acts with the model's own parameters."""
+
+    @torch.inference_mode()
+    def act(self, obs: Leaves, noise: Array, rows_out: Array, log_prob_out: Array) -> None:
+        """Write the rows drawn with the given noise, and their log-probabilities."""
+        n = len(noise)
+        for whole, part in zip(self._obs, obs, strict=True):
+            whole[:n] = torch.from_numpy(part)
+        self._noise[:n] = torch.from_numpy(noise)
+        end = _whole_blocks(n)
+        rows, log_prob = self._model.sample(tuple(leaf[:end] for leaf in self._obs), self._noise[:end])
+        torch.from_numpy(rows_out).copy_(rows[:n])
+        torch.from_numpy(log_prob_out).copy_(log_prob[:n])
+
+
+class KernelActor:
+    """A multi-layer perceptron on the CPU as one compiled function."""
+
+    def __init__(self, model: ActorCritic) -> None:
+        from flatout.models import kernel  # here, because the compiler takes a moment to load
+
+        obs, action = model.obs, model.action
+        self._model, self._mask_index = model, obs.mask_index
+        layers = _layers(model)
+        widths = [layers[0].in_features, *(layer.out_features for layer in layers)]
+        n_params = sum(layer.weight.numel() + layer.out_features for layer in layers)
+        self._params = np.zeros(n_params, np.float32)
+        only = obs.leaves[0]
+        self._plain = len(obs.leaves) == 1 and only.kind == "vector"
+        normalized = self._plain and model.normalizes
+        self._shift = np.zeros((2 if normalized else 0, widths[0]), np.float32)
+        if isinstance(model.head, GaussianHead):
+            self._sample = kernel.sample_normals
+            self._log_std = np.zeros(action.size, np.float32)
+            self._head: tuple[Array, Array] = self._log_std, action.bounded & model.head.squashes
+        else:
+            self._sample = kernel.sample_categories
+            self._head = np.array(action.nvec), np.zeros((0, 1), bool)  # no row: all is allowed
+        scratch = np.zeros((2, max(widths)), np.float32)
+        self._network: tuple[Any, ...] = (
+            self._shift,
+            np.float32(OBS_CLIP),
+            np.array(widths),
+            self._params,
+            kernel.BENDS[model.activation],
+            scratch,
+        )
+        self.bind()
+
+    def bind(self) -> None:
+        """Take the model's parameters as they are now; once per rollout."""
+        start = 0
+        for layer in _layers(self._model):
+            for tensor in (layer.weight.detach().t(), layer.bias.detach()):
+                end = start + tensor.numel()
+                self._params[start:end] = tensor.numpy().reshape(-1)
+                start = end
+        if len(self._shift):
+            mean, scale = self._model.get_buffer("obs_mean_0"), self._model.get_buffer("obs_scale_0")
+            self._shift[0], self._shift[1] = mean.numpy().reshape(-1), scale.numpy().reshape(-1)
+        if isinstance(self._model.head, GaussianHead):
+            self._log_std[:] = self._model.head.log_std.detach().numpy()
+
+    def act(self, obs: Leaves, noise: Array, rows_out: Array, log_prob_out: Array) -> None:
+        """Write the rows drawn with the given noise, and their log-probabilities."""
+        x = obs[0].reshape(len(noise), -1) if self._plain else self._features(obs)
+        head = self._head
+        if self._mask_index is not None:
+            head = head[0], obs[self._mask_index]
+        self._sample(x, *self._network, *head, noise, rows_out, log_prob_out)
+
+    @torch.inference_mode()
+    def _features(self, obs: Leaves) -> Array:
+        features: Array = self._model.features(tuple(torch.from_numpy(leaf) for leaf in obs)).numpy()
+        return features
+
+
+def _layers(model: ActorCritic) -> list[nn.Linear]:
+    return [layer for layer in (*model.pi_body, model.pi_out) if isinstance(layer, nn.Linear)]
+
+
+def _whole_blocks(n_rows: int) -> int:
+    return -(-n_rows // ROWS) * ROWS

@@ -1,0 +1,169 @@
+"""The policy of a small network on the CPU as one compiled function: forward pass, sampling, log-probability.
+
+A framework's dispatch costs several times what such a network computes. Here every row is computed alone and in
+one fixed order, so its result depends neither on the other rows nor on how envs are spread over collectors.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from numba import njit
+
+Array = npt.NDArray[Any]
+F = np.float32
+
+BENDS = {"tanh": 0, "relu": 1, "elu": 2, "silu": 3}
+
+# tanh(x) = x P(x²) / Q(x²): a rational least-maximum fit, within 4e-7 of the truth for every float32.
+_EDGE = F(8.2)
+_P0, _P1, _P2 = F(0.9999999917938667), F(0.1343211837920016), F(3.5566806473495832e-3)
+_P3, _P4 = F(2.163717221369853e-05), F(1.4840398657826958e-08)
+_Q1, _Q2 = F(0.46765444137147794), F(0.026108277588829523)
+_Q3, _Q4 = F(3.3864314200499854e-4), F(8.370542470109286e-07)
+_ONE, _HALF, _ZERO = F(1), F(0.5), F(0)
+_MASKED = F(-1e8)
+_LOG_SQRT_2PI = F(0.5 * math.log(2 * math.pi))
+_LOG_2 = F(math.log(2))
+_LEAST = F(-3e38)
+
+_OPTIONS: dict[str, Any] = {"cache": True, "fastmath": {"contract"}, "error_model": "numpy", "nogil": True}
+
+
+@njit(**_OPTIONS)
+def _tanh(x: Any) -> Any:
+    x = min(max(x, -_EDGE), _EDGE)
+    u = x * x
+    over = (((_P4 * u + _P3) * u + _P2) * u + _P1) * u + _P0
+    under = (((_Q4 * u + _Q3) * u + _Q2) * u + _Q1) * u + _ONE
+    return x * over / under
+
+
+@njit(**_OPTIONS)
+def _bend(y: Array, kind: int) -> None:
+    if kind == 0:
+        for j in range(len(y)):
+            y[j] = _tanh(y[j])
+    elif kind == 1:
+        for j in range(len(y)):
+            y[j] = max(y[j], _ZERO)
+    elif kind == 2:
+        for j in range(len(y)):
+            if y[j] < _ZERO:
+                y[j] = math.expm1(y[j])
+    else:
+        for j in range(len(y)):
+            y[j] = y[j] * _HALF * (_ONE + _tanh(_HALF * y[j]))
+
+
+@njit(**_OPTIONS)
+def _affine(x: Array, weight: Array, bias: Array, y: Array) -> None:
+    """y = x W + b for one row; four inputs at a time, so that y is loaded and stored a quarter as often."""
+    n_in, n_out = weight.shape
+    for j in range(n_out):
+        y[j] = bias[j]
+    whole = n_in - n_in % 4
+    for k in range(0, whole, 4):
+        a, b, c, d = x[k], x[k + 1], x[k + 2], x[k + 3]
+        wa, wb, wc, wd = weight[k], weight[k + 1], weight[k + 2], weight[k + 3]
+        for j in range(n_out):
+            y[j] += a * wa[j] + b * wb[j] + c * wc[j] + d * wd[j]
+    for k in range(whole, n_in):
+        a, wa = x[k], weight[k]
+        for j in range(n_out):
+            y[j] += a * wa[j]
+
+
+@njit(**_OPTIONS)
+def _forward(x: Array, shift: Array, clip: Any, widths: Array, params: Array, bend: int, rows: Array) -> Array:
+    """The last layer's outputs for one observation; `rows` is room for two layers."""
+    here, there = rows[0], rows[1]
+    for k in range(len(x)):
+        here[k] = x[k]
+    if len(shift):
+        for k in range(len(x)):
+            here[k] = min(max((x[k] - shift[0, k]) * shift[1, k], -clip), clip)
+    start, n_layers = 0, len(widths) - 1
+    for layer in range(n_layers):
+        n_in, n_out = widths[layer], widths[layer + 1]
+        end = start + n_in * n_out
+        weight = params[start:end].reshape(n_in, n_out)
+        _affine(here, weight, params[end : end + n_out], there)
+        if layer < n_layers - 1:
+            _bend(there[:n_out], bend)
+        here, there = there, here
+        start = end + n_out
+    return here
+
+
+@njit(**_OPTIONS)
+def sample_categories(
+    x: Array,
+    shift: Array,
+    clip: Any,
+    widths: Array,
+    params: Array,
+    bend: int,
+    scratch: Array,
+    nvec: Array,
+    mask: Array,
+    noise: Array,
+    rows_out: Array,
+    log_prob_out: Array,
+) -> None:
+    """Gumbel-max per group of categories; `mask` has no rows where everything is allowed."""
+    for i in range(len(x)):
+        out = _forward(x[i], shift, clip, widths, params, bend, scratch)
+        if len(mask):
+            for j in range(widths[-1]):
+                if not mask[i, j]:
+                    out[j] = _MASKED
+        start, log_prob = 0, _ZERO
+        for g in range(len(nvec)):
+            end = start + nvec[g]
+            most, best, choice = _LEAST, _LEAST, start
+            for j in range(start, end):
+                most = max(most, out[j])
+                score = out[j] + noise[i, j]
+                if score > best:
+                    best, choice = score, j
+            total = _ZERO
+            for j in range(start, end):
+                total += math.exp(out[j] - most)
+            log_prob += out[choice] - most - math.log(total)
+            rows_out[i, g] = choice - start
+            start = end
+        log_prob_out[i] = log_prob
+
+
+@njit(**_OPTIONS)
+def sample_normals(
+    x: Array,
+    shift: Array,
+    clip: Any,
+    widths: Array,
+    params: Array,
+    bend: int,
+    scratch: Array,
+    log_std: Array,
+    squashed: Array,
+    noise: Array,
+    rows_out: Array,
+    log_prob_out: Array,
+) -> None:
+    """Mean plus noise per dimension; the log-probability is that of the squashed action where one is."""
+    for i in range(len(x)):
+        out = _forward(x[i], shift, clip, widths, params, bend, scratch)
+        log_prob = _ZERO
+        for j in range(len(log_std)):
+            value = out[j] + noise[i, j] * math.exp(log_std[j])
+            log_prob -= _HALF * noise[i, j] * noise[i, j] + log_std[j] + _LOG_SQRT_2PI
+            if squashed[j]:
+                far = abs(value)
+                # log(1 - tanh²) of |x|, in the form that never overflows.
+                log_prob -= F(2) * (_LOG_2 - far - math.log1p(math.exp(-F(2) * far)))
+            rows_out[i, j] = value
+        log_prob_out[i] = log_prob
