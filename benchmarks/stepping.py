@@ -1,20 +1,20 @@
-"""Stepping envs, beside the peers: every kind of env cost, each measurement in a fresh process, alternating.
+"""Stepping envs, beside the peers: every kind of env cost.
 
-`python -m benchmarks.stepping [--rounds 5] [--seconds 2]` → docs/benchmarks.md.
+The ways of a case are all opened in one process and then alternate in short turns, so that a slow moment of the
+machine meets all of them. `python -m benchmarks.stepping [--rounds 15] [--seconds 0.5]` → docs/benchmarks.md.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeAlias
 
 import gymnasium as gym
 import numpy as np
@@ -26,11 +26,15 @@ CARTPOLE = 32
 BURN = 16
 WAIT = 32
 AWAIT = 1024
+ROLLOUT = 256
+
+Way: TypeAlias = Callable[[], tuple[Callable[[], int], Callable[[], None]]]
+"""Opens envs; gives what steps them, returning how many steps that were, and what closes them."""
 
 
 def rate(step_all: Callable[[], int], seconds: float) -> float:
-    """Env steps a second of `step_all`, which returns how many it took; a quarter of the time to warm up."""
-    until = perf_counter() + seconds / 4
+    """Env steps a second over one turn; a fifth of it first to warm up."""
+    until = perf_counter() + seconds / 5
     while perf_counter() < until:
         step_all()
     n, began = 0, perf_counter()
@@ -39,7 +43,7 @@ def rate(step_all: Callable[[], int], seconds: float) -> float:
     return n / (perf_counter() - began)
 
 
-def single(make: Callable[[], gym.Env[Any, Any]], seconds: float) -> float:
+def single(make: Callable[[], gym.Env[Any, Any]]) -> tuple[Callable[[], int], Callable[[], None]]:
     """One env, stepped and reset by hand."""
     env = make()
     env.reset(seed=1)
@@ -51,24 +55,25 @@ def single(make: Callable[[], gym.Env[Any, Any]], seconds: float) -> float:
             env.reset()
         return 1
 
-    return rate(step_all, seconds)
+    return step_all, env.close
 
 
-def flatout_vec(env: Any, n_envs: int, executor: str, seconds: float, **options: Any) -> float:
+def flatout_vec(
+    env: Any, n_envs: int, executor: str, **options: Any
+) -> tuple[Callable[[], int], Callable[[], None]]:
     """`flatout.make_vec`, stepped with random actions as a Gymnasium vector env."""
     import flatout
 
-    envs = flatout.make_vec(env, n_envs=n_envs, executor=executor, **options)
-    out = _gym_rate(envs, n_envs, seconds)
-    envs.close()
-    return out
+    return _gym(flatout.make_vec(env, n_envs=n_envs, executor=executor, **options))
 
 
-def flatout_ready(env: Any, n_envs: int, executor: str, seconds: float) -> float:
+def flatout_ready(
+    env: Any, n_envs: int, executor: str, **options: Any
+) -> tuple[Callable[[], int], Callable[[], None]]:
     """The same through send and recv: whichever envs are ready get the next action."""
     import flatout
 
-    envs = flatout.make_vec(env, n_envs=n_envs, executor=executor)
+    envs = flatout.make_vec(env, n_envs=n_envs, executor=executor, **options)
     envs.reset(seed=1)
     rng = np.random.default_rng(0)
     n_actions = int(envs.single_action_space.n)  # type: ignore[attr-defined]
@@ -79,15 +84,13 @@ def flatout_ready(env: Any, n_envs: int, executor: str, seconds: float) -> float
         envs.send(rng.integers(n_actions, size=len(rows)), rows)
         return len(rows)
 
-    out = rate(step_all, seconds)
-    envs.close()
-    return out
+    return step_all, envs.close
 
 
-def _gym_rate(envs: Any, n_envs: int, seconds: float) -> float:
+def _gym(envs: Any) -> tuple[Callable[[], int], Callable[[], None]]:
+    n_envs = int(envs.num_envs)
     envs.reset(seed=1)
-    rng = np.random.default_rng(0)
-    actions = rng.integers(2, size=(512, n_envs))
+    actions = np.random.default_rng(0).integers(2, size=(512, n_envs))
     t = 0
 
     def step_all() -> int:
@@ -96,19 +99,20 @@ def _gym_rate(envs: Any, n_envs: int, seconds: float) -> float:
         envs.step(actions[t % 512])
         return n_envs
 
-    return rate(step_all, seconds)
+    return step_all, envs.close
 
 
-def gym_vec(kind: str, make: Callable[[], gym.Env[Any, Any]], n_envs: int, seconds: float) -> float:
+def gym_vec(
+    kind: str, make: Callable[[], gym.Env[Any, Any]], n_envs: int
+) -> tuple[Callable[[], int], Callable[[], None]]:
     """Gymnasium's own vector envs."""
     cls = gym.vector.SyncVectorEnv if kind == "sync" else gym.vector.AsyncVectorEnv
-    envs = cls([make] * n_envs)
-    out = _gym_rate(envs, n_envs, seconds)
-    envs.close()
-    return out
+    return _gym(cls([make] * n_envs))
 
 
-def sb3_vec(kind: str, make: Callable[[], gym.Env[Any, Any]], n_envs: int, seconds: float) -> float:
+def sb3_vec(
+    kind: str, make: Callable[[], gym.Env[Any, Any]], n_envs: int
+) -> tuple[Callable[[], int], Callable[[], None]]:
     """Stable-Baselines3's vector envs."""
     from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv
 
@@ -120,12 +124,10 @@ def sb3_vec(kind: str, make: Callable[[], gym.Env[Any, Any]], n_envs: int, secon
         envs.step(rng.integers(2, size=n_envs))
         return n_envs
 
-    out = rate(step_all, seconds)
-    envs.close()
-    return out
+    return step_all, envs.close
 
 
-def envpool_vec(seconds: float) -> float:
+def envpool_vec() -> tuple[Callable[[], int], Callable[[], None]]:
     """EnvPool's CartPole, written in C++."""
     import envpool
 
@@ -137,11 +139,13 @@ def envpool_vec(seconds: float) -> float:
         envs.step(rng.integers(2, size=CARTPOLE).astype(np.int32))
         return CARTPOLE
 
-    return rate(step_all, seconds)
+    return step_all, lambda: None
 
 
-def collectors(source: Any, n_envs: int, n_children: int, seconds: float) -> float:
-    """Rollouts of 32 steps with a 64-64 policy acting: in this process (0 children) or in children."""
+def collectors(
+    source: Any, n_envs: int, n_children: int, n_steps: int = ROLLOUT
+) -> tuple[Callable[[], int], Callable[[], None]]:
+    """Rollouts with a 64-64 policy acting: in this process (0 children) or in children."""
     import torch
 
     import flatout
@@ -154,28 +158,53 @@ def collectors(source: Any, n_envs: int, n_children: int, seconds: float) -> flo
 
     torch.set_num_threads(1)
     agent = flatout.PPO(source, preset="auto", network_arch=(64, 64), n_envs=n_envs, seed=1)
-    policy, factory = agent.policy, agent._env_info().factory
-    clock = PhaseClock()
+    policy, factory, clock = agent.policy, agent._env_info().factory, PhaseClock()
     if n_children:
-        children = ChildCollectors(child_job(agent), policy.model, n_children, n_steps=32, clock=clock)
+        children = ChildCollectors(child_job(agent), policy.model, n_children, n_steps=n_steps, clock=clock)
         children.reset()
-        collect = partial(children.collect, children.rollout)
+        collect, close = partial(children.collect, children.rollout), children.close
     else:
         executor = SerialExecutor(factory, policy.obs, np.arange(n_envs), 1)
         executor.reset()
         here = Collector(
             executor, policy.model, policy.action, device=torch.device("cpu"), seed=1, clock=clock
         )
-        collect = partial(here.collect, Rollout.alloc(policy.obs, policy.action, 32, n_envs))
+        collect = partial(here.collect, Rollout.alloc(policy.obs, policy.action, n_steps, n_envs))
+        close = executor.close
 
     def step_all() -> int:
         collect()
-        return 32 * n_envs
+        return n_steps * n_envs
 
-    out = rate(step_all, seconds)
-    if n_children:
-        children.close()
-    return out
+    return step_all, close
+
+
+def apart(way: Way, n_calls: int) -> tuple[Callable[[], int], Callable[[], None]]:
+    """What the machine gives: the same work in two processes that share nothing, `n_calls` at a time."""
+    context = get_context("spawn")
+    ends = [context.Pipe() for _ in range(2)]
+    processes = [
+        context.Process(target=_apart, args=(theirs, way, n_calls), daemon=True) for _, theirs in ends
+    ]
+    for process in processes:
+        process.start()
+
+    def step_all() -> int:
+        for ours, _ in ends:
+            ours.send_bytes(b"go")
+        return sum(int(ours.recv_bytes()) for ours, _ in ends)
+
+    def close() -> None:
+        for process in processes:
+            process.kill()
+
+    return step_all, close
+
+
+def _apart(connection: Connection, way: Way, n_calls: int) -> None:
+    step_all, _ = way()
+    while connection.recv_bytes():
+        connection.send_bytes(str(sum(step_all() for _ in range(n_calls))).encode())
 
 
 def make_cartpole() -> gym.Env[Any, Any]:
@@ -183,21 +212,26 @@ def make_cartpole() -> gym.Env[Any, Any]:
     return gym.make("CartPole-v1")
 
 
-CASES: dict[str, dict[str, Callable[[float], float]]] = {
+CASES: dict[str, dict[str, Way]] = {
     f"1a. {CARTPOLE} × CartPole, random actions, one process": {
-        "flatout serial": partial(flatout_vec, "CartPole-v1", CARTPOLE, "serial"),
         "Gymnasium Sync": partial(gym_vec, "sync", make_cartpole, CARTPOLE),
+        "flatout serial": partial(flatout_vec, "CartPole-v1", CARTPOLE, "serial"),
         "SB3 Dummy": partial(sb3_vec, "dummy", make_cartpole, CARTPOLE),
         "EnvPool (C++ env)": envpool_vec,
     },
-    f"1b. {CARTPOLE} × CartPole, a 64-64 policy acting": {
+    f"1b. {CARTPOLE} × CartPole, a 64-64 policy acting, rollouts of {ROLLOUT} steps": {
         "flatout, one process": partial(collectors, "CartPole-v1", CARTPOLE, 0),
         "flatout, 2 child collectors": partial(collectors, "CartPole-v1", CARTPOLE, 2),
+        "two processes that share nothing": partial(
+            apart, partial(collectors, "CartPole-v1", CARTPOLE // 2, 0), 1
+        ),
+        "2 child collectors, rollouts of 32 steps": partial(collectors, "CartPole-v1", CARTPOLE, 2, 32),
     },
     f"2. {BURN} × an env that computes 300 µs": {
         "one env by hand": partial(single, Burn),
         "flatout process": partial(flatout_ready, Burn, BURN, "process"),
-        "flatout, 2 child collectors": partial(collectors, Burn, BURN, 2),
+        "flatout, 2 child collectors": partial(collectors, Burn, BURN, 2, 64),
+        "two processes that share nothing": partial(apart, partial(single, Burn), 512),
         "Gymnasium Async": partial(gym_vec, "async", Burn, BURN),
         "SB3 Subproc": partial(sb3_vec, "subproc", Burn, BURN),
     },
@@ -210,58 +244,58 @@ CASES: dict[str, dict[str, Callable[[float], float]]] = {
 }
 
 
-def in_a_process(case: str, name: str, seconds: float) -> float | None:
-    """One measurement in a process of its own; None where the peer is not installed."""
-    command = [sys.executable, "-m", "benchmarks.stepping", "--one", case, name, "--seconds", str(seconds)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        print(f"{name}: {done.stderr.splitlines()[-1] if done.stderr else 'failed'}", flush=True)
-        return None
-    out: float = json.loads(done.stdout.splitlines()[-1])
-    print(f"{name}: {out:,.0f} steps/s", flush=True)
-    return out
+def alternate(ways: dict[str, Way], rounds: int, seconds: float) -> dict[str, list[float]]:
+    """Steps/s of each way in every round; a way whose package is not installed has none."""
+    opened = {}
+    for name, way in ways.items():
+        try:
+            opened[name] = way()
+        except ImportError as error:
+            print(f"{name}: {error}", flush=True)
+    speeds: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(rounds):
+        for name, (step_all, _) in opened.items():
+            speeds[name].append(rate(step_all, seconds))
+    for _, close in opened.values():
+        close()
+    return speeds
 
 
 def main() -> None:
     """Alternate the ways of each case and write the tables."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=2.0)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--seconds", type=float, default=0.5)
     parser.add_argument("--cases", default="")
-    parser.add_argument("--one", nargs=2)
     args = parser.parse_args()
-    if args.one:
-        print(json.dumps(CASES[args.one[0]][args.one[1]](args.seconds)))
-        return
     os.environ["BURN_LOOPS"] = str(loops_for(300.0))
     parts = []
     for case, ways in CASES.items():
         if not case.startswith(args.cases):
             continue
-        print(case, flush=True)
-        speeds: dict[str, list[float | None]] = {name: [] for name in ways}
-        for _ in range(args.rounds):
-            for name in ways:
-                speeds[name].append(in_a_process(case, name, args.seconds))
+        speeds = alternate(ways, args.rounds, args.seconds)
         first = next(iter(ways))
         rows = [[name, *_cells(speeds[name], speeds[first])] for name in ways]
-        parts.append(f"**{case}**\n\n" + table(["", "env steps/s, median", f"÷ {first}"], rows))
+        parts.append(f"**{case}**\n\n" + table(["", "env steps/s", f"÷ {first}", "least to most"], rows))
+        print(parts[-1], flush=True)
     if args.cases:
-        print("\n\n".join(parts))
         return
     intro = (
-        f"## Stepping\n\n`python -m benchmarks.stepping`: {args.rounds} rounds, alternating, a fresh process each; "
-        f"medians, and medians of the ratios within a round.\n{conditions()}\n\n"
+        f"## Stepping\n\n`python -m benchmarks.stepping`: {args.rounds} rounds of {args.seconds:g} s, alternating "
+        f"within one process; medians, and medians of the ratios within a round.\n{conditions()}\n\n"
     )
     write_section("stepping", intro + "\n\n".join(parts))
 
 
-def _cells(values: list[float | None], base: list[float | None]) -> list[str]:
-    known = [v for v in values if v is not None]
-    ratios = [v / b for v, b in zip(values, base, strict=True) if v is not None and b is not None]
-    if not known or not ratios:
-        return ["not installed", ""]
-    return [f"{statistics.median(known):,.0f}", f"{statistics.median(ratios):.2f}"]
+def _cells(values: list[float], base: list[float]) -> list[str]:
+    if not values:
+        return ["not installed", "", ""]
+    ratios = [v / b for v, b in zip(values, base, strict=True)]
+    return [
+        f"{statistics.median(values):,.0f}",
+        f"{statistics.median(ratios):.2f}",
+        f"{min(ratios):.2f} to {max(ratios):.2f}",
+    ]
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ from flatout.executors.thread import ThreadExecutor
 from flatout.hardware.threads import torch_threads
 from flatout.learn.checkpoint import Checkpoint
 from flatout.learn.learner import Learner
+from flatout.models.actor import make_actor
 from flatout.models.policy import ActorCritic
 from flatout.pipeline.lockstep import Counted, Lockstep
 from flatout.pipeline.state import TrainState
@@ -239,16 +240,18 @@ def eval_executor(env: EnvInfo, layout: ObsLayout, n_envs: int, seed: int) -> Ex
 
 def acting_seconds(policy: Policy, n_rows: int) -> float:
     """Seconds the policy takes to act on `n_rows` observations, measured."""
-    obs = tuple(torch.from_numpy(leaf).to(policy.device) for leaf in policy.obs.alloc(n_rows))
-    noise = torch.zeros(n_rows, policy.action.noise_size, device=policy.device)
+    actor = make_actor(policy.model, n_rows, policy.device)
+    kind = np.float32 if policy.action.continuous else np.int64
+    noise = np.zeros((n_rows, policy.action.noise_size), np.float32)
+    rows, log_prob = np.zeros((n_rows, policy.action.size), kind), np.zeros(n_rows, np.float32)
+    obs = policy.obs.alloc(n_rows)
     times = []
     n_threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    with torch.inference_mode():
-        for _ in range(7):
-            began = perf_counter()
-            policy.model.sample(obs, noise)[0].cpu()
-            times.append(perf_counter() - began)
+    for _ in range(7):
+        began = perf_counter()
+        actor.act(obs, noise, rows, log_prob)
+        times.append(perf_counter() - began)
     torch.set_num_threads(n_threads)
     return statistics.median(times)
 

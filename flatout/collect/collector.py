@@ -21,6 +21,7 @@ from flatout.models.actor import make_actor
 from flatout.models.policy import ActorCritic
 from flatout.trace.phases import PhaseClock
 
+
 class Interrupted(BaseException):
     """Collecting was given up in the middle of a rollout, which then counts for nothing.
 
@@ -105,8 +106,8 @@ class Collector:
         for leaf, obs in zip(rollout.obs, executor.current.obs, strict=True):
             leaf[0] = obs
         for t in range(rollout.n_steps):
-            obs = tuple(leaf[t] for leaf in rollout.obs)
-            actions = self._act(obs, noise[t], rollout.action[t], rollout.log_prob[t])
+            seen = tuple(leaf[t] for leaf in rollout.obs)
+            actions = self._act(seen, noise[t], rollout.action[t], rollout.log_prob[t])
             clock.enter("env")
             executor.send(actions, self._all)
             now = executor.recv()

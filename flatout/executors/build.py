@@ -22,7 +22,7 @@ from flatout.errors import EnvError, FlatoutError, did_you_mean
 from flatout.executors.base import Executor, Step
 from flatout.executors.choose import plans, probe
 from flatout.executors.coroutine import CoroutineExecutor
-from flatout.executors.process import ProcessExecutor
+from flatout.executors.process import WORKERS_PER_CORE, ProcessExecutor
 from flatout.executors.serial import SerialExecutor
 from flatout.executors.supervise import RestartBudget
 from flatout.executors.thread import ThreadExecutor
@@ -176,7 +176,7 @@ def make_executor(
             ids,
             seed,
             action=ActionLayout(action_space),
-            n_workers=n_workers or n_cores,
+            n_workers=n_workers or WORKERS_PER_CORE * n_cores,
             n_cores=n_cores,
             replayable=False,
             infos=infos,

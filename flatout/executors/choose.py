@@ -18,6 +18,7 @@ from flatout.envs.check import EnvInfo
 from flatout.envs.make import EnvFactory
 from flatout.envs.spaces import ActionLayout, Array
 from flatout.errors import FlatoutError
+from flatout.executors.process import WORKERS_PER_CORE
 
 Kind = Literal["serial", "process", "thread", "async", "batched"]
 
@@ -159,9 +160,9 @@ def _children(m: Probe, n_envs: int, n_cores: int) -> Plan:
 
 def _process(m: Probe, n_envs: int, n_cores: int) -> Plan:
     """Workers compute on cores of their own; waiting ones may be as many as the envs."""
-    n = min(n_envs, 32 if m.waits else n_cores)
+    n = min(n_envs, 32 if m.waits else WORKERS_PER_CORE * n_cores)
     share = -(-n_envs // n)
-    busy = n_envs * m.step_seconds * m.cpu_share / n_cores
+    busy = n_envs * m.step_seconds * m.cpu_share / min(n_cores, n)
     rate = n_envs / (max(share * m.step_seconds, busy) + m.act_seconds(n_envs) + n * HANDOVER_SECONDS)
     return Plan(kind="process", n_workers=n, steps_per_second=0.93 * rate)
 

@@ -27,6 +27,9 @@ from flatout.hardware.shared import SharedArrays, Spec
 
 T = TypeVar("T")
 
+WORKERS_PER_CORE = 2
+"""While one worker's answer is on its way, another computes on its core; measured: 0.95 of what two cores give
+with 2 workers each, 0.70 with 1 (a step of 300 µs)."""
 SPIN_SECONDS = 50e-6
 """How long to look for an answer before sleeping, if there is a core to spare for looking."""
 POLL_SECONDS = 0.1

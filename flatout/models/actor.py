@@ -6,6 +6,7 @@ Which of the two depends on the network alone, so that every collector of a run 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
@@ -84,7 +85,7 @@ class KernelActor:
         normalized = self._plain and model.normalizes
         self._shift = np.zeros((2 if normalized else 0, widths[0]), np.float32)
         if isinstance(model.head, GaussianHead):
-            self._sample = kernel.sample_normals
+            self._sample: Callable[..., None] = kernel.sample_normals
             self._log_std = np.zeros(action.size, np.float32)
             self._head: tuple[Array, Array] = self._log_std, action.bounded & model.head.squashes
         else:

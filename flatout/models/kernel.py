@@ -7,13 +7,15 @@ one fixed order, so its result depends neither on the other rows nor on how envs
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 from numba import njit
 
 Array = npt.NDArray[Any]
+Function = TypeVar("Function", bound=Callable[..., Any])
 F = np.float32
 
 BENDS = {"tanh": 0, "relu": 1, "elu": 2, "silu": 3}
@@ -30,10 +32,14 @@ _LOG_SQRT_2PI = F(0.5 * math.log(2 * math.pi))
 _LOG_2 = F(math.log(2))
 _LEAST = F(-3e38)
 
-_OPTIONS: dict[str, Any] = {"cache": True, "fastmath": {"contract"}, "error_model": "numpy", "nogil": True}
+
+def _compiled(function: Function) -> Function:
+    """Compiled at its first call, then kept on disk; a multiply and an add may become one operation."""
+    options: Any = {"cache": True, "fastmath": {"contract"}, "error_model": "numpy", "nogil": True}
+    return cast(Function, njit(**options)(function))
 
 
-@njit(**_OPTIONS)
+@_compiled
 def _tanh(x: Any) -> Any:
     x = min(max(x, -_EDGE), _EDGE)
     u = x * x
@@ -42,7 +48,7 @@ def _tanh(x: Any) -> Any:
     return x * over / under
 
 
-@njit(**_OPTIONS)
+@_compiled
 def _bend(y: Array, kind: int) -> None:
     if kind == 0:
         for j in range(len(y)):
@@ -59,7 +65,7 @@ def _bend(y: Array, kind: int) -> None:
             y[j] = y[j] * _HALF * (_ONE + _tanh(_HALF * y[j]))
 
 
-@njit(**_OPTIONS)
+@_compiled
 def _affine(x: Array, weight: Array, bias: Array, y: Array) -> None:
     """y = x W + b for one row; four inputs at a time, so that y is loaded and stored a quarter as often."""
     n_in, n_out = weight.shape
@@ -77,8 +83,10 @@ def _affine(x: Array, weight: Array, bias: Array, y: Array) -> None:
             y[j] += a * wa[j]
 
 
-@njit(**_OPTIONS)
-def _forward(x: Array, shift: Array, clip: Any, widths: Array, params: Array, bend: int, rows: Array) -> Array:
+@_compiled
+def _forward(
+    x: Array, shift: Array, clip: Any, widths: Array, params: Array, bend: int, rows: Array
+) -> Array:
     """The last layer's outputs for one observation; `rows` is room for two layers."""
     here, there = rows[0], rows[1]
     for k in range(len(x)):
@@ -96,10 +104,11 @@ def _forward(x: Array, shift: Array, clip: Any, widths: Array, params: Array, be
             _bend(there[:n_out], bend)
         here, there = there, here
         start = end + n_out
-    return here
+    out: Array = here
+    return out
 
 
-@njit(**_OPTIONS)
+@_compiled
 def sample_categories(
     x: Array,
     shift: Array,
@@ -139,7 +148,7 @@ def sample_categories(
         log_prob_out[i] = log_prob
 
 
-@njit(**_OPTIONS)
+@_compiled
 def sample_normals(
     x: Array,
     shift: Array,

@@ -149,8 +149,8 @@ def test_a_worker_lost_in_a_ragged_rollout_leaves_only_whole_transitions(tmp_pat
 
 
 SCRIPT = """
-import sys, time, numpy as np
-from functools import partial
+import signal, sys, numpy as np
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job inherits it ignored
 from flatout.envs.spaces import ActionLayout, ObsLayout
 from flatout.executors.base import step
 from flatout.executors.process import ProcessExecutor
