@@ -13,7 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any, TypeAlias
 
 import gymnasium as gym
@@ -32,15 +32,15 @@ Way: TypeAlias = Callable[[], tuple[Callable[[], int], Callable[[], None]]]
 """Opens envs; gives what steps them, returning how many steps that were, and what closes them."""
 
 
-def rate(step_all: Callable[[], int], seconds: float) -> float:
-    """Env steps a second over one turn; a fifth of it first to warm up."""
+def rate(step_all: Callable[[], int], seconds: float, clock: Callable[[], float] = perf_counter) -> float:
+    """Env steps a second, of wall time or of another clock, over one turn; a fifth of it first to warm up."""
     until = perf_counter() + seconds / 5
     while perf_counter() < until:
         step_all()
-    n, began = 0, perf_counter()
-    while perf_counter() - began < seconds:
+    n, began, until = 0, clock(), perf_counter() + seconds
+    while perf_counter() < until:
         n += step_all()
-    return n / (perf_counter() - began)
+    return n / (clock() - began)
 
 
 def single(make: Callable[[], gym.Env[Any, Any]]) -> tuple[Callable[[], int], Callable[[], None]]:
@@ -261,6 +261,50 @@ def alternate(ways: dict[str, Way], rounds: int, seconds: float) -> dict[str, li
     return speeds
 
 
+SIZES = (8, 64, 256, 1024)
+
+
+def cost_by_size(rounds: int, seconds: float) -> str:
+    """CPU time per env step against the number of envs."""
+    batched = partial(gym.make_vec, "CartPole-v1", vectorization_mode="vector_entry_point")
+    kinds: dict[str, Callable[[int], Way]] = {
+        "serial (CartPole)": lambda n: partial(flatout_vec, "CartPole-v1", n, "serial"),
+        "async (waits 10 ± 5 ms)": lambda n: partial(flatout_ready, Await, n, "async"),
+        "batched (CartPole in NumPy)": lambda n: partial(batched_rollouts, partial(batched, num_envs=n), n),
+    }
+    rows = []
+    for name, way_of in kinds.items():
+        opened = [way_of(n)() for n in SIZES]
+        costs: list[list[float]] = [[] for _ in SIZES]
+        for _ in range(rounds):
+            for out, (step_all, _) in zip(costs, opened, strict=True):
+                out.append(1e6 / rate(step_all, seconds, process_time))
+        for _, close in opened:
+            close()
+        ratio = statistics.median(last / first for first, last in zip(costs[0], costs[-1], strict=True))
+        cells = [f"{statistics.median(values):.1f} µs" for values in costs]
+        rows.append([name, *cells, f"{ratio:.2f}"])
+    header = ["", *(f"{n:,} envs" for n in SIZES), f"{SIZES[-1]:,} ÷ {SIZES[0]}"]
+    return "**5. CPU time of an env step against the number of envs**\n\n" + table(header, rows)
+
+
+def batched_rollouts(factory: Callable[[], Any], n_envs: int) -> tuple[Callable[[], int], Callable[[], None]]:
+    """Rollouts of a batched env with a 64-64 policy acting."""
+    import flatout
+    from flatout.pipeline.stop import StopRequest
+
+    agent = flatout.PPO(
+        factory, preset="auto", n_envs=n_envs, n_steps=32, batch_size="auto", network_arch=(64, 64), seed=1
+    )
+    trainer = agent._started()
+
+    def step_all() -> int:
+        trainer._collector.collect(trainer._pipeline._rollout, StopRequest().now)
+        return 32 * n_envs
+
+    return step_all, trainer.close
+
+
 def main() -> None:
     """Alternate the ways of each case and write the tables."""
     parser = argparse.ArgumentParser()
@@ -277,6 +321,9 @@ def main() -> None:
         first = next(iter(ways))
         rows = [[name, *_cells(speeds[name], speeds[first])] for name in ways]
         parts.append(f"**{case}**\n\n" + table(["", "env steps/s", f"÷ {first}", "least to most"], rows))
+        print(parts[-1], flush=True)
+    if "5".startswith(args.cases):
+        parts.append(cost_by_size(args.rounds, args.seconds))
         print(parts[-1], flush=True)
     if args.cases:
         return
