@@ -50,12 +50,14 @@ def test_acting_and_the_update_never_wait_for_the_device(action_space: gym.Space
         final_index=torch.zeros(2, dtype=torch.int64, device=META),
     )
     batch = ppo.advantages(model, data, config)
-    clip_range = torch.zeros((), device=META)
     update: Update[ppo.Minibatch] = Update(
+        model,
         FlatParams(model),
-        partial(ppo.loss, model, clip_range=clip_range, config=config),
+        lambda batch, clip_range: ppo.loss(model, batch, clip_range, config),
         len(ppo.METRICS),
         max_grad_norm=0.5,
+        batch_size=N_STEPS * N_ENVS,
+        prepare=partial(ppo.prepare, config=config),
         kl_index=ppo.KL,
         kl_limit=0.015,
     )

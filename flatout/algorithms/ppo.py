@@ -5,7 +5,8 @@ Comes in: tensors of one rollout. Goes out: a loss to differentiate. No env, no 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -56,8 +57,18 @@ class Minibatch:
 
     def take(self, index: Tensor | slice) -> Minibatch:
         """The rows named by the index."""
-        rest = (self.action, self.log_prob, self.advantage, self.returns, self.value)
-        return Minibatch(tuple(leaf[index] for leaf in self.obs), *(x[index] for x in rest))
+        return self.like([tensor[index] for tensor in self.tensors()])
+
+    def __len__(self) -> int:
+        return len(self.action)
+
+    def tensors(self) -> list[Tensor]:
+        """All of its tensors, in a fixed order."""
+        return [self.action, self.log_prob, self.advantage, self.returns, self.value, *self.obs]
+
+    def like(self, tensors: Sequence[Tensor]) -> Minibatch:
+        """A minibatch of these tensors."""
+        return Minibatch(tuple(tensors[5:]), *tensors[:5])
 
 
 @torch.no_grad()
@@ -92,15 +103,20 @@ def advantages(model: ActorCritic, data: Transitions, config: PPOConfig) -> Mini
     )
 
 
+def prepare(batch: Minibatch, config: PPOConfig) -> Minibatch:
+    """What a whole minibatch needs before its rows can be learned from in any parts."""
+    if not config.normalize_advantage or len(batch) == 1:
+        return batch
+    advantage = batch.advantage
+    return replace(batch, advantage=(advantage - advantage.mean()) / (advantage.std() + 1e-8))
+
+
 def loss(
     model: ActorCritic, batch: Minibatch, clip_range: Tensor, config: PPOConfig
 ) -> tuple[Tensor, Tensor]:
-    """PPO's loss of one minibatch, and its METRICS as one vector."""
+    """PPO's mean loss over the rows of a prepared minibatch, and its METRICS, means as well, as one vector."""
     log_prob, entropy, value = model.evaluate(batch.obs, batch.action)
     advantage = batch.advantage
-    if config.normalize_advantage and len(advantage) > 1:
-        advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
-
     log_ratio = log_prob - batch.log_prob
     ratio = log_ratio.exp()
     clipped = ratio.clamp(1 - clip_range, 1 + clip_range)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import select
 import signal
 import sys
 import threading
@@ -16,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import get_context, reduction
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from time import perf_counter
 from typing import Any
 
@@ -124,6 +125,8 @@ class Crew:
         self._timeout, self.budget = timeout, budget
         self._generations = [0] * n
         self._deadlines = [float("inf")] * n
+        self._poll, self._polled = select.poll(), set[int]()
+        self._by_fd: dict[int, int] = {}
         self._children: list[ChildProcess] = []
         try:
             for i in range(n):
@@ -146,21 +149,31 @@ class Crew:
 
     def receive(self, waiting: Iterable[int], seconds: float) -> list[tuple[int, bytes | None]]:
         """Answers that come within `seconds`, as soon as there is one; None for a child that was replaced."""
-        by_connection = {self._children[i].connection: i for i in waiting}
+        waiting = set(waiting)
         answers: list[tuple[int, bytes | None]] = []
-        for ready in wait(list(by_connection), seconds):
-            i = by_connection[ready]
+        for i in self._ready(waiting, seconds):
             answer, words = self._read(i)
             if answer is None:
                 self.replace(i, *words)
             answers.append((i, answer))
         if not answers:
             now = perf_counter()
-            for i in by_connection.values():
+            for i in waiting:
                 if now > self._deadlines[i]:
                     self.replace(i, f"no answer within {self._timeout:g} s")
                     answers.append((i, None))
         return answers
+
+    def _ready(self, waiting: set[int], seconds: float) -> list[int]:
+        """Those of the children that have something to read, or are dead, as soon as there is one."""
+        if (
+            waiting != self._polled
+        ):  # mostly the same ones are waited for: registering costs more than waiting
+            self._poll, self._polled = select.poll(), waiting
+            self._by_fd = {self._children[i].connection.fileno(): i for i in waiting}
+            for fd in self._by_fd:
+                self._poll.register(fd, select.POLLIN)
+        return [self._by_fd[fd] for fd, _ in self._poll.poll(seconds * 1000)]
 
     def _read(self, i: int) -> tuple[bytes | None, tuple[str, str]]:
         """Child i's answer, or None with its cause of death and traceback; raises what a new one would too."""
@@ -182,6 +195,7 @@ class Crew:
         self.budget.spend(what, traceback_text)
         self._generations[i] += 1
         self._children[i] = self._start(i, self._generations[i])
+        self._polled = set()
         self._deadlines[i] = perf_counter() + self._timeout
 
     def close(self) -> None:

@@ -33,13 +33,15 @@ class Learner:
         self.device = self.params.flat.device
         self.n_updates = 0
         self._seed, self._clock = seed, clock
-        self._clip_range = torch.zeros((), device=self.device)
         self._shuffle = torch.Generator(self.device)
         self.update: Update[ppo.Minibatch] = Update(
+            model,
             self.params,
-            partial(ppo.loss, model, clip_range=self._clip_range, config=config),
+            partial(_loss, model, config),
             len(ppo.METRICS),
             max_grad_norm=config.max_grad_norm,
+            batch_size=config.batch_size,
+            prepare=partial(ppo.prepare, config=config),
             kl_index=ppo.KL,
             kl_limit=config.target_kl and config.target_kl * KL_SLACK,
         )
@@ -65,14 +67,13 @@ class Learner:
         left = max(1.0 - progress, 0.0)
         learning_rate = config.learning_rate * (left if config.learning_rate_schedule == "linear" else 1.0)
         clip_range = config.clip_range * (left if config.clip_range_schedule == "linear" else 1.0)
-        self._clip_range.fill_(clip_range)
 
         self._clock.enter("advantage")
         data = self._transitions(rollout)
         batch = ppo.advantages(self.model, data, config)
 
         self._clock.enter("update")
-        self.update.begin(learning_rate)
+        self.update.begin(learning_rate, clip_range)
         self._shuffle.manual_seed(self._seed * 1_000_003 + iteration)
         for _ in range(config.n_epochs):
             if stop() or self._epoch(batch, stop):
@@ -151,3 +152,9 @@ class Learner:
         with torch.no_grad():
             for name, tensor in self.state().items():
                 tensor.copy_(tensors[name])
+
+
+def _loss(
+    model: ActorCritic, config: PPOConfig, batch: ppo.Minibatch, clip_range: Tensor
+) -> tuple[Tensor, Tensor]:
+    return ppo.loss(model, batch, clip_range, config)

@@ -21,10 +21,16 @@ class FlatParams:
         gaps = [-p.numel() % ALIGNMENT for p in self.leaves]
         self._gaps = [p.new_zeros(gap) for p, gap in zip(self.leaves, gaps, strict=True)]
         self.flat = self.flatten([p.detach() for p in self.leaves])
-        start = 0
-        for p, gap in zip(self.leaves, gaps, strict=True):
-            p.data = self.flat[start : start + p.numel()].view(p.shape)
-            start += p.numel() + gap
+        for p, view in zip(self.leaves, self.views(self.flat), strict=True):
+            p.data = view
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """The parameters that lie in such a flat tensor."""
+        out, start = [], 0
+        for p, gap in zip(self.leaves, self._gaps, strict=True):
+            out.append(flat[start : start + p.numel()].view(p.shape))
+            start += p.numel() + len(gap)
+        return out
 
     def flatten(self, tensors: Sequence[Tensor]) -> Tensor:
         """Tensors shaped like the parameters, as one flat tensor; the gaps between them are zero."""

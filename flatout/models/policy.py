@@ -127,8 +127,8 @@ class ActorCritic(nn.Module):
     def evaluate(self, obs: Obs, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Log-probabilities of the rows, entropy, and values."""
         out, value = self.both(obs)
-        log_prob, entropy = self.head.evaluate(out, rows, self.mask(obs))
-        return log_prob, entropy, value
+        log_prob, entropy = self.head.evaluate(out.float(), rows, self.mask(obs))
+        return log_prob, entropy, value.float()
 
     def _normalized(self, obs: Obs) -> Obs:
         if not self.normalizes:

@@ -73,7 +73,7 @@ def reference_loss(net: ActorCritic, batch: ppo.Minibatch, clip: float, config: 
 def test_loss_and_gradients_equal_the_reference(trunk: str, normalize: bool, clip_vf: float | None) -> None:
     config = PPOConfig(normalize_advantage=normalize, clip_range_vf=clip_vf, ent_coef=0.03, vf_coef=0.7)
     net, batch = model(trunk), minibatch()
-    got, metrics = ppo.loss(net, batch, torch.tensor(0.2), config)
+    got, metrics = ppo.loss(net, ppo.prepare(batch, config), torch.tensor(0.2), config)
     want = reference_loss(net, batch, 0.2, config)
     torch.testing.assert_close(got, want)
     assert metrics[ppo.METRICS.index("train/loss")].item() == pytest.approx(want.item(), rel=1e-5)
