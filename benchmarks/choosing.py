@@ -69,8 +69,8 @@ def collecting(trainer: Trainer) -> tuple[Callable[[], int], Callable[[], None]]
     pipeline, never = trainer._pipeline, StopRequest()
 
     def step_all() -> int:
-        trainer._collector.collect(pipeline._rollout, never.now)
-        return int(pipeline._rollout.n_transitions)
+        trainer._collector.collect(pipeline.rollouts[0], never.now)
+        return int(pipeline.rollouts[0].n_transitions)
 
     return step_all, trainer.close
 

@@ -91,7 +91,7 @@ def main() -> None:
     killer = threading.Thread(target=kill_at_random)
     began = perf_counter()
     while not done.is_set():
-        children.collect(children.rollout)
+        children.collect(children.rollouts[0])
         for _ in range(N_STEPS):
             step(workers, np.zeros(N_ENVS, np.int64))
         n_steps += 2 * N_ENVS * N_STEPS
@@ -100,7 +100,7 @@ def main() -> None:
             killer.start()
     killer.join()
     for _ in range(20):
-        children.collect(children.rollout)
+        children.collect(children.rollouts[0])
         for _ in range(N_STEPS):
             step(workers, np.zeros(N_ENVS, np.int64))
     after = usage()

@@ -162,7 +162,7 @@ def collectors(
     if n_children:
         children = ChildCollectors(child_job(agent), policy.model, n_children, n_steps=n_steps, clock=clock)
         children.reset()
-        collect, close = partial(children.collect, children.rollout), children.close
+        collect, close = partial(children.collect, children.rollouts[0]), children.close
     else:
         executor = SerialExecutor(factory, policy.obs, np.arange(n_envs), 1)
         executor.reset()
@@ -299,7 +299,7 @@ def batched_rollouts(factory: Callable[[], Any], n_envs: int) -> tuple[Callable[
     trainer = agent._started()
 
     def step_all() -> int:
-        trainer._collector.collect(trainer._pipeline._rollout, StopRequest().now)
+        trainer._collector.collect(trainer._pipeline.rollouts[0], StopRequest().now)
         return 32 * n_envs
 
     return step_all, trainer.close

@@ -248,6 +248,8 @@ class PPO:
         if self._trainer is not None:
             plan = self._trainer.plan
             lines.append(f"executor {plan.kind}: {plan.reason}")
+            overlap = "on" if self._trainer.overlap else "off"
+            lines.append(f"overlap {overlap}: {self._trainer.overlap_reason}")
         if self._folder is not None:
             lines.append(f"run folder: {self._folder.path}")
         return lines + [f"note: {note}" for note in self._notes()]

@@ -87,6 +87,11 @@ class RunConfig:
         """Transitions in one rollout."""
         return self.n_envs * self.ppo.n_steps
 
+    @property
+    def updates_per_iteration(self) -> int:
+        """Optimizer steps per rollout."""
+        return self.total_batch // self.ppo.batch_size * self.ppo.n_epochs
+
     def arithmetic(self) -> str:
         """The batch arithmetic in one line."""
         n_minibatches = self.total_batch // self.ppo.batch_size
@@ -114,9 +119,6 @@ class RunConfig:
 _NOT_YET: dict[str, tuple[str, tuple[str, ...]]] = {
     "algo": ("ppo", ("dqn",)),
     "executor": ("auto", ("ray",)),
-    "overlap": ("auto or off", ("on",)),
-    "precision": ("auto or fp32", ("tf32", "bf16", "fp16")),
-    "compile": ("auto or off", ("on",)),
 }
 """Settings whose feature is still to come: refused, never ignored."""
 

@@ -89,6 +89,8 @@ class _Loop:
             self._recorder.fault(note, traceback_text)
         budget.notes.clear()
         budget.tracebacks.clear()
+        for note in self._trainer.take_notes():
+            self._recorder.note(note)
 
     def _reached_target(self) -> bool:
         state = self._trainer.state
@@ -170,7 +172,7 @@ def summarize(
     """The run's summary.json."""
     config, state = trainer.config, trainer.state
     phases, wall = state.phases, state.wall_seconds
-    collect = sum(phases.get(name, 0.0) for name in COLLECT_PHASES)
+    collect = state.collect_seconds or sum(phases.get(name, 0.0) for name in COLLECT_PHASES)
     busy = busy_seconds(phases)
     rate, collect_rate, learn_rate = (
         state.env_steps / seconds if seconds > 0 else None for seconds in (wall, collect, busy)
@@ -208,9 +210,12 @@ def summarize(
             "workers": trainer.plan.n_workers,
             "reason": trainer.plan.reason,
         },
-        "policy_lag_mean": 0.0,
-        "policy_lag_max": 0,
+        "policy_lag_mean": state.lag_sum / max(state.iteration, 1),
+        "policy_lag_max": state.lag_max,
+        "overlap": {"on": trainer.overlap, "reason": trainer.overlap_reason, "fell_back": state.fell_back},
+        "precision": trainer.precision,
+        "compiled": trainer.compiled,
         "restarts": trainer.budget.n_restarts,
-        "oom_backoffs": 0,
+        "oom_backoffs": trainer.learner.n_backoffs,
         "nan_skips": state.nan_skips,
     }

@@ -5,8 +5,10 @@ Comes in: a config and an env. Goes out: a trainer, everything that learning nee
 
 from __future__ import annotations
 
+import copy
 import statistics
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
@@ -24,21 +26,26 @@ from flatout.collect.evaluate import Evaluation, evaluate
 from flatout.config import RunConfig
 from flatout.envs.check import EnvInfo
 from flatout.envs.make import one_line
-from flatout.envs.spaces import ActionLayout, ObsLayout, space_to_json
+from flatout.envs.spaces import ActionLayout, Array, ObsLayout, space_to_json
 from flatout.errors import FlatoutError
-from flatout.executors.base import Executor
-from flatout.executors.choose import Plan, only_plan, plans, probe
+from flatout.executors.base import Episode, Executor
+from flatout.executors.choose import Plan, Probe, only_plan, plans, probe
 from flatout.executors.coroutine import CoroutineExecutor
 from flatout.executors.process import ProcessExecutor
 from flatout.executors.serial import SerialExecutor
 from flatout.executors.supervise import RestartBudget
 from flatout.executors.thread import ThreadExecutor
+from flatout.hardware.precision import choose_precision, use_matmul_precision
 from flatout.hardware.threads import torch_threads
 from flatout.learn.checkpoint import Checkpoint
+from flatout.learn.compile import Compilation
+from flatout.learn.compile import Recipe as UpdateRecipe
 from flatout.learn.learner import Learner
 from flatout.models.actor import make_actor
 from flatout.models.policy import ActorCritic
+from flatout.pipeline.choose import decide_overlap, share_cores
 from flatout.pipeline.lockstep import Counted, Lockstep
+from flatout.pipeline.overlap import Overlap, Ready
 from flatout.pipeline.state import TrainState
 from flatout.pipeline.stop import StopRequest
 from flatout.trace.phases import PhaseClock
@@ -71,42 +78,125 @@ class Trainer:
         self.state = TrainState()
         self.notes: list[str] = []
         self.budget = RestartBudget()
+        n_params = sum(p.numel() for p in policy.model.parameters())
+        self.precision, _ = choose_precision(config.precision, policy.device, n_params)
+        if policy.device.type == "cuda":
+            use_matmul_precision(self.precision)
         self.learner = Learner(
-            policy.model, config.ppo, n_envs=config.n_envs, seed=config.seed, clock=self.clock
+            policy.model,
+            config.ppo,
+            n_envs=config.n_envs,
+            seed=config.seed,
+            clock=self.clock,
+            precision=self.precision,
         )
         if config.eval_every and env.factory.is_instance:
             self.notes.append(EVAL_IN_PLACE)
-        self.plan, self._collector, rollout = self._first_that_starts(self._plans())
-        n_params = self.learner.params.flat.numel()
-        self._pipeline = Lockstep(
-            self._collector,
-            self.learner,
-            rollout,
-            self.state,
-            collect_threads=torch_threads(n_params, config.n_envs, n_cores),
-            learn_threads=torch_threads(n_params, config.ppo.batch_size, n_cores),
-        )
-        self._finalizer = weakref.finalize(self, self._collector.close)
+        self.overlap, self.overlap_reason = False, ""
+        self.plan, self._collector, rollouts = self._first_that_starts(self._plans())
+        n_children = self.plan.n_collectors if self.plan.children else 0
+        n_learn_cores = max(n_cores - n_children, 1) if self.overlap else n_cores
+        learn_threads = torch_threads(n_params, config.ppo.batch_size, n_learn_cores)
+        self._pipeline: Lockstep[Any] | Overlap[Any]
+        if self.overlap:
+            self._pipeline = Overlap(
+                self._collector,
+                self.learner,
+                rollouts,
+                self.state,
+                clock=self.clock,
+                learn_threads=learn_threads,
+            )
+        else:
+            self._pipeline = Lockstep(
+                self._collector,
+                self.learner,
+                rollouts,
+                self.state,
+                collect_threads=torch_threads(n_params, config.n_envs, n_cores),
+                learn_threads=learn_threads,
+            )
+        self._speed_up_updates(learn_threads)
+        self._finalizer = weakref.finalize(self, _close, self._collector, self.learner)
         self._eval_executor: Executor | None = None
 
+    def _speed_up_updates(self, n_threads: int) -> None:
+        """A CUDA graph, a compiled update, or neither, as the settings say."""
+        config, policy, learner = self.config, self.policy, self.learner
+        if config.compile == "off" or policy.device.type not in ("cpu", "cuda"):
+            return
+        if policy.device.type == "cuda":
+            learner.capture = True
+            return
+        recipe = UpdateRecipe(
+            obs=policy.obs,
+            action=policy.action,
+            network=config.network,
+            ppo=config.ppo,
+            device=str(policy.device),
+            precision=self.precision,
+            n_threads=n_threads,
+        )
+        learner.compilation = Compilation(recipe, wait=config.compile == "on")
+
     def _plans(self) -> list[Plan]:
-        config = self.config
-        only = only_plan(self._env, config.executor, config.n_envs)
+        config, env, on_gpu = self.config, self._env, self.policy.device.type == "cuda"
+        n_updates = self._n_steps // config.total_batch * config.updates_per_iteration
+        only = only_plan(env, config.executor, config.n_envs)
+        measured: Probe | None = None
+        if not env.batched and not env.is_async and (only is None or config.overlap == "auto"):
+            measured = probe(
+                env.factory, self.policy.action, partial(acting_seconds, self.policy), seed=config.seed
+            )
+        can_have_children = (
+            measured is not None
+            and measured.picklable
+            and config.executor == "auto"
+            and not on_gpu
+            and self._n_cores > 1
+            and config.n_envs > 1
+        )
+        self.overlap, self.overlap_reason = decide_overlap(
+            config.overlap,
+            batched=bool(env.batched),
+            waits=env.is_async or (measured is not None and measured.waits and config.executor != "serial"),
+            on_gpu=on_gpu,
+            can_have_children=can_have_children,
+            n_updates=n_updates,
+        )
         if only is not None:
             return [only]
-        measured = probe(
-            self._env.factory, self.policy.action, partial(acting_seconds, self.policy), seed=config.seed
-        )
-        return plans(
+        assert measured is not None
+        ranked = plans(
             measured,
             n_envs=config.n_envs,
             n_cores=self._n_cores,
             timesteps=self._n_steps,
             only=config.executor,
-            children_ok=self.policy.device.type == "cpu",
+            children_ok=not on_gpu,
         )
+        if self.overlap and can_have_children and not measured.waits:
+            ranked = share_cores(
+                ranked,
+                measured,
+                n_envs=config.n_envs,
+                n_cores=self._n_cores,
+                n_steps=config.ppo.n_steps,
+                learn_seconds=config.updates_per_iteration * self._update_seconds(),
+            )
+        return ranked
 
-    def _first_that_starts(self, ranked: list[Plan]) -> tuple[Plan, Collects[Any], Counted]:
+    def _update_seconds(self) -> float:
+        """Seconds of one update, measured without learning anything."""
+        batch = self.learner.example_batch(self.config.ppo.batch_size)
+        times = []
+        for _ in range(4):
+            began = perf_counter()
+            self.learner.update.run(batch)
+            times.append(perf_counter() - began)
+        return min(times)
+
+    def _first_that_starts(self, ranked: list[Plan]) -> tuple[Plan, Collects[Any], Sequence[Counted]]:
         """Build the best plan; where one cannot start, say so and take the next."""
         for plan, following in zip_longest(ranked, ranked[1:]):
             try:
@@ -119,9 +209,12 @@ class Trainer:
                 )
         raise FlatoutError(f"--executor {self.config.executor} cannot run this env; use --executor auto")
 
-    def _assemble(self, plan: Plan) -> tuple[Collects[Any], Counted]:
+    def _assemble(self, plan: Plan) -> tuple[Collects[Any], Sequence[Counted]]:
         config, policy, env_ids = self.config, self.policy, np.arange(self.config.n_envs)
-        n_steps = config.ppo.n_steps
+        n_steps, n_slots = config.ppo.n_steps, 2 if self.overlap else 1
+        # Beside learning, acting needs parameters and a clock of its own.
+        clock = PhaseClock() if self.overlap else self.clock
+        model, source = policy.model, None
         if plan.children:
             job = Job(
                 factory=self._env.factory,
@@ -134,42 +227,60 @@ class Trainer:
                 end=config.n_envs,
             )
             children = ChildCollectors(
-                job, policy.model, plan.n_collectors, n_steps=n_steps, clock=self.clock, budget=self.budget
+                job,
+                model,
+                plan.n_collectors,
+                n_steps=n_steps,
+                clock=clock,
+                n_slots=n_slots,
+                budget=self.budget,
             )
-            return children, children.rollout
+            return children, children.rollouts
+        if self.overlap:
+            model, source = copy.deepcopy(policy.model), policy.model
         if plan.kind == "batched":
             return batched_collector(
                 self._env,
-                policy.model,
+                model,
                 policy.obs,
                 policy.action,
                 n_envs=config.n_envs,
                 n_steps=n_steps,
                 device=policy.device,
                 seed=config.seed,
-                clock=self.clock,
+                clock=clock,
+                n_slots=n_slots,
+                source=source,
             )
-        executor: Executor
+        collector = Collector(
+            self._executor(plan, env_ids),
+            model,
+            policy.action,
+            device=policy.device,
+            seed=config.seed,
+            clock=clock,
+            source=source,
+        )
+        slots = range(n_slots)
+        return collector, [Rollout.alloc(policy.obs, policy.action, n_steps, config.n_envs) for _ in slots]
+
+    def _executor(self, plan: Plan, env_ids: Array) -> Executor:
+        factory, obs, seed = self._env.factory, self.policy.obs, self.config.seed
         if plan.kind == "process":
-            executor = ProcessExecutor(
-                self._env.factory,
-                policy.obs,
+            return ProcessExecutor(
+                factory,
+                obs,
                 env_ids,
-                config.seed,
-                action=policy.action,
+                seed,
+                action=self.policy.action,
                 n_workers=plan.n_workers,
                 n_cores=self._n_cores,
                 budget=self.budget,
             )
-        elif plan.kind in ("thread", "async"):
+        if plan.kind in ("thread", "async"):
             waiting = ThreadExecutor if plan.kind == "thread" else CoroutineExecutor
-            executor = waiting(self._env.factory, policy.obs, env_ids, config.seed, budget=self.budget)
-        else:
-            executor = SerialExecutor(self._env.factory, policy.obs, env_ids, config.seed, budget=self.budget)
-        collector = Collector(
-            executor, policy.model, policy.action, device=policy.device, seed=config.seed, clock=self.clock
-        )
-        return collector, Rollout.alloc(policy.obs, policy.action, n_steps, config.n_envs)
+            return waiting(factory, obs, env_ids, seed, budget=self.budget)
+        return SerialExecutor(factory, obs, env_ids, seed, budget=self.budget)
 
     def start(self, checkpoint: Checkpoint | None = None) -> list[int]:
         """Reset the envs, or bring everything back to a checkpoint; returns the envs that began anew."""
@@ -183,11 +294,24 @@ class Trainer:
             setattr(self.state, name, getattr(saved, name))
         self.learner.n_updates = saved.n_updates
         self._collector.n_steps = saved.env_steps // self.config.n_envs
+        self._take_ready(checkpoint)
         envs = {name[5:]: t.numpy() for name, t in tensors.items() if name.startswith("envs.")}
         if not envs or (not self._env.batched and "ages" not in envs):  # saved without a way back
             self._collector.reset()
             return list(range(self.config.n_envs))
         return self._collector.restore(envs)
+
+    def _take_ready(self, checkpoint: Checkpoint) -> None:
+        """Bring back the rollout that was collected ahead."""
+        about = checkpoint.state.get("ready")
+        pipeline = self._pipeline
+        if about is None or not isinstance(pipeline, Overlap):
+            return
+        arrays = pipeline.rollouts[0].arrays
+        for name, array in arrays.items():
+            array[...] = checkpoint.tensors[f"ready.{name}"].numpy()
+        pipeline.ready = Ready(0, [Episode(*fields) for fields in about["episodes"]], about["lag"])
+        self._collector.n_steps += self.config.ppo.n_steps
 
     def iterate(self, total_steps: int, stop: StopRequest) -> dict[str, float]:
         """Collect a rollout and learn from it."""
@@ -199,7 +323,29 @@ class Trainer:
         snapshot = self._collector.snapshot()
         self.state.phases = self.clock.read()
         tensors |= {f"envs.{name}": torch.from_numpy(array) for name, array in snapshot.items()}
-        return Checkpoint(tensors, describe(self.config, self._env, self.policy, self.state))
+        self.state.oom_backoffs = self.learner.n_backoffs
+        about = describe(self.config, self._env, self.policy, self.state)
+        pipeline = self._pipeline
+        if isinstance(pipeline, Overlap) and isinstance(pipeline.rollouts[0], Rollout) and pipeline.ready:
+            ready = pipeline.ready
+            arrays = pipeline.rollouts[ready.slot].arrays
+            tensors |= {f"ready.{name}": torch.from_numpy(array.copy()) for name, array in arrays.items()}
+            episodes = [[e.env_id, e.total_reward, e.length] for e in ready.episodes]
+            about["ready"] = {"episodes": episodes, "lag": ready.lag}
+        return Checkpoint(tensors, about)
+
+    @property
+    def compiled(self) -> bool:
+        """Whether updates run as compiled code or as a CUDA graph by now."""
+        return self.learner.update.compiled is not None or self.learner.update.replayed is not None
+
+    def take_notes(self) -> list[str]:
+        """What happened since this was asked last, one line each."""
+        notes = self.learner.take_notes()
+        if isinstance(self._pipeline, Overlap):
+            notes += self._pipeline.notes
+            self._pipeline.notes.clear()
+        return notes
 
     def evaluate(self) -> Evaluation:
         """Play the deterministic policy in envs of its own, or in the only batched env there is."""
@@ -228,6 +374,12 @@ class Trainer:
         self._finalizer()
         if self._eval_executor is not None:
             self._eval_executor.close()
+
+
+def _close(collector: Collects[Any], learner: Learner) -> None:
+    collector.close()
+    if learner.compilation is not None:
+        learner.compilation.close()
 
 
 def eval_executor(env: EnvInfo, layout: ObsLayout, n_envs: int, seed: int) -> Executor:

@@ -49,7 +49,7 @@ def test_acting_and_the_update_never_wait_for_the_device(action_space: gym.Space
         final_obs=(torch.zeros(2, 5, device=META),),
         final_index=torch.zeros(2, dtype=torch.int64, device=META),
     )
-    batch = ppo.advantages(model, data, config)
+    batch = ppo.advantages(model.value, data, config)
     update: Update[ppo.Minibatch] = Update(
         model,
         FlatParams(model),

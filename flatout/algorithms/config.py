@@ -44,6 +44,8 @@ class PPOConfig:
     """Longest gradient, over all parameters together."""
     target_kl: float | None = None
     """Leave out the rest of a rollout's updates once the policy has moved 1.5 times this far."""
+    vtrace: bool = False
+    """Weigh steps of a rollout that an older policy collected by V-trace; without overlap there are none."""
     normalize_obs: bool = False
     """Shift and scale float observations by their running mean and deviation."""
     normalize_reward: bool = False

@@ -5,7 +5,7 @@ Comes in: tensors of one rollout. Goes out: a loss to differentiate. No env, no 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -25,6 +25,8 @@ METRICS = (
 )
 """What each entry of the loss's metrics vector is, under Stable-Baselines3's names."""
 KL = METRICS.index("train/approx_kl")
+DRIFT = ("train/lag_kl", "train/lag_ratio_max", "train/lag_effective_share")
+"""What `drift` tells: the KL divergence, the largest ratio, and the share of the sample that still counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,16 +74,40 @@ class Minibatch:
 
 
 @torch.no_grad()
-def advantages(model: ActorCritic, data: Transitions, config: PPOConfig) -> Minibatch:
-    """Values of the whole rollout by the current critic, in one pass, and GAE; time and env flattened."""
+def log_ratio(model: ActorCritic, obs: tuple[Tensor, ...], action: Tensor, log_prob: Tensor) -> Tensor:
+    """How much likelier each row's action has become since it was taken, as a logarithm."""
+    now, _ = model.head.evaluate(model.policy(obs), action, model.mask(obs))
+    return now - log_prob
+
+
+@torch.no_grad()
+def drift(log_ratios: Tensor) -> Tensor:
+    """DRIFT as one vector: how far the policy has moved from the one that collected a rollout."""
+    ratio = log_ratios.exp()
+    kl = ((ratio - 1) - log_ratios).mean()
+    effective = ratio.sum().square() / (ratio.square().sum() * ratio.numel())
+    return torch.stack([kl, ratio.max(), effective])
+
+
+@torch.no_grad()
+def advantages(
+    value_of: Callable[[tuple[Tensor, ...]], Tensor],
+    data: Transitions,
+    config: PPOConfig,
+    ratio_tn: Tensor | None = None,
+) -> Minibatch:
+    """Values of the whole rollout by the current critic, and GAE; time and env flattened.
+
+    With the logarithms of ratios the sums are cut by V-trace's weights (Espeholt et al. 2018), 1 where the policy is the same.
+    """
     n_steps, n_envs = data.reward_tn.shape
     n_rows = n_steps * n_envs
     flat_obs = tuple(leaf.flatten(0, 1) for leaf in data.obs_tn)
-    value_tn = model.value(flat_obs).view(n_steps, n_envs)
+    value_tn = value_of(flat_obs).view(n_steps, n_envs)
     tail = tuple(
         torch.cat([last, final]) for last, final in zip(data.last_obs_n, data.final_obs, strict=True)
     )
-    tail_value = model.value(tail)
+    tail_value = value_of(tail)
     next_value = torch.cat([value_tn[1:].reshape(-1), tail_value[:n_envs]])
     next_value = next_value.index_copy(0, data.final_index, tail_value[n_envs:])
     advantage_tn = gae(
@@ -92,6 +118,7 @@ def advantages(model: ActorCritic, data: Transitions, config: PPOConfig) -> Mini
         data.truncated_tn,
         gamma=config.gamma,
         gae_lambda=config.gae_lambda,
+        weight_tn=None if ratio_tn is None else ratio_tn.clamp(max=0.0).exp(),
     )
     return Minibatch(
         obs=flat_obs,

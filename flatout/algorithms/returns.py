@@ -30,8 +30,9 @@ def gae(
     *,
     gamma: float,
     gae_lambda: float,
+    weight_tn: Tensor | None = None,
 ) -> Tensor:
-    """Generalised advantage estimates (Schulman et al. 2016).
+    """Generalised advantage estimates (Schulman et al. 2016), each step counted with its weight (none: 1).
 
     `next_value` is the value of the observation that followed, the final one where an episode was
     truncated. A terminated step has no future; both kinds of end cut the sum over later steps.
@@ -39,4 +40,6 @@ def gae(
     alive = (~terminated_tn).to(reward_tn.dtype)
     goes_on = (~(terminated_tn | truncated_tn)).to(reward_tn.dtype)
     delta = reward_tn + gamma * next_value_tn * alive - value_tn
+    if weight_tn is not None:
+        delta, goes_on = delta * weight_tn, goes_on * weight_tn
     return discounted_scan(delta, gamma * gae_lambda * goes_on)

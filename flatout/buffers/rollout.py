@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flatout.buffers.staging import Staging
 from flatout.envs.spaces import ActionLayout, Array, ObsLayout
 from flatout.hardware.shared import Spec
 
@@ -37,8 +38,8 @@ class RolloutTensors:
 class Learnable(Protocol):
     """What the learner needs of a rollout, wherever its transitions lie."""
 
-    def tensors(self, device: torch.device) -> RolloutTensors:
-        """The rollout as tensors on the device."""
+    def tensors(self, staging: Staging) -> RolloutTensors:
+        """The rollout as tensors on the staging's device."""
         ...
 
 
@@ -87,21 +88,26 @@ class Rollout:
         """`n_steps` × `n_envs`."""
         return self.n_steps * self.n_envs
 
-    def tensors(self, device: torch.device) -> RolloutTensors:
-        """The rollout as tensors on the device."""
+    def tensors(self, staging: Staging) -> RolloutTensors:
+        """The rollout as tensors on the staging's device."""
         index = np.flatnonzero(self.truncated & ~self.terminated)
         t, n = np.divmod(index, self.n_envs)
-        action, log_prob, reward, terminated, truncated, final_index = (
-            torch.from_numpy(array).to(device)
-            for array in (self.action, self.log_prob, self.reward, self.terminated, self.truncated, index)
-        )
+        kept = [self.action, self.log_prob, self.reward, self.terminated, self.truncated, *self.obs]
+        action, log_prob, reward, terminated, truncated, *obs = staging.to_device(kept)
+        device = staging.device
+        final_obs = tuple(torch.from_numpy(leaf[t, n]).to(device) for leaf in self.final_obs)
         return RolloutTensors(
-            obs=tuple(torch.from_numpy(leaf).to(device) for leaf in self.obs),
+            obs=tuple(obs),
             action=action,
             log_prob=log_prob,
             reward=reward,
             terminated=terminated,
             truncated=truncated,
-            final_obs=tuple(torch.from_numpy(leaf[t, n]).to(device) for leaf in self.final_obs),
-            final_index=final_index,
+            final_obs=final_obs,
+            final_index=torch.from_numpy(index).to(device),
         )
+
+    @property
+    def arrays(self) -> Mapping[str, Array]:
+        """Its arrays by name."""
+        return self._arrays

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from flatout.buffers.rollout import RolloutTensors, rollout_spec
+from flatout.buffers.staging import Staging
 from flatout.envs.spaces import ActionLayout, ObsLayout
 
 
@@ -37,9 +38,10 @@ class TensorRollout:
         """`n_steps` × `n_envs`."""
         return self.n_steps * self.n_envs
 
-    def tensors(self, device: torch.device) -> RolloutTensors:
+    def tensors(self, staging: Staging) -> RolloutTensors:
         """The rollout as the learner takes it; nothing is copied where it learns on the same device."""
         # How many episodes were cut is known on the device only: one wait for it per rollout.
+        device = staging.device
         index = (self.truncated & ~self.terminated).view(-1).nonzero().squeeze(1)
         return RolloutTensors(
             obs=tuple(leaf.to(device) for leaf in self.obs),

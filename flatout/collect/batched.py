@@ -36,19 +36,21 @@ def batched_collector(
     device: torch.device,
     seed: int,
     clock: PhaseClock,
-) -> tuple[Collects[Any], Rollout | TensorRollout]:
-    """A collector over the batched env, and a rollout on the side where the env's observations are."""
+    n_slots: int = 1,
+    source: ActorCritic | None = None,
+) -> tuple[Collects[Any], list[Rollout] | list[TensorRollout]]:
+    """A collector over the batched env, and rollouts on the side where the env's observations are."""
     executor = _open(env, obs, n_envs, seed)
     if isinstance(executor, BatchedExecutor):
-        collector = Collector(executor, model, action, device=device, seed=seed, clock=clock)
-        return collector, Rollout.alloc(obs, action, n_steps, n_envs)
+        collector = Collector(executor, model, action, device=device, seed=seed, clock=clock, source=source)
+        return collector, [Rollout.alloc(obs, action, n_steps, n_envs) for _ in range(n_slots)]
     if not same_device(device, executor.device):
         raise FlatoutError(
             f"the env's tensors are on {executor.device} and the policy is on {device}; "
             f"pass --device {executor.device}"
         )
-    rollout = TensorRollout(obs, action, n_steps, n_envs, executor.device)
-    return TensorCollector(executor, model, action, seed=seed, clock=clock), rollout
+    rollouts = [TensorRollout(obs, action, n_steps, n_envs, executor.device) for _ in range(n_slots)]
+    return TensorCollector(executor, model, action, seed=seed, clock=clock, source=source), rollouts
 
 
 def batched_eval_executor(env: EnvInfo, obs: ObsLayout, n_envs: int, seed: int) -> Executor:

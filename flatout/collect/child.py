@@ -62,6 +62,7 @@ class ChildCollectors:
         *,
         n_steps: int,
         clock: PhaseClock,
+        n_slots: int = 1,
         timeout: float = 60.0,
         budget: RestartBudget | None = None,
     ) -> None:
@@ -72,8 +73,10 @@ class ChildCollectors:
             "version": ((1,), np.int64),
             "ended": ((n_steps * n_envs, 3), np.float64),
         }
-        self._shared = SharedArrays({**spec, **extra})
-        self.rollout = Rollout({name: self._shared[name] for name in spec})
+        slots = {f"{k}.{name}": what for k in range(n_slots) for name, what in spec.items()}
+        self._shared = SharedArrays({**slots, **extra})
+        self.rollouts = shared_rollouts(self._shared)
+        """One that is filled, and one that is learned from meanwhile if there are two."""
         self._block = ParamBlock(model, self._shared["params"], self._shared["version"])
         self._clock = clock
         self.n_steps = 0
@@ -91,18 +94,21 @@ class ChildCollectors:
         """The children's process ids."""
         return self._crew.pids
 
+    def publish(self) -> None:
+        """Let the next rollout be collected with the model as it is now; no child may be collecting."""
+        self._clock.enter("publish")
+        self.version += 1
+        self._block.publish(self.version)
+
     def reset(self) -> None:
         """Begin new episodes in every env."""
         self._ask([RESET] * len(self._jobs))
 
     def collect(self, rollout: Rollout, stop: Callable[[], bool] = lambda: False) -> list[Episode]:
-        """Have every child fill its columns with the model as it is now; returns the episodes that ended."""
-        assert rollout is self.rollout, "children write into the shared rollout only"
-        self._clock.enter("publish")
-        self.version += 1
-        self._block.publish(self.version)
+        """Have every child fill its columns with the model last published; returns the episodes that ended."""
+        slot = next(k for k, shared in enumerate(self.rollouts) if shared is rollout)
         self._clock.enter("env")
-        message = COLLECT + struct.pack("<q", self.n_steps)
+        message = COLLECT + struct.pack("<qq", self.n_steps, slot)
         try:
             replies = self._ask([message] * len(self._jobs), stop)
         except BaseException:
@@ -174,16 +180,16 @@ def child_main(connection: Connection, job: Job, shared: SharedArrays) -> None:
     executor = SerialExecutor(job.factory, job.obs, np.arange(job.first, job.end), seed)
     clock = PhaseClock()
     collector = Collector(executor, model, job.action, device=torch.device("cpu"), seed=job.seed, clock=clock)
-    names = [name for name in shared.arrays if name not in ("params", "version", "ended")]
-    rollout = Rollout({name: shared[name] for name in names}).part(job.first, job.end)
-    ended = shared["ended"][job.first * rollout.n_steps : job.end * rollout.n_steps]
+    rollouts = [rollout.part(job.first, job.end) for rollout in shared_rollouts(shared)]
+    n_steps = rollouts[0].n_steps
+    ended = shared["ended"][job.first * n_steps : job.end * n_steps]
     if job.generation > 0:
         executor.reset()
     while True:
         message = connection.recv_bytes()
         kind, body = message[:1], message[1:]
         if kind == COLLECT:
-            connection.send_bytes(DONE + _collect(collector, rollout, ended, clock, body))
+            connection.send_bytes(DONE + _collect(collector, rollouts, ended, clock, body))
         elif kind == RESET:
             executor.reset()
             connection.send_bytes(DONE)
@@ -197,10 +203,22 @@ def child_main(connection: Connection, job: Job, shared: SharedArrays) -> None:
             connection.send_bytes(DONE + pickle.dumps([int(job.first + i) for i in fresh]))
 
 
-def _collect(collector: Collector, rollout: Rollout, ended: Array, clock: PhaseClock, body: bytes) -> bytes:
-    (collector.n_steps,) = struct.unpack("<q", body)
+def shared_rollouts(shared: SharedArrays) -> tuple[Rollout, ...]:
+    """The rollouts that lie in shared memory, by slot."""
+    slots: dict[str, dict[str, Array]] = {}
+    for name, array in shared.arrays.items():
+        slot, _, rest = name.partition(".")
+        if rest:
+            slots.setdefault(slot, {})[rest] = array
+    return tuple(Rollout(arrays) for arrays in slots.values())
+
+
+def _collect(
+    collector: Collector, rollouts: list[Rollout], ended: Array, clock: PhaseClock, body: bytes
+) -> bytes:
+    collector.n_steps, slot = struct.unpack("<qq", body)
     clock.restart({})
-    episodes = collector.collect(rollout)
+    episodes = collector.collect(rollouts[slot])
     if episodes:
         ended[: len(episodes)] = [(e.env_id, e.total_reward, e.length) for e in episodes]
     seconds = clock.read()

@@ -18,7 +18,7 @@ from flatout.collect.noise import ActionNoise
 from flatout.envs.spaces import ActionLayout, Array, Leaves
 from flatout.executors.base import Episode, Executor, Step
 from flatout.models.actor import make_actor
-from flatout.models.policy import ActorCritic
+from flatout.models.policy import ActorCritic, copy_parameters
 from flatout.trace.phases import PhaseClock
 
 
@@ -37,6 +37,9 @@ class Collects(Protocol[R_contra]):
 
     n_steps: int
     """Steps each env has taken for finished rollouts."""
+
+    def publish(self) -> None:
+        """Let the next rollout be collected with the policy as it is now; nothing may be collecting."""
 
     def reset(self) -> None:
         """Begin new episodes in every env."""
@@ -69,8 +72,11 @@ class Collector:
         device: torch.device,
         seed: int,
         clock: PhaseClock,
+        source: ActorCritic | None = None,
     ) -> None:
+        """`model` acts; with a `source` it is a copy that `publish` renews from there."""
         self.executor, self._layout, self._clock = executor, layout, clock
+        self._source = source
         self.model, self._head = model, model.head
         # Only executors of batched envs say it: no env of theirs can wait until the others are done.
         self._together = bool(getattr(executor, "steps_together", False))
@@ -79,6 +85,11 @@ class Collector:
         self._actor = make_actor(model, executor.n_envs, device)
         self.n_steps = 0
         """Steps each env has taken for finished rollouts: where its noise stream stands."""
+
+    def publish(self) -> None:
+        """Act with the learner's parameters as they are now."""
+        if self._source is not None:
+            copy_parameters(self._source, self.model)
 
     def reset(self) -> None:
         """Begin new episodes in every env."""

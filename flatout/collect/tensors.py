@@ -18,7 +18,7 @@ from flatout.envs.spaces import ActionLayout, Array
 from flatout.errors import EnvError
 from flatout.executors.base import Episode
 from flatout.executors.tensors import TensorExecutor
-from flatout.models.policy import ActorCritic
+from flatout.models.policy import ActorCritic, copy_parameters
 from flatout.trace.phases import PhaseClock
 
 
@@ -79,14 +79,21 @@ class TensorCollector:
         *,
         seed: int,
         clock: PhaseClock,
+        source: ActorCritic | None = None,
     ) -> None:
         self.executor, self._model, self._clock = executor, model, clock
+        self._source = source
         self._actions = TensorActions(layout, executor.device)
         self._noise = DeviceNoise(layout, executor.n_envs, seed, executor.device)
         self._returns = torch.zeros(executor.n_envs, dtype=torch.float64, device=executor.device)
         self._lengths = torch.zeros(executor.n_envs, dtype=torch.int64, device=executor.device)
         self.n_steps = 0
         """Steps each env has taken for finished rollouts."""
+
+    def publish(self) -> None:
+        """Act with the learner's parameters as they are now."""
+        if self._source is not None:
+            copy_parameters(self._source, self._model)
 
     def reset(self) -> None:
         """Begin new episodes in every env."""

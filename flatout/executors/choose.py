@@ -126,7 +126,7 @@ def plans(
     if measured.picklable and n_envs > 1:
         candidates += [_process(measured, n_envs, n_cores)]
         if children_ok and n_cores > 1:
-            candidates.append(_children(measured, n_envs, n_cores))
+            candidates.append(children(measured, n_envs, n_cores))
     if measured.waits or only == "thread":
         candidates.append(_threads(measured, n_envs))
     if only != "auto":
@@ -151,8 +151,9 @@ def _serial(m: Probe, n_envs: int) -> Plan:
     return Plan(kind="serial", steps_per_second=rate)
 
 
-def _children(m: Probe, n_envs: int, n_cores: int) -> Plan:
-    n = min(n_cores, n_envs)
+def children(m: Probe, n_envs: int, n: int) -> Plan:
+    """Up to `n` collectors in processes of their own, each on a core of its own."""
+    n = min(n, n_envs)
     share = -(-n_envs // n)
     rate = n_envs / (share * m.step_seconds + m.act_seconds(share))
     return Plan(kind="serial", n_collectors=n, children=True, steps_per_second=0.97 * rate)

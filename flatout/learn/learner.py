@@ -12,12 +12,18 @@ from torch import Tensor
 from flatout.algorithms import ppo
 from flatout.algorithms.config import PPOConfig
 from flatout.buffers.rollout import Learnable
+from flatout.buffers.staging import Staging
+from flatout.learn.compile import Compilation
+from flatout.learn.graphs import Captured
+from flatout.learn.memory import PartSize
 from flatout.learn.normalize import RewardScaler, RunningMoments
 from flatout.learn.params import FlatParams
 from flatout.learn.update import Update
 from flatout.models.policy import ActorCritic
 from flatout.trace.phases import PhaseClock
 
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""The number format that forward passes of an update use; all else is float32."""
 KL_SLACK = 1.5
 """Updates stop at this multiple of target_kl, as in OpenAI's and Stable-Baselines3's PPO."""
 
@@ -26,12 +32,21 @@ class Learner:
     """PPO's update over rollouts of one shape, on one device."""
 
     def __init__(
-        self, model: ActorCritic, config: PPOConfig, *, n_envs: int, seed: int, clock: PhaseClock
+        self,
+        model: ActorCritic,
+        config: PPOConfig,
+        *,
+        n_envs: int,
+        seed: int,
+        clock: PhaseClock,
+        precision: str = "fp32",
     ) -> None:
         self.model, self.config = model, config
         self.params = FlatParams(model)
         self.device = self.params.flat.device
         self.n_updates = 0
+        self._staging = Staging(self.device)
+        self.notes: list[str] = []
         self._seed, self._clock = seed, clock
         self._shuffle = torch.Generator(self.device)
         self.update: Update[ppo.Minibatch] = Update(
@@ -44,7 +59,13 @@ class Learner:
             prepare=partial(ppo.prepare, config=config),
             kl_index=ppo.KL,
             kl_limit=config.target_kl and config.target_kl * KL_SLACK,
+            autocast=AUTOCAST.get(precision),
         )
+        self.compilation: Compilation | None = None
+        """Brings a compiled update in; None: learn without."""
+        self.capture = False
+        """Whether to capture the step as a CUDA graph."""
+        self._value_parts = PartSize(n_envs * config.n_steps)
         self._obs_moments = {
             i: RunningMoments(tuple(model.get_buffer(f"obs_mean_{i}").shape), self.device)
             for i in model.float_leaves
@@ -60,9 +81,13 @@ class Learner:
         *,
         iteration: int,
         progress: float,
+        lag: int = 0,
         stop: Callable[[], bool] = lambda: False,
     ) -> dict[str, float]:
-        """Learn from one rollout; `progress` in [0, 1] drives the schedules. Returns the metrics."""
+        """Learn from one rollout; `progress` in [0, 1] drives the schedules. Returns the metrics.
+
+        `lag`: how many versions the policy that collected it is behind.
+        """
         config = self.config
         left = max(1.0 - progress, 0.0)
         learning_rate = config.learning_rate * (left if config.learning_rate_schedule == "linear" else 1.0)
@@ -70,7 +95,15 @@ class Learner:
 
         self._clock.enter("advantage")
         data = self._transitions(rollout)
-        batch = ppo.advantages(self.model, data, config)
+        log_ratio = self._value_parts.attempt(lambda: self._log_ratio(data)) if lag else None
+        weigh_by = log_ratio if config.vtrace else None
+        batch = self._value_parts.attempt(lambda: ppo.advantages(self._values, data, config, weigh_by))
+        if self.compilation is not None and self.update.compiled is None:
+            self._clock.enter("compile")
+            first = batch.take(slice(0, config.batch_size))
+            self.compilation.visit(self.update, first, n_done=self.n_updates, progress=progress)
+        if self.capture and self.update.replayed is None:
+            self._capture(batch.take(slice(0, config.batch_size)))
 
         self._clock.enter("update")
         self.update.begin(learning_rate, clip_range)
@@ -82,6 +115,8 @@ class Learner:
             for i, moments in self._obs_moments.items():
                 self._renormalize(i, moments, batch.obs[i])
         metrics = self._read_metrics(batch)
+        if log_ratio is not None:
+            metrics |= dict(zip(ppo.DRIFT, ppo.drift(log_ratio).tolist(), strict=True))
         return metrics | {"train/learning_rate": learning_rate, "train/clip_range": clip_range}
 
     def _epoch(self, batch: ppo.Minibatch, stop: Callable[[], bool]) -> bool:
@@ -96,8 +131,65 @@ class Learner:
                 return True
         return self.config.target_kl is not None and bool(self.update.stopped)
 
+    def _capture(self, batch: ppo.Minibatch) -> None:
+        """Capture the step; where that cannot be done, learn without and say so."""
+        try:
+            self.update.replayed = Captured(self.update, self.update.run, batch).step
+        except RuntimeError as error:
+            self.capture = False
+            self.notes.append(f"learning without a CUDA graph: {str(error).splitlines()[0]}")
+
+    def _values(self, obs: tuple[Tensor, ...]) -> Tensor:
+        return self._in_parts(lambda rows: self.model.value(tuple(leaf[rows] for leaf in obs)), len(obs[0]))
+
+    def _log_ratio(self, data: ppo.Transitions) -> Tensor:
+        obs = tuple(leaf.flatten(0, 1) for leaf in data.obs_tn)
+        action, log_prob = data.action_tn.flatten(0, 1), data.log_prob_tn.flatten()
+        flat = self._in_parts(
+            lambda rows: ppo.log_ratio(
+                self.model, tuple(leaf[rows] for leaf in obs), action[rows], log_prob[rows]
+            ),
+            len(log_prob),
+        )
+        return flat.view(data.log_prob_tn.shape)
+
+    def _in_parts(self, function: Callable[[slice], Tensor], n_rows: int) -> Tensor:
+        """What `function` gives for all rows, in as many parts as memory wants."""
+        size = self._value_parts.n_rows
+        if size >= n_rows:
+            return function(slice(None))
+        return torch.cat([function(slice(i, i + size)) for i in range(0, n_rows, size)])
+
+    def example_batch(self, n_rows: int) -> ppo.Minibatch:
+        """A minibatch of the right shapes, to try things with."""
+        action = self.model.action
+        kind = torch.float32 if action.continuous else torch.int64
+        rows = torch.zeros(n_rows, action.size, dtype=kind)
+        columns = [torch.linspace(-1, 1, n_rows) for _ in range(4)]
+        obs = [torch.from_numpy(leaf) for leaf in self.model.obs.alloc(n_rows)]
+        for leaf, layout in zip(obs, self.model.obs.leaves, strict=True):
+            if layout.kind == "discrete":
+                leaf += torch.tensor(layout.start).view(leaf.shape[1:])
+        tensors = [tensor.to(self.device) for tensor in (rows, *columns, *obs)]
+        return ppo.Minibatch(tuple(tensors[5:]), *tensors[:5])
+
+    @property
+    def n_backoffs(self) -> int:
+        """How often memory ran out."""
+        return self.update.parts.n_backoffs + self._value_parts.n_backoffs
+
+    def take_notes(self) -> list[str]:
+        """What happened since this was asked last, one line each."""
+        sources = [self.notes, self.update.parts.notes, self._value_parts.notes]
+        if self.compilation is not None:
+            sources.append(self.compilation.notes)
+        notes = [note for source in sources for note in source]
+        for source in sources:
+            source.clear()
+        return notes
+
     def _transitions(self, rollout: Learnable) -> ppo.Transitions:
-        data = rollout.tensors(self.device)
+        data = rollout.tensors(self._staging)
         reward = data.reward
         if self._reward_scaler is not None:
             reward = self._reward_scaler.scale(reward, data.terminated | data.truncated)

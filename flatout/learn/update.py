@@ -87,6 +87,8 @@ class Update(Generic[Batch]):
         self._settings = [self.learning_rate, self.coefficient]
         self.compiled: Step | None = None
         """The same step as a compiled function, for minibatches of `batch_size` rows; None: not (yet)."""
+        self.replayed: Callable[[Batch], None] | None = None
+        """On CUDA: the same step, committed, as a graph; None: not captured."""
         self._compiled_rows = batch_size
 
     def begin(self, learning_rate: float, coefficient: float = 0.0) -> None:
@@ -98,6 +100,9 @@ class Update(Generic[Batch]):
 
     def step(self, batch: Batch) -> None:
         """Learn from one minibatch."""
+        if self.replayed is not None and len(batch) == self._compiled_rows == self.parts.n_rows:
+            self.replayed(batch)
+            return
         if self.compiled is not None and len(batch) == self._compiled_rows == self.parts.n_rows:
             new = self.parts.attempt(lambda: self._run_compiled(batch))
         else:
@@ -108,6 +113,10 @@ class Update(Generic[Batch]):
         if self.compiled is None or self.parts.n_rows < self._compiled_rows:  # it did not fit into memory
             return self._run(batch)
         return self.compiled(self._state, self._settings, self.buffers(), batch.tensors())
+
+    def run(self, batch: Batch) -> Sequence[Tensor]:
+        """The state after learning from one minibatch, compiled or not; changes nothing."""
+        return self._run_compiled(batch) if self.compiled is not None else self._run(batch)
 
     def _run(self, batch: Batch) -> list[Tensor]:
         gradient, metrics = self._gradient(batch, self._params.leaves, self._loss, self.coefficient)

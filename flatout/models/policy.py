@@ -163,3 +163,12 @@ def build(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return ActorCritic(obs, action, config, normalize_obs=normalize_obs)
+
+
+@torch.no_grad()
+def copy_parameters(source: nn.Module, target: nn.Module) -> None:
+    """Give a model all that another one of the same kind has learned."""
+    pairs = ((source.parameters(), target.parameters()), (source.buffers(), target.buffers()))
+    for theirs, ours in pairs:
+        for tensor, value in zip(ours, theirs, strict=True):
+            tensor.copy_(value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Generic, Protocol, TypeVar
 
 import torch
@@ -41,41 +42,49 @@ class Lockstep(Generic[R]):
         self,
         collector: Collects[R],
         learner: Learner,
-        rollout: R,
+        rollouts: Sequence[R],
         state: TrainState,
         *,
         collect_threads: int,
         learn_threads: int,
     ) -> None:
         self._collector, self._learner = collector, learner
-        self._rollout, self._state = rollout, state
+        self.rollouts, self._state = rollouts, state
         self._collect_threads, self._learn_threads = collect_threads, learn_threads
-        self._n_bad_iterations = 0
+        self._bad = BadIterations(state)
 
     def iterate(self, total_steps: int, stop: StopRequest) -> dict[str, float]:
         """Collect a rollout and learn from it; returns the learner's metrics."""
         state = self._state
         torch.set_num_threads(self._collect_threads)
+        self._collector.publish()
         with stop.interruptible():
-            episodes = self._collector.collect(self._rollout, stop.now)
+            episodes = self._collector.collect(self.rollouts[0], stop.now)
         torch.set_num_threads(self._learn_threads)
         metrics = self._learner.learn(
-            self._rollout,
+            self.rollouts[0],
             iteration=state.iteration,
             progress=state.env_steps / total_steps,
             stop=stop.now,
         )
-        state.add(self._rollout.n_transitions, episodes)
+        state.add(self.rollouts[0].n_transitions, episodes)
         state.n_updates = self._learner.n_updates
-        self._count_bad(metrics)
+        self._bad.count(metrics)
         return metrics
 
-    def _count_bad(self, metrics: dict[str, float]) -> None:
+
+class BadIterations:
+    """Counts updates that were skipped, and ends a run in which nothing else is left."""
+
+    def __init__(self, state: TrainState) -> None:
+        self._state, self._in_a_row = state, 0
+
+    def count(self, metrics: dict[str, float]) -> None:
+        """Take an iteration's counts out of its metrics; raises after too many wholly bad ones."""
         n_taken, n_bad = int(metrics.pop("train/n_taken")), int(metrics.pop("train/nan_skips"))
         self._state.nan_skips += n_bad
-        all_bad = n_bad > 0 and n_taken == 0
-        self._n_bad_iterations = self._n_bad_iterations + 1 if all_bad else 0
-        if self._n_bad_iterations >= MAX_BAD_ITERATIONS:
+        self._in_a_row = self._in_a_row + 1 if n_bad > 0 and n_taken == 0 else 0
+        if self._in_a_row >= MAX_BAD_ITERATIONS:
             raise TrainingDivergedError(
                 f"the loss was NaN or infinite in every update of {MAX_BAD_ITERATIONS} iterations "
                 f"({self._state.nan_skips} updates skipped); lower --learning-rate or pass "

@@ -24,6 +24,14 @@ class TrainState:
     n_episodes: int = 0
     n_updates: int = 0
     nan_skips: int = 0
+    oom_backoffs: int = 0
+    lag_sum: int = 0
+    """Over iterations: how many versions the data's policy was behind."""
+    lag_max: int = 0
+    fell_back: bool = False
+    """Whether the policy moved too fast for overlap, so that the run went on in lockstep."""
+    collect_seconds: float = 0.0
+    """Wall time in which rollouts were being collected, if that was beside learning."""
     wall_seconds: float = 0.0
     phases: dict[str, float] = field(default_factory=dict)
     best_return: float | None = None

@@ -46,6 +46,10 @@ class Recorder:
             self._metrics.write(progress)
             self._tensorboard.write(progress.env_steps, scalars(progress))
 
+    def note(self, note: str) -> None:
+        """Show something that a user should know."""
+        self.display.note(f"note: {note}")
+
     def fault(self, note: str, traceback_text: str) -> None:
         """Show that part of the run was lost and rebuilt; its traceback goes to the folder's faults.log."""
         self.display.note(f"note: {note}; rebuilt, training goes on")

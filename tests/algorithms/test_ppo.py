@@ -110,7 +110,7 @@ def test_next_values_come_from_the_right_observations() -> None:
         final_obs=(final,),
         final_index=torch.tensor([1 * 2 + 0]),
     )
-    batch = ppo.advantages(net, data, PPOConfig(gamma=0.9, gae_lambda=0.0))
+    batch = ppo.advantages(net.value, data, PPOConfig(gamma=0.9, gae_lambda=0.0))
 
     def value(x: Tensor) -> float:
         return net.value((x.view(1, 3),)).item()

@@ -93,8 +93,8 @@ def test_rollouts_do_not_depend_on_how_envs_are_spread(env_id: str, n_envs: int)
         with children(env_id, n_envs, n_children) as collectors:
             got = []
             for _ in range(8):
-                collectors.collect(collectors.rollout)
-                got.append(arrays_of(collectors.rollout))
+                collectors.collect(collectors.rollouts[0])
+                got.append(arrays_of(collectors.rollouts[0]))
             assert_same(got, wanted)
 
 
@@ -123,8 +123,8 @@ def test_a_lost_child_is_rebuilt_and_no_transition_mixes_episodes(fault: str, tm
     source = partial(Once, str(tmp_path / "flag"), fault, at_step=30)
     with children(source, 6, 2, timeout=3.0) as collectors:
         for _ in range(5):
-            collectors.collect(collectors.rollout)
-            assert_whole(collectors.rollout)
+            collectors.collect(collectors.rollouts[0])
+            assert_whole(collectors.rollouts[0])
         assert collectors.budget.n_restarts == 1
         assert "with envs" in collectors.budget.notes[0]
 

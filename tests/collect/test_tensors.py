@@ -12,6 +12,7 @@ from torch import Tensor
 
 from flatout.algorithms.config import PPOConfig
 from flatout.buffers.rollout import Rollout
+from flatout.buffers.staging import Staging
 from flatout.buffers.tensors import TensorRollout
 from flatout.collect.collector import Interrupted
 from flatout.collect.tensors import DeviceNoise, TensorActions, TensorCollector, episode_sums
@@ -151,7 +152,7 @@ def test_the_learner_takes_both_kinds_of_rollout_alike() -> None:
         learner = Learner(policy, config, n_envs=5, seed=0, clock=PhaseClock())
         tensors = TensorRollout(OBS, ACTION, 24, 5, CPU)
         collector(5, policy).collect(tensors)
-        assert tensors.tensors(CPU).final_index.numel() > 0
+        assert tensors.tensors(Staging(CPU)).final_index.numel() > 0
         arrays = Rollout.alloc(OBS, ACTION, 24, 5)
         for name in ("action", "log_prob", "reward", "terminated", "truncated"):
             getattr(arrays, name)[:] = getattr(tensors, name).numpy()
