@@ -247,7 +247,8 @@ class PPO:
         ]
         if self._trainer is not None:
             plan = self._trainer.plan
-            lines.append(f"executor {plan.kind}: {plan.reason}")
+            where = " in child processes" if plan.children else ""
+            lines.append(f"executor {plan.kind}{where}: {plan.reason}")
             overlap = "on" if self._trainer.overlap else "off"
             lines.append(f"overlap {overlap}: {self._trainer.overlap_reason}")
         if self._folder is not None:

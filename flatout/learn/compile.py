@@ -14,7 +14,6 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -246,8 +245,6 @@ def compiler_main(connection: Connection, recipe: Recipe, path: str) -> None:
     from flatout.models.policy import build
     from flatout.trace.phases import PhaseClock
 
-    with suppress(OSError):
-        os.nice(10)  # what learns and collects meanwhile goes first
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     torch.set_num_threads(recipe.n_threads)
     model = build(

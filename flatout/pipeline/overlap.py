@@ -25,6 +25,8 @@ from flatout.trace.phases import PhaseClock
 
 KL_BOUND = 0.1
 """How far the policy may have moved from the one that collected; beyond it data of the last policy misleads."""
+FAR_IN_A_ROW = 3
+"""So many iterations beyond the bound end overlap; a single leap, as in the first updates, does not."""
 
 
 @dataclass(slots=True)
@@ -106,7 +108,8 @@ class Overlap(Generic[R]):
 
     def _fall_back_if_far(self, metrics: dict[str, float]) -> None:
         kl = metrics.get("train/lag_kl", 0.0)
-        if kl > KL_BOUND and not self._state.fell_back:
+        self._state.far_in_a_row = self._state.far_in_a_row + 1 if kl > KL_BOUND else 0
+        if self._state.far_in_a_row >= FAR_IN_A_ROW and not self._state.fell_back:
             self._state.fell_back = True
             self.notes.append(
                 f"the policy moves too fast to learn from the last one's data (KL {kl:.2f}, bound {KL_BOUND}): "

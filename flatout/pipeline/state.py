@@ -28,6 +28,8 @@ class TrainState:
     lag_sum: int = 0
     """Over iterations: how many versions the data's policy was behind."""
     lag_max: int = 0
+    far_in_a_row: int = 0
+    """Iterations, up to the last, in which the policy had moved further than overlap allows."""
     fell_back: bool = False
     """Whether the policy moved too fast for overlap, so that the run went on in lockstep."""
     collect_seconds: float = 0.0

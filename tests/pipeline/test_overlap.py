@@ -1,0 +1,169 @@
+"""Overlap: lag 0 is lockstep to the bit, lag 1 is the same run after run, and nothing is lost on the way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import flatout
+from flatout.pipeline.choose import MIN_UPDATES, decide_overlap
+from flatout.pipeline.overlap import KL_BOUND, Overlap
+from flatout.run import Trainer
+from tests.executors.slow import Counter, Script
+
+SMALL: dict[str, Any] = {
+    "preset": "auto",
+    "n_envs": 4,
+    "n_steps": 16,
+    "batch_size": 32,
+    "n_epochs": 2,
+    "seed": 3,
+}
+STEPS = 4 * 16 * 6
+
+
+def params(agent: flatout.PPO) -> torch.Tensor:
+    return torch.cat([p.detach().reshape(-1) for p in agent.policy.model.parameters()])
+
+
+def learned(env: Any = "CartPole-v1", steps: int = STEPS, **settings: Any) -> flatout.PPO:
+    agent = flatout.PPO(env, **(SMALL | settings))
+    agent.learn(steps)
+    return agent
+
+
+def with_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let even a short run overlap with collectors in processes of their own."""
+    monkeypatch.setattr("flatout.pipeline.choose.MIN_UPDATES", 0)
+
+
+def with_lag(monkeypatch: pytest.MonkeyPatch, lag: int) -> None:
+    init = Overlap.__init__
+
+    def changed(self: Any, *args: Any, **options: Any) -> None:
+        init(self, *args, **(options | {"lag": lag}))
+
+    monkeypatch.setattr(Overlap, "__init__", changed)
+
+
+def test_lag_forced_to_0_is_lockstep_to_the_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    lockstep = learned(overlap="off")
+    with_lag(monkeypatch, 0)
+    forced = learned(overlap="on", executor="serial")
+    assert torch.equal(params(forced), params(lockstep))
+    with_children(monkeypatch)
+    children = learned()
+    assert children.summary["overlap"]["on"]
+    assert children.summary["policy_lag_max"] == 0
+    assert torch.equal(params(children), params(lockstep))
+
+
+def test_lag_1_is_the_same_however_and_however_often_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = [learned(overlap="on", executor="serial") for _ in range(2)]
+    with_children(monkeypatch)
+    runs += [learned() for _ in range(2)]
+    assert runs[2].summary["executor"]["reason"].startswith("1 collector beside the learner")
+    for agent in runs[1:]:
+        assert torch.equal(params(agent), params(runs[0]))
+    assert not torch.equal(params(runs[0]), params(learned(overlap="off")))
+    for agent in runs:
+        assert agent.summary["policy_lag_max"] == 1
+        assert agent.summary["policy_lag_mean"] == pytest.approx(
+            5 / 6
+        )  # only the first rollout is of its time
+        assert agent.summary["env_steps"] == STEPS
+
+
+def test_a_run_that_was_stopped_goes_on_as_if_it_was_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_children(monkeypatch)
+    whole = learned()
+    half = flatout.PPO("CartPole-v1", **SMALL)
+    half.learn(STEPS, callback=lambda progress: progress.env_steps < STEPS // 2)
+    half.save(tmp_path / "half.flatout")
+    again = flatout.load(tmp_path / "half.flatout")
+    again.learn(STEPS - STEPS // 2)
+    assert torch.equal(params(again), params(whole))
+    assert again.summary["env_steps"] == STEPS
+
+
+def test_no_step_is_taken_that_nobody_learns_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    agent = flatout.PPO("CartPole-v1", **SMALL, overlap="on", executor="serial")
+    agent.learn(STEPS)
+    assert agent._trainer is not None
+    assert agent._trainer._collector.n_steps * 4 == STEPS
+
+
+@pytest.mark.parametrize("vtrace", [False, True])
+def test_an_old_policys_data_is_measured_and_weighed(vtrace: bool) -> None:
+    rows: list[dict[str, float]] = []
+    agent = flatout.PPO("CartPole-v1", **SMALL, overlap="on", vtrace=vtrace, learning_rate=3e-3)
+    agent.learn(STEPS, callback=lambda progress: rows.append(dict(progress.metrics)))
+    assert "train/lag_kl" not in rows[0]
+    for row in rows[1:]:
+        assert 0 < row["train/lag_kl"] < 1
+        assert row["train/lag_ratio_max"] > 1
+        assert 0 < row["train/lag_effective_share"] <= 1
+    plain = learned(overlap="on", learning_rate=3e-3)
+    assert torch.equal(params(agent), params(plain)) is not vtrace
+
+
+def test_a_policy_that_moves_too_fast_falls_back_to_lockstep() -> None:
+    rows: list[dict[str, float]] = []
+    agent = flatout.PPO(
+        "CartPole-v1", **(SMALL | {"n_epochs": 20}), overlap="on", learning_rate=0.05, clip_range=5.0
+    )
+    agent.learn(STEPS * 3, callback=lambda progress: rows.append(dict(progress.metrics)))
+    assert agent.summary["overlap"]["fell_back"]
+    far = [row.get("train/lag_kl", 0.0) > KL_BOUND for row in rows]
+    assert any(all(far[i : i + 3]) for i in range(len(far)))
+    assert "train/lag_kl" not in rows[-1]  # the last rollouts were collected by the policy of their time
+
+
+def test_waiting_envs_overlap_by_themselves() -> None:
+    slow = Script(seconds=(0.001, 0.003))
+    agent = learned(lambda: Counter(slow), steps=4 * 16 * 3)
+    assert agent.summary["overlap"]["on"]
+    assert agent.summary["overlap"]["reason"] == "the learner works while envs wait"
+    assert agent.summary["policy_lag_max"] == 1
+
+
+@pytest.mark.parametrize(
+    ("facts", "want"),
+    [
+        ({"batched": True}, False),
+        ({"waits": True, "n_updates": 1}, True),
+        ({"n_updates": MIN_UPDATES - 1, "can_have_children": True}, False),
+        ({"can_have_children": True}, True),
+        ({"on_gpu": True}, True),
+        ({}, False),
+    ],
+)
+def test_overlap_is_decided_by_facts(facts: dict[str, Any], want: bool) -> None:
+    plain: dict[str, Any] = {"batched": False, "waits": False, "on_gpu": False, "can_have_children": False}
+    on, reason = decide_overlap("auto", **(plain | {"n_updates": 10**6} | facts))
+    assert on is want
+    assert reason
+    assert decide_overlap("off", **(plain | {"n_updates": 1}))[0] is False
+
+
+def test_an_env_that_fails_while_the_learner_works_ends_the_run_with_its_error() -> None:
+    agent = flatout.PPO("CartPole-v1", **SMALL, overlap="on", executor="serial")
+    trainer = agent._started()
+    assert isinstance(trainer, Trainer)
+    step, n = trainer._collector.collect, 0
+
+    def collect(*args: Any) -> Any:
+        nonlocal n
+        n += 1
+        if n == 3:
+            raise RuntimeError("the site is gone")
+        return step(*args)
+
+    trainer._collector.collect = collect  # type: ignore[assignment,method-assign]
+    with pytest.raises(RuntimeError, match="the site is gone"):
+        agent.learn(STEPS)
