@@ -1,0 +1,112 @@
+"""What lag 1 costs in learning: overlap and lockstep at equal env steps, five seeds, plotted.
+
+`python -m benchmarks.lag [--seeds 5] [--jobs 2]` → docs/benchmarks.md and docs/images/lag.svg. Nothing is timed, so
+runs may share the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from benchmarks.page import PAGE, conditions, table, write_section
+
+ENVS = {"CartPole-v1": 100_000, "Acrobot-v1": 300_000, "LunarLander-v3": 300_000, "Pendulum-v1": 100_000}
+"""Env steps: the recipe's, or fewer where its million would say nothing new."""
+MODES = {"lockstep": "off", "overlap": "on"}
+
+
+def train_one(env: str, mode: str, seed: int) -> dict[str, Any]:
+    """The learning curve of one run, and how the deterministic policy does at its end."""
+    import flatout
+
+    curve: list[tuple[int, float]] = []
+
+    def note(progress: Any) -> None:
+        if progress.return_mean is not None:
+            curve.append((progress.env_steps, progress.return_mean))
+
+    agent = flatout.PPO(env, seed=seed, overlap=MODES[mode], executor="serial", compile="off")
+    agent.learn(ENVS[env], callback=note)
+    thin = curve[:: max(len(curve) // 60, 1)]
+    fell_back = agent.summary["overlap"]["fell_back"]
+    return {"return": agent.evaluate(50).return_mean, "curve": thin, "fell_back": fell_back}
+
+
+def in_a_process(env: str, mode: str, seed: int) -> dict[str, Any]:
+    """`train_one` in a fresh process."""
+    command = [sys.executable, "-m", "benchmarks.lag", "--one", env, mode, str(seed)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    out: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    print(f"{env} {mode} seed {seed}: {out['return']:.1f}{' fell back' * out['fell_back']}", flush=True)
+    return out
+
+
+def main() -> None:
+    """Run everything, write the table and the plot."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--one", nargs=3)
+    args = parser.parse_args()
+    if args.one:
+        env, mode, seed = args.one
+        print(json.dumps(train_one(env, mode, int(seed))))
+        return
+    keys = [(env, mode, seed) for env in ENVS for seed in range(1, args.seeds + 1) for mode in MODES]
+    with ThreadPoolExecutor(args.jobs) as pool:
+        results = dict(zip(keys, pool.map(lambda key: in_a_process(*key), keys), strict=True))
+    rows = []
+    for env in ENVS:
+        cells, medians = [], {}
+        for mode in MODES:
+            returns = [results[env, mode, seed]["return"] for seed in range(1, args.seeds + 1)]
+            medians[mode] = statistics.median(returns)
+            cells += [f"**{medians[mode]:.1f}** ({min(returns):.1f} to {max(returns):.1f})"]
+        n_back = sum(results[env, "overlap", seed]["fell_back"] for seed in range(1, args.seeds + 1))
+        rows.append([env, f"{ENVS[env]:,}", *cells, f"{n_back} of {args.seeds}"])
+    plot(results, args.seeds)
+    header = [
+        "env",
+        "env steps",
+        "lockstep: median (spread)",
+        "overlap: median (spread)",
+        "fell back to lockstep",
+    ]
+    text = (
+        f"## What lag 1 costs\n\n`python -m benchmarks.lag`: the recipes in lockstep and in overlap at equal env steps, "
+        f"{args.seeds} seeds; return of the deterministic policy over 50 episodes.\n{conditions()}\n\n"
+        f"{table(header, rows)}\n\n![Learning curves in lockstep and overlap](images/lag.svg)"
+    )
+    write_section("lag", text)
+
+
+def plot(results: dict[tuple[str, str, int], dict[str, Any]], n_seeds: int) -> None:
+    """docs/images/lag.svg: every seed's curve, both modes."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot as plt
+
+    figure, grid = plt.subplots(2, 2, figsize=(9, 6))
+    for axes, env in zip(grid.flat, ENVS, strict=True):
+        for mode, color in (("lockstep", "tab:orange"), ("overlap", "tab:blue")):
+            for seed in range(1, n_seeds + 1):
+                steps, returns = zip(*results[env, mode, seed]["curve"], strict=True)
+                axes.plot(steps, returns, color=color, alpha=0.6, lw=1, label=mode if seed == 1 else None)
+        axes.set_title(env)
+        axes.set_xlabel("env steps")
+        axes.grid(alpha=0.3)
+    grid[0, 0].set_ylabel("mean return of the last 100 episodes")
+    grid[0, 0].legend()
+    figure.tight_layout()
+    figure.savefig(PAGE.parent / "images" / "lag.svg")
+
+
+if __name__ == "__main__":
+    main()
