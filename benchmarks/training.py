@@ -7,6 +7,7 @@ fresh process; the libraries alternate, seed by seed.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import statistics
@@ -58,17 +59,14 @@ def sb3_agent(seed: int, library: str, net: tuple[int, ...] = (64, 64), **settin
     """PPO of Stable-Baselines3 or SBX with the given settings."""
     from stable_baselines3.common.env_util import make_vec_env
 
-    if library == "sbx":
-        from sbx import PPO
-    else:
-        from stable_baselines3 import PPO
+    peer = importlib.import_module("sbx" if library == "sbx" else "stable_baselines3")
     n_envs = settings.pop("n_envs")
     env = settings.pop("env", "CartPole-v1")
     envs = make_vec_env(env, n_envs=n_envs, seed=seed) if isinstance(env, str) else env
     kwargs: dict[str, Any] = {"net_arch": list(net)}
     if library == "sb3":
         settings["device"] = "cpu"
-    return PPO("MlpPolicy", envs, policy_kwargs=kwargs, seed=seed, **settings)
+    return peer.PPO("MlpPolicy", envs, policy_kwargs=kwargs, seed=seed, **settings)
 
 
 def sb3_speed(seed: int, library: str = "sb3", n_threads: int | None = None) -> dict[str, Any]:

@@ -295,6 +295,7 @@ class PPO:
                 self.policy,
                 n_cores=self._machine.cores,
                 n_steps=n_steps or self.config.timesteps,
+                overlapped=self._checkpoint and self._checkpoint.state["progress"].get("overlapped"),
             )
             self._fresh_envs = trainer.start(self._checkpoint)
             self._trainer = trainer

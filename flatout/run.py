@@ -70,8 +70,17 @@ class Trainer:
     """Everything that learning needs, alive between two calls of learn()."""
 
     def __init__(
-        self, config: RunConfig, env: EnvInfo, policy: Policy, *, n_cores: int, n_steps: int
+        self,
+        config: RunConfig,
+        env: EnvInfo,
+        policy: Policy,
+        *,
+        n_cores: int,
+        n_steps: int,
+        overlapped: bool | None = None,
     ) -> None:
+        """`overlapped`: how the run began, if it is one that goes on."""
+        self._overlapped = overlapped
         self.config, self._env, self.policy = config, env, policy
         self._n_cores, self._n_steps = n_cores, n_steps
         self.clock = PhaseClock()
@@ -164,6 +173,9 @@ class Trainer:
             can_have_children=can_have_children,
             n_updates=n_updates,
         )
+        if config.overlap == "auto" and self._overlapped is not None:
+            self.overlap, self.overlap_reason = self._overlapped, "as the run began"
+        self.state.overlapped = self.overlap
         if only is not None:
             return [only]
         assert measured is not None
@@ -292,6 +304,7 @@ class Trainer:
         saved = TrainState.from_json(checkpoint.state["progress"])
         for name in TrainState.__slots__:
             setattr(self.state, name, getattr(saved, name))
+        self.state.overlapped = self.overlap
         self.learner.n_updates = saved.n_updates
         self._collector.n_steps = saved.env_steps // self.config.n_envs
         self._take_ready(checkpoint)

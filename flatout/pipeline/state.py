@@ -28,6 +28,8 @@ class TrainState:
     lag_sum: int = 0
     """Over iterations: how many versions the data's policy was behind."""
     lag_max: int = 0
+    overlapped: bool | None = None
+    """Whether the run collects beside learning; decided once, so that a resumed run goes on the same way."""
     far_in_a_row: int = 0
     """Iterations, up to the last, in which the policy had moved further than overlap allows."""
     fell_back: bool = False
