@@ -289,13 +289,14 @@ class PPO:
     def _started(self, n_steps: int | None = None) -> Trainer:
         """The trainer; made on first use, for about `n_steps` env steps."""
         if self._trainer is None:
+            began = self._checkpoint.state["progress"] if self._checkpoint is not None else {}
             trainer = Trainer(
                 self.config,
                 self._env_info(),
                 self.policy,
                 n_cores=self._machine.cores,
                 n_steps=n_steps or self.config.timesteps,
-                overlapped=self._checkpoint and self._checkpoint.state["progress"].get("overlapped"),
+                overlapped=began.get("overlapped"),
             )
             self._fresh_envs = trainer.start(self._checkpoint)
             self._trainer = trainer
