@@ -78,6 +78,7 @@ class ChildCollectors:
         self.rollouts = shared_rollouts(self._shared)
         """One that is filled, and one that is learned from meanwhile if there are two."""
         self._block = ParamBlock(model, self._shared["params"], self._shared["version"])
+        self._block.publish(0)
         self._clock = clock
         self.n_steps = 0
         self.version = 0

@@ -12,9 +12,12 @@ import os
 import platform
 import shutil
 import tempfile
+import threading
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
 from time import perf_counter
@@ -27,12 +30,15 @@ from flatout.algorithms.config import PPOConfig
 from flatout.envs.spaces import ActionLayout, ObsLayout, space_to_json
 from flatout.errors import FlatoutError
 from flatout.executors.supervise import ChildProcess
+from flatout.learn.learner import Learner
 from flatout.learn.update import Step, Update
 from flatout.models.config import NetworkConfig
+from flatout.models.policy import build
+from flatout.trace.phases import PhaseClock
 
 DONE = b"D"
 WORTH_SECONDS = 90.0
-"""A run that would go on for so long without a compiled update gets one; compiling takes half a minute of a core."""
+"""A run whose updates would take this long without a compiled one gets it; compiling is half a minute of a core."""
 MAX_SECONDS = 600.0
 
 
@@ -150,21 +156,23 @@ class Compilation:
         self._recipe, self._wait, self._path = recipe, wait, kept(recipe)
         self._worker: Background | None = None
         self._given_up = False
-        self._began: tuple[float, int] | None = None
         self.seconds = 0.0
         """How long the run waited for it."""
         self.notes: list[str] = []
         """What a user should know, one line each."""
 
-    def visit(self, update: Update[Any], batch: Any, *, n_done: int, progress: float) -> None:
-        """Give `update` its compiled step if there is one by now; called between rollouts."""
+    def visit(self, update: Update[Any], batch: Any, *, seconds_left: float) -> None:
+        """Give `update` its compiled step if there is one by now; called between rollouts.
+
+        `seconds_left`: what the updates still to come would take without one.
+        """
         if self._given_up:
             return
         began = perf_counter()
         try:
             if self._path.exists():
                 self._take(update, batch)
-            elif self._worker is not None or self._wait or self._pays(n_done, progress):
+            elif self._worker is not None or self._wait or seconds_left > WORTH_SECONDS:
                 self._advance(update, batch)
         except Exception as error:
             self._give_up(str(error).split("\n")[0])
@@ -205,16 +213,6 @@ class Compilation:
         self.close()
         self.notes.append(f"learning without a compiled update: {why}")
 
-    def _pays(self, n_done: int, progress: float) -> bool:
-        """Whether the updates still to come would take so long that compiling is worth its time."""
-        now = perf_counter()
-        if self._began is None or n_done <= self._began[1]:
-            self._began = (now, n_done)
-            return False
-        per_update = (now - self._began[0]) / (n_done - self._began[1])
-        left = n_done * (1 - progress) / progress if progress > 0 else 0.0
-        return left * per_update > WORTH_SECONDS
-
 
 class Background:
     """A compilation in a process of its own."""
@@ -241,11 +239,11 @@ class Background:
 
 def compiler_main(connection: Connection, recipe: Recipe, path: str) -> None:
     """The compiling process: builds an update like the run's own, on the same kind of device, and compiles it."""
-    from flatout.learn.learner import Learner
-    from flatout.models.policy import build
-    from flatout.trace.phases import PhaseClock
-
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+    with suppress(
+        ImportError
+    ):  # the tracer shows no progress, but would make a semaphore that a kill leaves behind
+        import_module("tqdm").tqdm.set_lock(threading.RLock())
     torch.set_num_threads(recipe.n_threads)
     model = build(
         recipe.obs, recipe.action, recipe.network, seed=0, normalize_obs=recipe.ppo.normalize_obs

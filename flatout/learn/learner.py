@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -13,7 +13,6 @@ from flatout.algorithms import ppo
 from flatout.algorithms.config import PPOConfig
 from flatout.buffers.rollout import Learnable
 from flatout.buffers.staging import Staging
-from flatout.learn.compile import Compilation
 from flatout.learn.graphs import Captured
 from flatout.learn.memory import PartSize
 from flatout.learn.normalize import RewardScaler, RunningMoments
@@ -26,6 +25,19 @@ AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """The number format that forward passes of an update use; all else is float32."""
 KL_SLACK = 1.5
 """Updates stop at this multiple of target_kl, as in OpenAI's and Stable-Baselines3's PPO."""
+
+
+class BringsCompiled(Protocol):
+    """Gives an update its compiled step, when there is one."""
+
+    notes: list[str]
+    """What a user should know, one line each."""
+
+    def visit(self, update: Update[Any], batch: Any, *, seconds_left: float) -> None:
+        """Called between rollouts."""
+
+    def close(self) -> None:
+        """End what is under way."""
 
 
 class Learner:
@@ -61,7 +73,7 @@ class Learner:
             kl_limit=config.target_kl and config.target_kl * KL_SLACK,
             autocast=AUTOCAST.get(precision),
         )
-        self.compilation: Compilation | None = None
+        self.compilation: BringsCompiled | None = None
         """Brings a compiled update in; None: learn without."""
         self.capture = False
         """Whether to capture the step as a CUDA graph."""
@@ -101,7 +113,7 @@ class Learner:
         if self.compilation is not None and self.update.compiled is None:
             self._clock.enter("compile")
             first = batch.take(slice(0, config.batch_size))
-            self.compilation.visit(self.update, first, n_done=self.n_updates, progress=progress)
+            self.compilation.visit(self.update, first, seconds_left=self._seconds_left(progress))
         if self.capture and self.update.replayed is None:
             self._capture(batch.take(slice(0, config.batch_size)))
 
@@ -130,6 +142,10 @@ class Learner:
             if stop():
                 return True
         return self.config.target_kl is not None and bool(self.update.stopped)
+
+    def _seconds_left(self, progress: float) -> float:
+        """What the updates still to come take if they take what those before took."""
+        return self._clock.seconds.get("update", 0.0) * (1 - progress) / progress if progress > 0 else 0.0
 
     def _capture(self, batch: ppo.Minibatch) -> None:
         """Capture the step; where that cannot be done, learn without and say so."""

@@ -97,7 +97,7 @@ def test_learning_goes_on_while_it_compiles_and_then_swaps(
         update.step(batch)
         n += 1
         sleep(0.02)  # leaves the compiler a core
-        compilation.visit(update, batch, n_done=n, progress=0.01)
+        compilation.visit(update, batch, seconds_left=1.0)
     assert compilation.notes == [
         "compiling the update in the background",
         "the update is compiled from here on",
@@ -113,8 +113,7 @@ def test_a_compilation_ends_with_its_run(cache: Path, monkeypatch: pytest.Monkey
     recipe = make_recipe(network=NetworkConfig(network_arch=(16, 16, 16)))
     learner, compilation = make_learner(recipe), Compilation(recipe, wait=False)
     batch = learner.example_batch(32)
-    for n in (1, 2):
-        compilation.visit(learner.update, batch, n_done=n, progress=0.5)
+    compilation.visit(learner.update, batch, seconds_left=1.0)
     assert compilation._worker is not None
     pid = compilation._worker._child.pid
     compilation.close()
@@ -126,7 +125,7 @@ def test_a_broken_library_is_not_used_and_the_run_goes_on(cache: Path) -> None:
     kept(recipe).parent.mkdir(parents=True)
     kept(recipe).write_bytes(b"half a file")
     learner, compilation = make_learner(recipe), Compilation(recipe, wait=False)
-    compilation.visit(learner.update, learner.example_batch(32), n_done=0, progress=0.0)
+    compilation.visit(learner.update, learner.example_batch(32), seconds_left=0.0)
     assert learner.update.compiled is None
     assert compilation.notes[0].startswith("learning without a compiled update")
     learner.update.step(learner.example_batch(32))
