@@ -36,7 +36,9 @@ test: check
 
 bench: $(VENV)/.installed-bench
 	@$(BIN)/python -m benchmarks.returns
-	@$(BIN)/python -m benchmarks.lockstep
+	@$(BIN)/python -m benchmarks.training
+	@$(BIN)/python -m benchmarks.choosing
+	@$(BIN)/python -m benchmarks.lag
 	@$(BIN)/python -m benchmarks.stepping
 
 clean:

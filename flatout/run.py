@@ -9,7 +9,7 @@ import copy
 import statistics
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import zip_longest
 from time import perf_counter
@@ -35,6 +35,8 @@ from flatout.executors.process import ProcessExecutor
 from flatout.executors.serial import SerialExecutor
 from flatout.executors.supervise import RestartBudget
 from flatout.executors.thread import ThreadExecutor
+from flatout.hardware.cache import remembered
+from flatout.hardware.machine import free_memory
 from flatout.hardware.precision import choose_precision, use_matmul_precision
 from flatout.hardware.threads import torch_threads
 from flatout.learn.checkpoint import Checkpoint
@@ -43,7 +45,7 @@ from flatout.learn.compile import Recipe as UpdateRecipe
 from flatout.learn.learner import Learner
 from flatout.models.actor import make_actor
 from flatout.models.policy import ActorCritic
-from flatout.pipeline.choose import decide_overlap, share_cores
+from flatout.pipeline.choose import Work, decide_overlap, share_cores
 from flatout.pipeline.lockstep import Counted, Lockstep
 from flatout.pipeline.overlap import Overlap, Ready
 from flatout.pipeline.state import TrainState
@@ -99,6 +101,7 @@ class Trainer:
             clock=self.clock,
             precision=self.precision,
         )
+        self.learner.fit_into(free_memory(policy.device))
         if config.eval_every and env.factory.is_instance:
             self.notes.append(EVAL_IN_PLACE)
         self.overlap, self.overlap_reason = False, ""
@@ -165,6 +168,25 @@ class Trainer:
             and self._n_cores > 1
             and config.n_envs > 1
         )
+        ranked: list[Plan] = [] if only is None else [only]
+        work: Work | None = None
+        if measured is not None and only is None:
+            ranked = plans(
+                measured,
+                n_envs=config.n_envs,
+                n_cores=self._n_cores,
+                timesteps=self._n_steps,
+                only=config.executor,
+                children_ok=not on_gpu,
+            )
+        if measured is not None and can_have_children:
+            work = Work(
+                measured=measured,
+                n_envs=config.n_envs,
+                n_steps=config.ppo.n_steps,
+                n_cores=self._n_cores,
+                learn_seconds=config.updates_per_iteration * self._update_seconds(),
+            )
         self.overlap, self.overlap_reason = decide_overlap(
             config.overlap,
             batched=bool(env.batched),
@@ -172,31 +194,27 @@ class Trainer:
             on_gpu=on_gpu,
             can_have_children=can_have_children,
             n_updates=n_updates,
+            gain=lambda: remembered(self._facts(), lambda: work.gain(ranked[0]) if work else 0.0),
         )
         if config.overlap == "auto" and self._overlapped is not None:
             self.overlap, self.overlap_reason = self._overlapped, "as the run began"
         self.state.overlapped = self.overlap
-        if only is not None:
-            return [only]
-        assert measured is not None
-        ranked = plans(
-            measured,
-            n_envs=config.n_envs,
-            n_cores=self._n_cores,
-            timesteps=self._n_steps,
-            only=config.executor,
-            children_ok=not on_gpu,
-        )
-        if self.overlap and can_have_children and not measured.waits:
-            ranked = share_cores(
-                ranked,
-                measured,
-                n_envs=config.n_envs,
-                n_cores=self._n_cores,
-                n_steps=config.ppo.n_steps,
-                learn_seconds=config.updates_per_iteration * self._update_seconds(),
-            )
+        if self.overlap and work is not None and not work.measured.waits:
+            ranked = share_cores(ranked, work)
         return ranked
+
+    def _facts(self) -> dict[str, Any]:
+        """What the gain of overlap depends on, apart from the machine's mood."""
+        config = self.config
+        shape = (config.n_envs, config.ppo.n_steps, config.ppo.batch_size, config.ppo.n_epochs)
+        network = list(config.network.network_arch)
+        return {
+            "env": [config.env, config.env_kwargs],
+            "shape": shape,
+            "network": network,
+            "cores": self._n_cores,
+            "compile": config.compile,
+        }
 
     def _update_seconds(self) -> float:
         """Seconds of one update, measured without learning anything."""
@@ -248,8 +266,9 @@ class Trainer:
                 budget=self.budget,
             )
             return children, children.rollouts
-        if self.overlap:
-            model, source = copy.deepcopy(policy.model), policy.model
+        device = policy.device if plan.kind == "batched" else self._acting_device()
+        if self.overlap or device != policy.device:
+            model, source = copy.deepcopy(policy.model).to(device), policy.model
         if plan.kind == "batched":
             return batched_collector(
                 self._env,
@@ -268,13 +287,22 @@ class Trainer:
             self._executor(plan, env_ids),
             model,
             policy.action,
-            device=policy.device,
+            device=device,
             seed=config.seed,
             clock=clock,
             source=source,
         )
         slots = range(n_slots)
         return collector, [Rollout.alloc(policy.obs, policy.action, n_steps, config.n_envs) for _ in slots]
+
+    def _acting_device(self) -> torch.device:
+        """Where the policy acts faster on this many envs: on its own device, or as a copy on the CPU."""
+        policy, cpu = self.policy, torch.device("cpu")
+        if policy.device.type == "cpu":
+            return cpu
+        copied = replace(policy, model=copy.deepcopy(policy.model).to(cpu), device=cpu)
+        n_envs = self.config.n_envs
+        return cpu if acting_seconds(copied, n_envs) < acting_seconds(policy, n_envs) else policy.device
 
     def _executor(self, plan: Plan, env_ids: Array) -> Executor:
         factory, obs, seed = self._env.factory, self.policy.obs, self.config.seed

@@ -15,10 +15,13 @@ import flatout
 from flatout.algorithms import ppo
 from flatout.algorithms.config import PPOConfig
 from flatout.envs.spaces import ActionLayout, ObsLayout
+from flatout.learn.graphs import Captured
+from flatout.learn.learner import Learner
 from flatout.learn.params import FlatParams
 from flatout.learn.update import Update
 from flatout.models.config import NetworkConfig
 from flatout.models.policy import build
+from flatout.trace.phases import PhaseClock
 from tests.known import Match
 
 META = torch.device("meta")
@@ -75,3 +78,38 @@ def test_a_gpu_learns_the_known_answer(tmp_path: Path) -> None:
     agent.save(tmp_path / "a.flatout")
     obs = np.eye(4, dtype=np.float32)
     assert flatout.load(tmp_path / "a.flatout").predict(obs, deterministic=True)[0].tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_captured_step_learns_like_the_update_and_sees_new_weights() -> None:
+    device = torch.device("cuda")
+    obs_layout, action = ObsLayout(spaces.Box(-1, 1, (5,))), ActionLayout(spaces.Discrete(3))
+    learners = []
+    for _ in range(2):
+        model = build(obs_layout, action, NetworkConfig(), seed=0).to(device)
+        learners.append(Learner(model, PPOConfig(batch_size=32), n_envs=4, seed=0, clock=PhaseClock()))
+    plain, captured = learners
+    batch = plain.example_batch(32)
+    for learner in learners:
+        learner.update.begin(1e-3, 0.2)
+    captured.update.replayed = Captured(captured.update, captured.update.run, batch).step
+    for i in range(5):
+        for learner in learners:
+            learner.update.step(batch)
+        torch.testing.assert_close(captured.params.flat, plain.params.flat)
+        if i == 2:  # what others change in place is seen by the next replay
+            for learner in learners:
+                learner.params.flat.mul_(0.9)
+    assert captured.update.n_taken == 5
+
+
+def test_nothing_in_the_hot_paths_waits_for_the_device() -> None:
+    """What reads a value back to the host is kept out of the update and the acting path."""
+    root = Path(flatout.__file__).parent
+    files = ["learn/update.py", "learn/graphs.py", "algorithms/ppo.py", "algorithms/returns.py"]
+    files += ["models/heads.py", "models/policy.py", "models/mlp.py", "models/cnn.py"]
+    for name in files:
+        text = (root / name).read_text()
+        for call in (".item()", ".cpu()", ".numpy()", ".tolist()", "synchronize()"):
+            assert call not in text, f"{name} calls {call}"

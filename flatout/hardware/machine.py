@@ -151,6 +151,15 @@ def usable_memory(cgroups: Path = _CGROUPS, membership: Path = Path("/proc/self/
     return total, available
 
 
+def free_memory(device: Any) -> int:
+    """Bytes that are free on a torch device, or for this process on the host."""
+    if device.type != "cuda":
+        return usable_memory()[1]
+    import torch
+
+    return int(torch.cuda.mem_get_info(device)[0])
+
+
 def _groups(controller: str, cgroups: Path, membership: Path) -> Iterator[Path]:
     """The folders of this process's control groups and those above, whose limits all hold (versions 2 and 1)."""
     try:

@@ -30,6 +30,7 @@ from flatout.algorithms.config import PPOConfig
 from flatout.envs.spaces import ActionLayout, ObsLayout, space_to_json
 from flatout.errors import FlatoutError
 from flatout.executors.supervise import ChildProcess
+from flatout.hardware.cache import cache_folder
 from flatout.learn.learner import Learner
 from flatout.learn.update import Step, Update
 from flatout.models.config import NetworkConfig
@@ -85,14 +86,6 @@ _NOT_IN_THE_CODE = (
     "normalize_reward",
     "vtrace",
 )
-
-
-def cache_folder() -> Path:
-    """Where compiled updates are kept."""
-    given = os.environ.get("FLATOUT_CACHE")
-    if given:
-        return Path(given)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flatout"
 
 
 def kept(recipe: Recipe) -> Path:

@@ -14,7 +14,7 @@ from flatout.algorithms.config import PPOConfig
 from flatout.buffers.rollout import Learnable
 from flatout.buffers.staging import Staging
 from flatout.learn.graphs import Captured
-from flatout.learn.memory import PartSize
+from flatout.learn.memory import PartSize, bytes_per_row, rows_that_fit
 from flatout.learn.normalize import RewardScaler, RunningMoments
 from flatout.learn.params import FlatParams
 from flatout.learn.update import Update
@@ -23,6 +23,8 @@ from flatout.trace.phases import PhaseClock
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """The number format that forward passes of an update use; all else is float32."""
+TINY_BATCH = 8
+"""Rows that memory per row is measured with."""
 KL_SLACK = 1.5
 """Updates stop at this multiple of target_kl, as in OpenAI's and Stable-Baselines3's PPO."""
 
@@ -188,6 +190,19 @@ class Learner:
                 leaf += torch.tensor(layout.start).view(leaf.shape[1:])
         tensors = [tensor.to(self.device) for tensor in (rows, *columns, *obs)]
         return ppo.Minibatch(tuple(tensors[5:]), *tensors[:5])
+
+    def fit_into(self, free_bytes: int) -> None:
+        """Learn from minibatches in parts from the start where a whole one would not fit into this much memory."""
+        tiny, size = self.example_batch(TINY_BATCH), self.config.batch_size
+        row_bytes = bytes_per_row(
+            lambda: _loss(self.model, self.config, tiny, self.update.coefficient)[0], len(tiny)
+        )
+        self.update.parts.n_rows = n_rows = rows_that_fit(free_bytes, row_bytes, size)
+        if n_rows < size:
+            self.notes.append(
+                f"a minibatch of {size} rows wants {size * row_bytes / 1e9:.1f} GB, {free_bytes / 1e9:.1f} GB are free: "
+                f"it is learned from in parts of {n_rows}, same result"
+            )
 
     @property
     def n_backoffs(self) -> int:

@@ -1,17 +1,20 @@
 """Whether collecting and learning should run side by side, and how the cores are shared between them.
 
-The first question decides what is learned from, so it is answered by facts that do not change from run to run;
-measured times only decide how many collectors there are.
+The first question decides what is learned from. Where its answer is a measured gain, that is measured once for an env,
+its settings and a machine, and remembered: the same seed gives the same run.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from flatout.executors.choose import Plan, Probe, children
 
 MIN_UPDATES = 2000
 """A run with fewer updates is over before child collectors have paid for their start."""
+MIN_GAIN = 1.15
+"""Overlap must promise to be this much faster than lockstep: data of the last policy is worth a little less."""
 
 
 def decide_overlap(
@@ -22,8 +25,9 @@ def decide_overlap(
     on_gpu: bool,
     can_have_children: bool,
     n_updates: int,
+    gain: Callable[[], float],
 ) -> tuple[bool, str]:
-    """Whether to overlap, and why."""
+    """Whether to overlap, and why; `gain` is how much faster it would be on cores of its own."""
     if wanted != "auto":
         return wanted == "on", f"asked for with --overlap {wanted}"
     if batched:
@@ -34,26 +38,47 @@ def decide_overlap(
         return False, "the run is too short for it to pay"
     if on_gpu:
         return True, "the GPU learns while the CPU collects"
-    if can_have_children:
-        return True, "collectors and the learner run on different cores"
-    return False, "there is no core to spare"
+    if not can_have_children:
+        return False, "there is no core to spare"
+    times = gain()
+    if times < MIN_GAIN:
+        return False, f"collecting takes little beside learning (it would gain {times:.2f} ×)"
+    return True, f"collectors and the learner run on different cores, {times:.1f} × as fast"
 
 
-def share_cores(
-    ranked: list[Plan], measured: Probe, *, n_envs: int, n_cores: int, n_steps: int, learn_seconds: float
-) -> list[Plan]:
-    """The plans for overlap: child collectors first, one core left to the learner if it needs a whole one."""
-    possible = [n for n in (n_cores - 1, n_cores) if n >= 1]
-    plans = {n: children(measured, n_envs, n) for n in possible}
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """What one iteration costs."""
 
-    def seconds(n: int) -> float:
-        collect = n_envs * n_steps / plans[n].steps_per_second
+    measured: Probe
+    n_envs: int
+    n_steps: int
+    n_cores: int
+    learn_seconds: float
+
+    def seconds(self, n_collectors: int) -> float:
+        """Of an iteration with so many collectors beside the learner."""
+        plan = children(self.measured, self.n_envs, n_collectors)
+        collect = self.n_envs * self.n_steps / plan.steps_per_second
         # With a collector on every core the learner shares its core, and all of them finish together.
-        shared = (collect * n + learn_seconds) / n_cores if n == n_cores else 0.0
-        return max(collect, learn_seconds, shared)
+        everywhere = plan.n_collectors == self.n_cores
+        shared = (collect * self.n_cores + self.learn_seconds) / self.n_cores if everywhere else 0.0
+        return max(collect, self.learn_seconds, shared)
 
-    best = plans[min(possible, key=seconds)]
-    rate = n_envs * n_steps / seconds(best.n_collectors)
+    def best(self) -> int:
+        """The number of collectors that suits the cores best."""
+        return min((n for n in (self.n_cores - 1, self.n_cores) if n >= 1), key=self.seconds)
+
+    def gain(self, lockstep: Plan) -> float:
+        """How much faster overlap is than collecting that way in turn with learning."""
+        collect = self.n_envs * self.n_steps / lockstep.steps_per_second
+        return (collect + self.learn_seconds) / self.seconds(self.best())
+
+
+def share_cores(ranked: list[Plan], work: Work) -> list[Plan]:
+    """The plans for overlap: child collectors first, one core left to the learner if it needs a whole one."""
+    best = children(work.measured, work.n_envs, work.best())
+    rate = work.n_envs * work.n_steps / work.seconds(best.n_collectors)
     who = "1 collector" if best.n_collectors == 1 else f"{best.n_collectors} collectors"
-    reason = f"{who} beside the learner on {n_cores} cores, about {rate:,.0f} steps/s"
+    reason = f"{who} beside the learner on {work.n_cores} cores, about {rate:,.0f} steps/s"
     return [replace(best, reason=reason), *(plan for plan in ranked if not plan.children)]

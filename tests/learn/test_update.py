@@ -9,12 +9,19 @@ from typing import Any
 
 import pytest
 import torch
+from gymnasium import spaces
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from flatout.algorithms.config import PPOConfig
+from flatout.envs.spaces import ActionLayout, ObsLayout
+from flatout.learn.learner import Learner
 from flatout.learn.memory import bytes_per_row, rows_that_fit
 from flatout.learn.params import FlatParams
 from flatout.learn.update import Update
+from flatout.models.config import NetworkConfig
+from flatout.models.policy import build
+from flatout.trace.phases import PhaseClock
 
 
 def net() -> nn.Sequential:
@@ -220,3 +227,15 @@ def test_a_scale_that_overflows_fp16_is_halved_until_it_fits() -> None:
     assert 0 < update.n_taken < 30
     assert not torch.equal(params(model), before)
     assert torch.isfinite(params(model)).all()
+
+
+def test_a_minibatch_that_cannot_fit_is_split_from_the_start() -> None:
+    obs, action = ObsLayout(spaces.Box(-1, 1, (4,))), ActionLayout(spaces.Discrete(2))
+    model = build(obs, action, NetworkConfig(), seed=0)
+    learner = Learner(model, PPOConfig(batch_size=4096), n_envs=32, seed=0, clock=PhaseClock())
+    learner.fit_into(10**10)
+    assert learner.update.parts.n_rows == 4096
+    assert not learner.take_notes()
+    learner.fit_into(10**6)
+    assert learner.update.parts.n_rows < 1024
+    assert "learned from in parts of" in learner.take_notes()[0]

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import flatout
+from flatout.hardware.cache import remembered
 from flatout.pipeline.choose import MIN_UPDATES, decide_overlap
 from flatout.pipeline.overlap import KL_BOUND, Overlap
 from flatout.run import Trainer
@@ -38,6 +39,7 @@ def learned(env: Any = "CartPole-v1", steps: int = STEPS, **settings: Any) -> fl
 def with_children(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let even a short run overlap with collectors in processes of their own."""
     monkeypatch.setattr("flatout.pipeline.choose.MIN_UPDATES", 0)
+    monkeypatch.setattr("flatout.pipeline.choose.MIN_GAIN", 0.0)
 
 
 def with_lag(monkeypatch: pytest.MonkeyPatch, lag: int) -> None:
@@ -139,16 +141,29 @@ def test_waiting_envs_overlap_by_themselves() -> None:
         ({"waits": True, "n_updates": 1}, True),
         ({"n_updates": MIN_UPDATES - 1, "can_have_children": True}, False),
         ({"can_have_children": True}, True),
+        ({"can_have_children": True, "gain": lambda: 1.05}, False),
         ({"on_gpu": True}, True),
         ({}, False),
     ],
 )
 def test_overlap_is_decided_by_facts(facts: dict[str, Any], want: bool) -> None:
     plain: dict[str, Any] = {"batched": False, "waits": False, "on_gpu": False, "can_have_children": False}
+    plain["gain"] = lambda: 1.5
     on, reason = decide_overlap("auto", **(plain | {"n_updates": 10**6} | facts))
     assert on is want
     assert reason
     assert decide_overlap("off", **(plain | {"n_updates": 1}))[0] is False
+
+
+def test_a_measured_gain_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLATOUT_CACHE", str(tmp_path))
+    values = iter([1.3, 1.1, 1.0])
+    assert remembered({"env": "a"}, lambda: next(values)) == 1.3
+    assert remembered({"env": "a"}, lambda: next(values)) == 1.3
+    assert remembered({"env": "b"}, lambda: next(values)) == 1.1
+    for file in (tmp_path / "choices").iterdir():
+        file.write_text("not json")
+    assert remembered({"env": "a"}, lambda: next(values)) == 1.0
 
 
 def test_an_env_that_fails_while_the_learner_works_ends_the_run_with_its_error() -> None:
