@@ -153,7 +153,7 @@ class Trainer:
 
     def _plans(self) -> list[Plan]:
         config, env, on_gpu = self.config, self._env, self.policy.device.type == "cuda"
-        n_updates = self._n_steps // config.total_batch * config.updates_per_iteration
+        n_iterations = self._n_steps // config.total_batch
         only = only_plan(env, config.executor, config.n_envs)
         measured: Probe | None = None
         if not env.batched and not env.is_async and (only is None or config.overlap == "auto"):
@@ -193,7 +193,8 @@ class Trainer:
             waits=env.is_async or (measured is not None and measured.waits and config.executor != "serial"),
             on_gpu=on_gpu,
             can_have_children=can_have_children,
-            n_updates=n_updates,
+            n_updates=n_iterations * config.updates_per_iteration,
+            n_iterations=n_iterations,
             gain=lambda: remembered(self._facts(), lambda: work.gain(ranked[0]) if work else 0.0),
         )
         if config.overlap == "auto" and self._overlapped is not None:

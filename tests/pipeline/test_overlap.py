@@ -40,6 +40,7 @@ def with_children(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let even a short run overlap with collectors in processes of their own."""
     monkeypatch.setattr("flatout.pipeline.choose.MIN_UPDATES", 0)
     monkeypatch.setattr("flatout.pipeline.choose.MIN_GAIN", 0.0)
+    monkeypatch.setattr("flatout.pipeline.choose.MIN_ITERATIONS", {"waits": 0, "computes": 0})
 
 
 def with_lag(monkeypatch: pytest.MonkeyPatch, lag: int) -> None:
@@ -126,7 +127,8 @@ def test_a_policy_that_moves_too_fast_falls_back_to_lockstep() -> None:
     assert "train/lag_kl" not in rows[-1]  # the last rollouts were collected by the policy of their time
 
 
-def test_waiting_envs_overlap_by_themselves() -> None:
+def test_waiting_envs_overlap_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_children(monkeypatch)
     slow = Script(seconds=(0.001, 0.003))
     agent = learned(lambda: Counter(slow), steps=4 * 16 * 3)
     assert agent.summary["overlap"]["on"]
@@ -142,13 +144,16 @@ def test_waiting_envs_overlap_by_themselves() -> None:
         ({"n_updates": MIN_UPDATES - 1, "can_have_children": True}, False),
         ({"can_have_children": True}, True),
         ({"can_have_children": True, "gain": lambda: 1.05}, False),
+        ({"can_have_children": True, "n_iterations": 61}, False),
+        ({"waits": True, "n_iterations": 61}, True),
+        ({"waits": True, "n_iterations": 10}, False),
         ({"on_gpu": True}, True),
         ({}, False),
     ],
 )
 def test_overlap_is_decided_by_facts(facts: dict[str, Any], want: bool) -> None:
     plain: dict[str, Any] = {"batched": False, "waits": False, "on_gpu": False, "can_have_children": False}
-    plain["gain"] = lambda: 1.5
+    plain |= {"gain": lambda: 1.5, "n_iterations": 1000}
     on, reason = decide_overlap("auto", **(plain | {"n_updates": 10**6} | facts))
     assert on is want
     assert reason
