@@ -15,7 +15,7 @@ MIN_UPDATES = 2000
 """A run with fewer updates is over before child collectors have paid for their start."""
 MIN_ITERATIONS = {"waits": 20, "computes": 200}
 """With fewer rollouts in a run, being one behind costs more than overlap gains: LunarLander with 18 rollouts of 16,384
-steps ended 90 lower. Envs that wait gain more, so fewer will do."""
+steps stood 98 lower. Envs that wait gain more, so fewer will do."""
 MIN_GAIN = 1.15
 """Overlap must promise to be this much faster than lockstep: data of the last policy is worth a little less."""
 
