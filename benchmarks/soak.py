@@ -24,7 +24,6 @@ from flatout.collect.child import ChildCollectors
 from flatout.executors.base import step
 from flatout.executors.process import ProcessExecutor
 from flatout.executors.supervise import RestartBudget
-from flatout.trace.phases import PhaseClock
 
 N_ENVS, N_STEPS = 16, 32
 
@@ -54,9 +53,7 @@ def main() -> None:
     agent = flatout.PPO("CartPole-v1", preset="auto", n_envs=N_ENVS, seed=1)
     policy, factory = agent.policy, agent._env_info().factory
     budget = RestartBudget(most=10_000)
-    children = ChildCollectors(
-        child_job(agent), policy.model, 2, n_steps=N_STEPS, clock=PhaseClock(), timeout=20, budget=budget
-    )
+    children = ChildCollectors(child_job(agent), policy.model, 2, n_steps=N_STEPS, timeout=20, budget=budget)
     workers = ProcessExecutor(
         factory,
         policy.obs,

@@ -160,7 +160,7 @@ def collectors(
     agent = flatout.PPO(source, preset="auto", network_arch=(64, 64), n_envs=n_envs, seed=1)
     policy, factory, clock = agent.policy, agent._env_info().factory, PhaseClock()
     if n_children:
-        children = ChildCollectors(child_job(agent), policy.model, n_children, n_steps=n_steps, clock=clock)
+        children = ChildCollectors(child_job(agent), policy.model, n_children, n_steps=n_steps)
         children.reset()
         collect, close = partial(children.collect, children.rollouts[0]), children.close
     else:

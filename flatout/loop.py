@@ -20,7 +20,7 @@ from flatout.run import Trainer
 Callback: TypeAlias = Callable[[Progress], bool | None]
 """Sees the progress after each iteration; returning False stops the run."""
 LEARN_PHASES = ("advantage", "update")
-COLLECT_PHASES = ("act", "env", "store")
+COLLECT_PHASES = ("act", "env", "tail", "store")
 
 
 def train(
@@ -55,7 +55,8 @@ class _Loop:
         self._trainer, self._until, self._recorder = trainer, until, recorder
         self._callback, self._stop = callback, stop
         self._began = perf_counter() - trainer.state.wall_seconds
-        trainer.clock.restart(trainer.state.phases)
+        trainer.begin_lanes(spans=recorder.traces)
+        recorder.trace(lambda: trainer.lanes, trainer.state.wall_seconds)
 
     def run(self) -> str:
         trainer, state, stop = self._trainer, self._trainer.state, self._stop
@@ -74,13 +75,14 @@ class _Loop:
             is_last = state.env_steps >= self._until or reached or stop.requested
             goes_on = self._tell(metrics, always=is_last or "eval/mean_reward" in metrics)
             self._checkpoint_if_due(steps_before)
+            trainer.clock.cut()
             if reached:
                 break
             if stop.requested or not goes_on:
                 status = "stopped"
                 break
         state.wall_seconds = perf_counter() - self._began
-        state.phases = trainer.clock.read()
+        state.lanes = trainer.read_lanes()
         return status
 
     def _say_restarts(self) -> None:
@@ -113,7 +115,8 @@ class _Loop:
         return goes_on
 
     def _progress(self, metrics: dict[str, float]) -> Progress:
-        state, phases = self._trainer.state, self._trainer.clock.read()
+        state, lanes = self._trainer.state, self._trainer.read_lanes()
+        phases = run_phases(lanes, overlapped=self._trainer.overlap)
         wall = max(state.wall_seconds, 1e-9)
         return Progress(
             env_steps=state.env_steps,
@@ -161,6 +164,31 @@ def _crossed(every: int, before: int, now: int) -> bool:
     return every > 0 and now // every > before // every
 
 
+def run_phases(lanes: dict[str, dict[str, float]], *, overlapped: bool) -> dict[str, float]:
+    """Seconds per phase of the run as a whole, which add up to its wall time.
+
+    In lockstep the learner's waiting is what the collectors did meanwhile.
+    """
+    phases = dict(lanes["learner"])
+    spent = {name: sum(lane.get(name, 0.0) for lane in _collectors(lanes)) for name in COLLECT_PHASES}
+    total = sum(spent.values())
+    if not overlapped and total > 0:
+        waited = phases.pop("wait", 0.0)
+        phases |= {name: seconds * waited / total for name, seconds in spent.items() if seconds > 0}
+    return phases
+
+
+def _collectors(lanes: dict[str, dict[str, float]]) -> list[dict[str, float]]:
+    return [lane for name, lane in lanes.items() if name.startswith("collector")]
+
+
+def collect_seconds(lanes: dict[str, dict[str, float]]) -> float:
+    """Seconds that collecting took, with nobody waiting for the learner."""
+    return max(
+        (sum(lane.get(name, 0.0) for name in COLLECT_PHASES) for lane in _collectors(lanes)), default=0.0
+    )
+
+
 def busy_seconds(phases: dict[str, float]) -> float:
     """Seconds in which the learner's device ran update work."""
     return sum(phases.get(name, 0.0) for name in LEARN_PHASES)
@@ -171,8 +199,8 @@ def summarize(
 ) -> dict[str, Any]:
     """The run's summary.json."""
     config, state = trainer.config, trainer.state
-    phases, wall = state.phases, state.wall_seconds
-    collect = state.collect_seconds or sum(phases.get(name, 0.0) for name in COLLECT_PHASES)
+    lanes, wall = state.lanes or {"learner": {}}, state.wall_seconds
+    phases, collect = run_phases(lanes, overlapped=trainer.overlap), collect_seconds(lanes)
     busy = busy_seconds(phases)
     rate, collect_rate, learn_rate = (
         state.env_steps / seconds if seconds > 0 else None for seconds in (wall, collect, busy)
@@ -201,6 +229,7 @@ def summarize(
         "device_utilization": None,
         "device_energy_joules": None,
         "phases": phases,
+        "lanes": lanes,
         "collect_rate": collect_rate,
         "learn_rate": learn_rate,
         "pipeline_efficiency": rate / limit if rate and limit else None,

@@ -50,7 +50,7 @@ from flatout.pipeline.lockstep import Counted, Lockstep
 from flatout.pipeline.overlap import Overlap, Ready
 from flatout.pipeline.state import TrainState
 from flatout.pipeline.stop import StopRequest
-from flatout.trace.phases import PhaseClock
+from flatout.trace.phases import Lane, PhaseClock
 
 EVAL_SEED = 1_000_003
 """Added to the run's seed, so that evaluation never sees the training episodes."""
@@ -87,6 +87,7 @@ class Trainer:
         self._n_cores, self._n_steps = n_cores, n_steps
         self.clock = PhaseClock()
         self.state = TrainState()
+        self._before: dict[str, dict[str, float]] = {}
         self.notes: list[str] = []
         self.budget = RestartBudget()
         n_params = sum(p.numel() for p in policy.model.parameters())
@@ -125,6 +126,7 @@ class Trainer:
                 self.learner,
                 rollouts,
                 self.state,
+                clock=self.clock,
                 collect_threads=torch_threads(n_params, config.n_envs, n_cores),
                 learn_threads=learn_threads,
             )
@@ -243,8 +245,7 @@ class Trainer:
     def _assemble(self, plan: Plan) -> tuple[Collects[Any], Sequence[Counted]]:
         config, policy, env_ids = self.config, self.policy, np.arange(self.config.n_envs)
         n_steps, n_slots = config.ppo.n_steps, 2 if self.overlap else 1
-        # Beside learning, acting needs parameters and a clock of its own.
-        clock = PhaseClock() if self.overlap else self.clock
+        clock = PhaseClock("collector 0")
         model, source = policy.model, None
         if plan.children:
             job = Job(
@@ -262,13 +263,12 @@ class Trainer:
                 model,
                 plan.n_collectors,
                 n_steps=n_steps,
-                clock=clock,
                 n_slots=n_slots,
                 budget=self.budget,
             )
             return children, children.rollouts
         device = policy.device if plan.kind == "batched" else self._acting_device()
-        if self.overlap or device != policy.device:
+        if self.overlap or device != policy.device:  # beside learning, acting needs parameters of its own
             model, source = copy.deepcopy(policy.model).to(device), policy.model
         if plan.kind == "batched":
             return batched_collector(
@@ -363,7 +363,7 @@ class Trainer:
         """The state after the last whole iteration."""
         tensors = {name: tensor.detach().cpu() for name, tensor in self.learner.state().items()}
         snapshot = self._collector.snapshot()
-        self.state.phases = self.clock.read()
+        self.state.lanes = self.read_lanes()
         tensors |= {f"envs.{name}": torch.from_numpy(array) for name, array in snapshot.items()}
         self.state.oom_backoffs = self.learner.n_backoffs
         about = describe(self.config, self._env, self.policy, self.state)
@@ -375,6 +375,28 @@ class Trainer:
             episodes = [[e.env_id, e.total_reward, e.length] for e in ready.episodes]
             about["ready"] = {"episodes": episodes, "lag": ready.lag}
         return Checkpoint(tensors, about)
+
+    @property
+    def lanes(self) -> list[Lane]:
+        """The learner, then the collectors."""
+        return [self.clock, *self._collector.lanes]
+
+    def begin_lanes(self, *, spans: bool) -> None:
+        """Count the lanes' time from now on, on top of what an earlier part of the run has spent."""
+        self._before = self.state.lanes
+        self.clock.traced = spans
+        self.clock.restart(self._before.get(self.clock.lane, {}))
+        self._collector.trace(spans)
+
+    def read_lanes(self) -> dict[str, dict[str, float]]:
+        """Seconds per phase of every lane since the run began."""
+        out = {name: dict(seconds) for name, seconds in self._before.items()}
+        out[self.clock.lane] = self.clock.read()
+        for lane in self._collector.lanes:
+            total = out.setdefault(lane.lane, {})
+            for phase, seconds in lane.read().items():
+                total[phase] = total.get(phase, 0.0) + seconds
+        return out
 
     @property
     def compiled(self) -> bool:

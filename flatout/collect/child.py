@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import pickle
 import struct
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from multiprocessing.connection import Connection
+from time import perf_counter
 
 import numpy as np
 import torch
@@ -27,11 +29,12 @@ from flatout.hardware.shared import SharedArrays
 from flatout.learn.params import ParamBlock
 from flatout.models.config import NetworkConfig
 from flatout.models.policy import ActorCritic, build
-from flatout.trace.phases import PhaseClock
+from flatout.trace.phases import MAX_WAITING, PhaseClock, Span
 
 POLL_SECONDS = 0.1
 COLLECT, RESET, SNAPSHOT, RESTORE, RESET_ALL, DONE = b"C", b"0", b"S", b"R", b"A", b"D"
-PHASES = ("act", "env", "store")
+PHASES = ("act", "env", "tail", "store", "slot", "start")
+"""The columns of the spans that a child answers with, after their start and end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +54,33 @@ class Job:
     """How often it was rebuilt; each time its envs get new seeds."""
 
 
+class ChildLane:
+    """A child's lane as it told it with its last rollout."""
+
+    def __init__(self, lane: str) -> None:
+        self.lane = lane
+        self.spans: deque[Span] = deque(maxlen=MAX_WAITING)
+        self.n_spans = 0
+        self.seconds = dict.fromkeys(PHASES, 0.0)
+        self._until = perf_counter()
+
+    def read(self) -> dict[str, float]:
+        """Seconds per phase; since the last rollout it has waited for a slot, or not yet told otherwise."""
+        waited = {"slot": self.seconds["slot"] + perf_counter() - self._until}
+        return {name: seconds for name, seconds in (self.seconds | waited).items() if seconds > 0}
+
+    def add(self, rows: Array) -> None:
+        """Take a child's answer: what it spent since the one before, then its spans."""
+        began, until, *totals = rows[0].tolist()
+        self.seconds["start"] += max(began - self._until, 0.0)
+        self._until = until
+        for name, seconds in zip(PHASES, totals, strict=True):
+            self.seconds[name] += seconds
+        for start, end, *spent in rows[1:].tolist():
+            self.spans.append(Span(start, end, {name: s for name, s in zip(PHASES, spent, strict=True) if s}))
+        self.n_spans += len(rows) - 1
+
+
 class ChildCollectors:
     """Looks like one Collector, runs several in processes of their own."""
 
@@ -61,7 +91,6 @@ class ChildCollectors:
         n_children: int,
         *,
         n_steps: int,
-        clock: PhaseClock,
         n_slots: int = 1,
         timeout: float = 60.0,
         budget: RestartBudget | None = None,
@@ -79,14 +108,13 @@ class ChildCollectors:
         """One that is filled, and one that is learned from meanwhile if there are two."""
         self._block = ParamBlock(model, self._shared["params"], self._shared["version"])
         self._block.publish(0)
-        self._clock = clock
         self.n_steps = 0
         self.version = 0
         self._given_up = False
         edges = np.linspace(job.first, job.end, n_children + 1).astype(int).tolist()
         self._jobs = [replace(job, first=a, end=b) for a, b in pairwise(edges)]
-        self.child_seconds = dict.fromkeys(PHASES, 0.0)
-        """Seconds per phase, summed over children."""
+        self.lanes = [ChildLane(f"collector {i}") for i in range(n_children)]
+        self._traced = False
         self.budget = budget or RestartBudget()
         self._crew = Crew(n_children, self._start, self._describe, timeout=timeout, budget=self.budget)
 
@@ -95,9 +123,13 @@ class ChildCollectors:
         """The children's process ids."""
         return self._crew.pids
 
+    def trace(self, spans: bool) -> None:
+        """Begin to count time anew, and keep spans or not."""
+        self._traced = spans
+        self.lanes = [ChildLane(lane.lane) for lane in self.lanes]
+
     def publish(self) -> None:
         """Let the next rollout be collected with the model as it is now; no child may be collecting."""
-        self._clock.enter("publish")
         self.version += 1
         self._block.publish(self.version)
 
@@ -108,22 +140,19 @@ class ChildCollectors:
     def collect(self, rollout: Rollout, stop: Callable[[], bool] = lambda: False) -> list[Episode]:
         """Have every child fill its columns with the model last published; returns the episodes that ended."""
         slot = next(k for k, shared in enumerate(self.rollouts) if shared is rollout)
-        self._clock.enter("env")
-        message = COLLECT + struct.pack("<qq", self.n_steps, slot)
+        message = COLLECT + struct.pack("<qq?", self.n_steps, slot, self._traced)
         try:
             replies = self._ask([message] * len(self._jobs), stop)
         except BaseException:
             self._give_up()
             raise
-        self._clock.enter("store")
         episodes: list[Episode] = []
-        for job, reply in zip(self._jobs, replies, strict=True):
-            n_ended, *seconds = struct.unpack("<q3d", reply)
+        for job, lane, reply in zip(self._jobs, self.lanes, replies, strict=True):
+            (n_ended,) = struct.unpack_from("<q", reply)
+            lane.add(np.frombuffer(reply, offset=8).reshape(-1, 2 + len(PHASES)))
             start = job.first * rollout.n_steps
             for env_id, total, length in self._shared["ended"][start : start + n_ended].tolist():
                 episodes.append(Episode(int(env_id), total, int(length)))
-            for phase, value in zip(PHASES, seconds, strict=True):
-                self.child_seconds[phase] += value
         self.n_steps += rollout.n_steps
         return episodes
 
@@ -217,13 +246,18 @@ def shared_rollouts(shared: SharedArrays) -> tuple[Rollout, ...]:
 def _collect(
     collector: Collector, rollouts: list[Rollout], ended: Array, clock: PhaseClock, body: bytes
 ) -> bytes:
-    collector.n_steps, slot = struct.unpack("<qq", body)
-    clock.restart({})
+    collector.n_steps, slot, traced = struct.unpack("<qq?", body)
+    if clock.traced != traced:
+        clock.traced = traced
+        clock.restart({}, "slot")
+    before, began = dict(clock.seconds), clock.since
     episodes = collector.collect(rollouts[slot])
     if episodes:
         ended[: len(episodes)] = [(e.env_id, e.total_reward, e.length) for e in episodes]
-    seconds = clock.read()
-    return struct.pack("<q3d", len(episodes), *(seconds.get(name, 0.0) for name in PHASES))
+    spent = {name: s - before.get(name, 0.0) for name, s in clock.seconds.items()}
+    spans = [Span(began, clock.since, spent), *(clock.spans.popleft() for _ in range(len(clock.spans)))]
+    rows = [(span.start, span.end, *(span.phases.get(name, 0.0) for name in PHASES)) for span in spans]
+    return struct.pack("<q", len(episodes)) + np.array(rows).tobytes()
 
 
 def _rebuilt_seed(job: Job) -> int:

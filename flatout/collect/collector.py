@@ -6,7 +6,7 @@ runs, lost one, or one only began an episode, each env goes on with a cursor of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol, TypeVar
 
@@ -19,7 +19,7 @@ from flatout.envs.spaces import ActionLayout, Array, Leaves
 from flatout.executors.base import Episode, Executor, Step
 from flatout.models.actor import make_actor
 from flatout.models.policy import ActorCritic, copy_parameters
-from flatout.trace.phases import PhaseClock
+from flatout.trace.phases import Lane, PhaseClock
 
 
 class Interrupted(BaseException):
@@ -37,6 +37,14 @@ class Collects(Protocol[R_contra]):
 
     n_steps: int
     """Steps each env has taken for finished rollouts."""
+
+    @property
+    def lanes(self) -> Sequence[Lane]:
+        """What each collector spent its time on."""
+        ...
+
+    def trace(self, spans: bool) -> None:
+        """Begin to count time anew, and keep spans or not; nothing may be collecting."""
 
     def publish(self) -> None:
         """Let the next rollout be collected with the policy as it is now; nothing may be collecting."""
@@ -86,6 +94,16 @@ class Collector:
         self.n_steps = 0
         """Steps each env has taken for finished rollouts: where its noise stream stands."""
 
+    @property
+    def lanes(self) -> list[Lane]:
+        """What it spent its time on."""
+        return [self._clock]
+
+    def trace(self, spans: bool) -> None:
+        """Begin to count time anew, and keep spans or not."""
+        self._clock.traced = spans
+        self._clock.restart({}, "slot")
+
     def publish(self) -> None:
         """Act with the learner's parameters as they are now."""
         if self._source is not None:
@@ -133,6 +151,8 @@ class Collector:
             clock.enter("act")
         self.n_steps += rollout.n_steps
         executor.mark()
+        clock.enter("slot")
+        clock.cut()
         return episodes
 
     def _act(self, obs: Leaves, noise: Array, rows_out: Array, log_prob_out: Array) -> Array:
@@ -165,6 +185,7 @@ class Collector:
         """Go on from step `t`, of which `now` has come back, until every env has its `n_steps`."""
         clock, executor = self._clock, self.executor
         cursor = np.full(executor.n_envs, t)
+        some_are_done = False
         while True:
             episodes += now.ended
             self._store_rows(rollout, cursor, self._still_wanted(now, cursor < rollout.n_steps))
@@ -179,7 +200,8 @@ class Collector:
                     self._act_rows(rollout, cursor[ready], ready, noise)
             elif (cursor == rollout.n_steps).all():
                 return
-            clock.enter("env")
+            some_are_done = some_are_done or bool((cursor == rollout.n_steps).any())
+            clock.enter("tail" if some_are_done else "env")
             now = executor.recv()
             clock.enter("store")
 

@@ -19,7 +19,7 @@ from flatout.errors import EnvError
 from flatout.executors.base import Episode
 from flatout.executors.tensors import TensorExecutor
 from flatout.models.policy import ActorCritic, copy_parameters
-from flatout.trace.phases import PhaseClock
+from flatout.trace.phases import Lane, PhaseClock
 
 
 class TensorActions:
@@ -90,6 +90,16 @@ class TensorCollector:
         self.n_steps = 0
         """Steps each env has taken for finished rollouts."""
 
+    @property
+    def lanes(self) -> list[Lane]:
+        """What it spent its time on."""
+        return [self._clock]
+
+    def trace(self, spans: bool) -> None:
+        """Begin to count time anew, and keep spans or not."""
+        self._clock.traced = spans
+        self._clock.restart({}, "slot")
+
     def publish(self) -> None:
         """Act with the learner's parameters as they are now."""
         if self._source is not None:
@@ -142,7 +152,10 @@ class TensorCollector:
                 raise Interrupted
             clock.enter("act")
         self.n_steps += rollout.n_steps
-        return self._read_episodes(rollout)
+        episodes = self._read_episodes(rollout)
+        clock.enter("slot")
+        clock.cut()
+        return episodes
 
     def _read_episodes(self, rollout: TensorRollout) -> list[Episode]:
         """What ended in the rollout: the only time in it that the host waits for the device."""

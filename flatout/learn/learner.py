@@ -107,8 +107,9 @@ class Learner:
         learning_rate = config.learning_rate * (left if config.learning_rate_schedule == "linear" else 1.0)
         clip_range = config.clip_range * (left if config.clip_range_schedule == "linear" else 1.0)
 
-        self._clock.enter("advantage")
+        self._clock.enter("stage")
         data = self._transitions(rollout)
+        self._clock.enter("advantage")
         log_ratio = self._value_parts.attempt(lambda: self._log_ratio(data)) if lag else None
         weigh_by = log_ratio if config.vtrace else None
         batch = self._value_parts.attempt(lambda: ppo.advantages(self._values, data, config, weigh_by))

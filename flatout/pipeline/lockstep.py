@@ -13,6 +13,7 @@ from flatout.errors import FlatoutError
 from flatout.learn.learner import Learner
 from flatout.pipeline.state import TrainState
 from flatout.pipeline.stop import StopRequest
+from flatout.trace.phases import PhaseClock
 
 MAX_BAD_ITERATIONS = 3
 
@@ -45,10 +46,11 @@ class Lockstep(Generic[R]):
         rollouts: Sequence[R],
         state: TrainState,
         *,
+        clock: PhaseClock,
         collect_threads: int,
         learn_threads: int,
     ) -> None:
-        self._collector, self._learner = collector, learner
+        self._collector, self._learner, self._clock = collector, learner, clock
         self.rollouts, self._state = rollouts, state
         self._collect_threads, self._learn_threads = collect_threads, learn_threads
         self._bad = BadIterations(state)
@@ -57,7 +59,9 @@ class Lockstep(Generic[R]):
         """Collect a rollout and learn from it; returns the learner's metrics."""
         state = self._state
         torch.set_num_threads(self._collect_threads)
+        self._clock.enter("publish")
         self._collector.publish()
+        self._clock.enter("wait")
         with stop.interruptible():
             episodes = self._collector.collect(self.rollouts[0], stop.now)
         torch.set_num_threads(self._learn_threads)

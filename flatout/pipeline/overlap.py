@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
-from time import perf_counter
 from typing import Generic
 
 import torch
@@ -102,8 +101,7 @@ class Overlap(Generic[R]):
     def _finish(self, slot: int, lag: int, stop: StopRequest) -> None:
         self._clock.enter("wait")
         with stop.interruptible():
-            episodes, seconds = self._background.result()
-        self._state.collect_seconds += seconds
+            episodes = self._background.result()
         self.ready = Ready(slot, episodes, lag)
 
     def _fall_back_if_far(self, metrics: dict[str, float]) -> None:
@@ -123,7 +121,7 @@ class _Background(Generic[R]):
     def __init__(self, collector: Collects[R]) -> None:
         self._collector = collector
         self._tasks: SimpleQueue[tuple[R, Callable[[], bool]]] = SimpleQueue()
-        self._results: SimpleQueue[tuple[list[Episode], float, BaseException | None]] = SimpleQueue()
+        self._results: SimpleQueue[tuple[list[Episode], BaseException | None]] = SimpleQueue()
         # A daemon, so that an env that blocks for ever does not keep a program from ending.
         self._thread = threading.Thread(target=self._work, name="flatout collecting", daemon=True)
 
@@ -133,22 +131,21 @@ class _Background(Generic[R]):
             self._thread.start()
         self._tasks.put((rollout, stop))
 
-    def result(self) -> tuple[list[Episode], float]:
-        """Wait for it: the episodes that ended and how long it took; raises what collecting raised."""
-        episodes, seconds, error = self._results.get()
+    def result(self) -> list[Episode]:
+        """Wait for it: the episodes that ended; raises what collecting raised."""
+        episodes, error = self._results.get()
         if error is not None:
             raise error
-        return episodes, seconds
+        return episodes
 
     def _work(self) -> None:
         while True:
             rollout, stop = self._tasks.get()
-            began = perf_counter()
             episodes: list[Episode] = []
             problem: BaseException | None = None
             try:
                 episodes = self._collector.collect(rollout, stop)
             except BaseException as error:
                 problem = error
-            self._results.put((episodes, perf_counter() - began, problem))
+            self._results.put((episodes, problem))
             del rollout, stop

@@ -34,10 +34,9 @@ class TrainState:
     """Iterations, up to the last, in which the policy had moved further than overlap allows."""
     fell_back: bool = False
     """Whether the policy moved too fast for overlap, so that the run went on in lockstep."""
-    collect_seconds: float = 0.0
-    """Wall time in which rollouts were being collected, if that was beside learning."""
     wall_seconds: float = 0.0
-    phases: dict[str, float] = field(default_factory=dict)
+    lanes: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Seconds per phase of the learner and each collector."""
     best_return: float | None = None
     target_reached_seconds: float | None = None
     target_reached_steps: int | None = None

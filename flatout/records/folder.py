@@ -102,6 +102,11 @@ class RunFolder:
         return self.path / "metrics.csv"
 
     @property
+    def spans(self) -> Path:
+        """`spans.jsonl`: what each lane did, and when."""
+        return self.path / "spans.jsonl"
+
+    @property
     def system(self) -> Path:
         """`system.json`: the machine it ran on."""
         return self.path / "system.json"

@@ -5,7 +5,7 @@ Without a folder only the display is served.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from time import perf_counter
 
@@ -15,6 +15,8 @@ from flatout.pipeline.progress import Progress
 from flatout.records.display import Display
 from flatout.records.folder import RunFolder
 from flatout.records.metrics import MetricsLog, scalars
+from flatout.trace.phases import Lane
+from flatout.trace.sink import SpanFile
 
 MIN_SECONDS = 0.1
 """Rows closer together than this are left out: a fast run has hundreds of iterations a second."""
@@ -29,7 +31,18 @@ class Recorder:
         self._folder, self._resume_at = folder, resume_at
         self._metrics: MetricsLog | None = None
         self._tensorboard: TensorBoardWriter | None = None
+        self._spans: SpanFile | None = None
         self._checkpoints = CheckpointFolder(folder.checkpoints) if folder else None
+
+    @property
+    def traces(self) -> bool:
+        """Whether there is a place to keep spans."""
+        return self._folder is not None
+
+    def trace(self, lanes: Callable[[], Sequence[Lane]], offset: float) -> None:
+        """Write the lanes' spans from now on, if there is a place for them."""
+        if self._folder is not None:
+            self._spans = SpanFile(self._folder.spans, lanes, offset=offset)
 
     def is_due(self) -> bool:
         """Whether the last row is old enough for another."""
@@ -73,3 +86,5 @@ class Recorder:
             self._metrics.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
+        if self._spans is not None:
+            self._spans.close()

@@ -54,7 +54,7 @@ def job_for(source: Any, n_envs: int) -> tuple[Job, ActorCritic]:
 @contextmanager
 def children(source: Any, n_envs: int, n_children: int, timeout: float = 30.0) -> Iterator[ChildCollectors]:
     job, model = job_for(source, n_envs)
-    out = ChildCollectors(job, model, n_children, n_steps=N_STEPS, clock=PhaseClock(), timeout=timeout)
+    out = ChildCollectors(job, model, n_children, n_steps=N_STEPS, timeout=timeout)
     try:
         out.reset()
         yield out
