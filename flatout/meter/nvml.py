@@ -1,0 +1,206 @@
+"""What a GPU does, as NVIDIA's driver tells it: the only file that knows NVML.
+
+In: a device as torch names it. Out: a GpuSample at each read; a field the card does not tell is None.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from time import perf_counter
+from types import ModuleType
+from typing import Any
+
+_THROTTLED = {
+    0x002: "clocks set by the user",
+    0x004: "power cap",
+    0x008: "hardware slowdown",
+    0x010: "sync boost",
+    0x020: "heat",
+    0x040: "heat (hardware)",
+    0x080: "power brake",
+    0x100: "display clocks",
+    0x200: "board limit",
+    0x400: "reliability",
+}
+_IDLE = 0x001
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GpuSample:
+    """One reading of a GPU; None for what the card does not tell."""
+
+    utilization: float | None
+    """Share of the driver's last period (1/6 to 1 s) in which any kernel ran, 0 to 1; not occupancy."""
+
+    memory: int | None
+    """Bytes in use, by all processes."""
+
+    memory_total: int | None
+    """Bytes the card has."""
+
+    power: float | None
+    """Watts."""
+
+    energy: float | None
+    """Joules since the meter was opened: the card's counter, else power over time."""
+
+    sm_clock: int | None
+    """MHz of the multiprocessors."""
+
+    temperature: int | None
+    """Degrees Celsius."""
+
+    throttled: list[str] | None
+    """What holds the clocks down, in plain words; empty when nothing does."""
+
+    n_processes: int | None
+    """Processes that compute on the card, as far as this one may see them."""
+
+
+class GpuMeter:
+    """One open card."""
+
+    def __init__(self, nvml: ModuleType, handle: Any) -> None:
+        self._nvml, self._handle = nvml, handle
+        self._refusals = (nvml.NVMLError, nvml.NVMLLibraryMismatchError)
+        self._counted_before = self._ask(nvml.nvmlDeviceGetTotalEnergyConsumption)
+        self._joules = 0.0
+        self._last_power: tuple[float, float] | None = None
+        self._energy(self._power())
+
+    def read(self) -> GpuSample | None:
+        """What the card tells now; None when it tells nothing at all."""
+        nvml = self._nvml
+        rates = self._ask(nvml.nvmlDeviceGetUtilizationRates)
+        memory = self._ask(nvml.nvmlDeviceGetMemoryInfo)
+        processes = self._ask(nvml.nvmlDeviceGetComputeRunningProcesses)
+        power = self._power()
+        sample = GpuSample(
+            utilization=None if rates is None else rates.gpu / 100,
+            memory=None if memory is None else memory.used,
+            memory_total=None if memory is None else memory.total,
+            power=power,
+            energy=self._energy(power),
+            sm_clock=self._ask(nvml.nvmlDeviceGetClockInfo, nvml.NVML_CLOCK_SM),
+            temperature=self._temperature(),
+            throttled=self._throttled(),
+            n_processes=None if processes is None else len(processes),
+        )
+        told = (getattr(sample, name) for name in GpuSample.__slots__ if name != "energy")
+        return None if all(value is None for value in told) else sample
+
+    def close(self) -> None:
+        """Let go of the driver."""
+        with suppress(*self._refusals):
+            self._nvml.nvmlShutdown()
+
+    def _ask(self, question: Callable[..., Any], *args: Any) -> Any:
+        try:
+            return question(self._handle, *args)
+        except self._refusals:
+            return None
+
+    def _power(self) -> float | None:
+        milliwatts = self._ask(self._nvml.nvmlDeviceGetPowerUsage)
+        return None if milliwatts is None else milliwatts / 1000
+
+    def _energy(self, power: float | None) -> float | None:
+        """Joules since opening; a card without a counter has its power integrated, if it tells that."""
+        if self._counted_before is not None:
+            counted = self._ask(self._nvml.nvmlDeviceGetTotalEnergyConsumption)
+            return None if counted is None else (counted - self._counted_before) / 1000
+        if power is None:
+            return None
+        now = perf_counter()
+        then, power_then = self._last_power or (now, power)
+        self._joules += (power + power_then) / 2 * (now - then)
+        self._last_power = now, power
+        return self._joules
+
+    def _temperature(self) -> int | None:
+        # Drivers of before 2025 know only the older call.
+        nvml, sensor = self._nvml, self._nvml.NVML_TEMPERATURE_GPU
+        told: int | None = self._ask(nvml.nvmlDeviceGetTemperatureV, sensor)
+        return self._ask(nvml.nvmlDeviceGetTemperature, sensor) if told is None else told
+
+    def _throttled(self) -> list[str] | None:
+        # The same bits under two names: drivers before 535 know the older one.
+        bits = self._ask(self._nvml.nvmlDeviceGetCurrentClocksEventReasons)
+        if bits is None:
+            bits = self._ask(self._nvml.nvmlDeviceGetCurrentClocksThrottleReasons)
+        return None if bits is None else throttle_words(bits)
+
+
+def throttle_words(bits: int) -> list[str]:
+    """The reasons in a mask of NVML's clock event reasons; that the card is idle is not one."""
+    unknown = bits & ~_IDLE & ~sum(_THROTTLED)
+    words = [word for bit, word in _THROTTLED.items() if bits & bit]
+    return [*words, f"unknown reason {unknown:#x}"] if unknown else words
+
+
+def open_gpu(device: str) -> tuple[GpuMeter | None, str]:
+    """A meter of the card behind `cuda`, `cuda:N` or a UUID (`GPU-…`), or None; and why, in one line."""
+    if not device.startswith(("cuda", "GPU-", "MIG-")):
+        return None, f"{device} is no NVIDIA GPU"
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        return None, f"no NVIDIA driver answers: {error}"
+    try:
+        handle, reason = _find(pynvml, device)
+        if handle is not None:
+            return GpuMeter(pynvml, handle), reason
+    except pynvml.NVMLError as error:
+        reason = f"the driver does not open {device}: {error}"
+    with suppress(pynvml.NVMLError):
+        pynvml.nvmlShutdown()
+    return None, reason
+
+
+def _find(nvml: ModuleType, device: str) -> tuple[Any, str]:
+    if not device.startswith("cuda"):
+        return _by_uuid(nvml, device)
+    index = int(device.partition(":")[2] or 0)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        names = [name.strip() for name in visible.split(",")]
+        name = names[index] if index < len(names) else ""
+        if name.startswith(("GPU-", "MIG-")):
+            return _by_uuid(nvml, name)
+        if not name.isdecimal():
+            return None, f"CUDA_VISIBLE_DEVICES={visible!r} has no device {index}"
+        index = int(name)
+    return _by_index(nvml, index)
+
+
+def _by_index(nvml: ModuleType, index: int) -> tuple[Any, str]:
+    cards = _cards(nvml)
+    if index >= len(cards):
+        return None, f"the driver has {len(cards)} GPUs, none with index {index}"
+    # CUDA counts from the fastest card unless told otherwise, NVML along the bus: equal only for equal cards.
+    models = {nvml.nvmlDeviceGetName(card) for card in cards}
+    if len(models) > 1 and os.environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
+        return (
+            None,
+            f"which of {len(cards)} different GPUs is meant is not known; set CUDA_DEVICE_ORDER=PCI_BUS_ID",
+        )
+    return cards[index], f"GPU {index} of the driver"
+
+
+def _by_uuid(nvml: ModuleType, uuid: str) -> tuple[Any, str]:
+    if uuid.startswith("MIG-"):
+        return nvml.nvmlDeviceGetHandleByUUID(uuid), uuid
+    # CUDA takes the beginning of a UUID too, if only one card has it.
+    found = [card for card in _cards(nvml) if nvml.nvmlDeviceGetUUID(card).startswith(uuid)]
+    if len(found) != 1:
+        return None, f"{len(found)} GPUs have the UUID {uuid}"
+    return found[0], uuid
+
+
+def _cards(nvml: ModuleType) -> list[Any]:
+    return [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
