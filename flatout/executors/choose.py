@@ -92,7 +92,7 @@ def probe(
         times: list[float] = []
         cpu = 0.0
         while len(times) < max_steps and perf_counter() - began < max_seconds:
-            choice = action.to_env(_random_row(action, rng))[0]
+            choice = action.to_env(random_row(action, rng))[0]
             wall, used = perf_counter(), thread_time()
             obs, _, terminated, truncated, _ = env.step(choice)
             if terminated or truncated:
@@ -193,7 +193,8 @@ def _duration(seconds: float) -> str:
     return f"{seconds * 1e6:.0f} µs" if seconds < 1e-3 else f"{seconds * 1e3:.1f} ms"
 
 
-def _random_row(action: ActionLayout, rng: np.random.Generator) -> Array:
+def random_row(action: ActionLayout, rng: np.random.Generator) -> Array:
+    """A random action as a policy would give it, one row."""
     if action.continuous:
         return rng.uniform(-1, 1, (1, action.size)).astype(np.float32)
     return np.array([[rng.integers(n) for n in action.nvec]])

@@ -1,0 +1,276 @@
+"""Measures what a run would be made of: env steps, acting, updates; and a moment of the real run.
+
+In: an agent. Out: costs and settings for the simulation. What is measured never touches the run's own envs.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from time import perf_counter, thread_time
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import torch
+
+from flatout.agent import PPO
+from flatout.algorithms import ppo
+from flatout.buffers.rollout import Rollout
+from flatout.collect.collector import Collector
+from flatout.diagnosis.costs import Costs, Points, Settings, UpdateCost
+from flatout.diagnosis.simulate import Forecast, simulate
+from flatout.envs.awaitable import blocking
+from flatout.envs.check import EnvInfo
+from flatout.envs.spaces import ActionLayout
+from flatout.executors.choose import COROUTINE_SECONDS, THREAD_SECONDS, random_row
+from flatout.executors.serial import SerialExecutor
+from flatout.hardware.threads import torch_threads
+from flatout.learn.compile import kept, load
+from flatout.learn.learner import Learner
+from flatout.planning import acting_seconds, count_params, fastest, update_recipe
+from flatout.trace.phases import PhaseClock
+
+ENV_SECONDS = 3.0
+MAX_ENVS = 32
+"""Envs that are stepped to see whether one is slower than the others."""
+SAMPLES = 400
+TINY = 8
+"""Rows of a minibatch whose update is nothing but launching operations."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Moment:
+    """What a moment of the real run gave."""
+
+    steps_per_second: float
+    learner_busy: float
+    collect_rate: float | None
+    learn_rate: float | None
+    summary: dict[str, Any]
+    metrics: dict[str, float]
+
+
+def measure_costs(agent: PPO, tell: Callable[[str], None] = lambda _: None) -> Costs:
+    """What env, policy and learner cost on this machine."""
+    info, config = agent._env_info(), agent.config
+    tell("stepping envs")
+    if info.batched:
+        wait, compute, slowness = [0.0], [0.0], [1.0]
+    else:
+        wait, compute, slowness = step_times(info, agent.policy.action, config.n_envs, config.seed)
+    tell("acting")
+    sizes = sorted({1, 8, max(config.n_envs // 2, 1), config.n_envs, 4 * config.n_envs})
+    acting = tuple((n, acting_seconds(agent.policy, n)) for n in sizes)
+    tell("learning")
+    update, compiled, advantage = update_costs(agent)
+    costs = Costs(
+        wait=tuple(wait),
+        compute=tuple(compute),
+        slowness=tuple(slowness),
+        act=_rising(acting),
+        update=update,
+        compiled=compiled,
+        advantage=advantage,
+        passing=COROUTINE_SECONDS if info.is_async else THREAD_SECONDS,
+    )
+    if info.batched or info.is_async or costs.waits:
+        return costs
+    return _with_store(costs, agent, info)
+
+
+def step_times(
+    info: EnvInfo, action: ActionLayout, n_envs: int, seed: int
+) -> tuple[list[float], list[float], list[float]]:
+    """Waiting and computing seconds of steps, resets at episode ends included; and how slow each env is."""
+    envs: list[gym.Env[Any, Any]] = []
+    began = perf_counter()
+    try:
+        while len(envs) < min(n_envs, MAX_ENVS) and (not envs or perf_counter() - began < ENV_SECONDS):
+            envs.append(blocking(info.factory))
+            envs[-1].reset(seed=seed + len(envs))
+        return _time_steps(envs, action, seed)
+    finally:
+        for env in envs:
+            env.close()
+
+
+def _time_steps(
+    envs: list[gym.Env[Any, Any]], action: ActionLayout, seed: int
+) -> tuple[list[float], list[float], list[float]]:
+    rng = np.random.default_rng(seed)
+    wall: list[list[float]] = [[] for _ in envs]
+    cpu: list[list[float]] = [[] for _ in envs]
+    began, n_rounds = perf_counter(), max(SAMPLES // len(envs), 12)
+    for _ in range(n_rounds):
+        for i, env in enumerate(envs):
+            choice = action.to_env(random_row(action, rng))[0]
+            at, used = perf_counter(), thread_time()
+            _, _, terminated, truncated, _ = env.step(choice)
+            if terminated or truncated:
+                env.reset()
+            cpu[i].append(thread_time() - used)
+            wall[i].append(perf_counter() - at)
+        if perf_counter() - began > ENV_SECONDS and len(wall[-1]) >= 2:
+            break
+    means = np.array([np.mean(times) for times in wall])
+    usual = float(np.median(means))
+    # A step's own noise is no slowness: only an env that stands out counts as slow.
+    slowness = [float(m / usual) if m > 2 * usual else 1.0 for m in means]
+    normal = [i for i, slow in enumerate(slowness) if slow == 1.0]
+    compute = [c for i in normal for c in cpu[i]]
+    waited = [max(w - c, 0.0) for i in normal for w, c in zip(wall[i], cpu[i], strict=True)]
+    if sum(waited) < 0.3 * sum(compute):  # it computes; what it seems to wait is the machine's noise
+        compute, waited = [w + c for w, c in zip(waited, compute, strict=True)], [0.0] * len(compute)
+    return waited, compute, slowness
+
+
+def update_costs(agent: PPO) -> tuple[UpdateCost, UpdateCost | None, float]:
+    """One update, eager and compiled if a compiled one is kept; and the advantage of one transition."""
+    config, policy = agent.config, agent.policy
+    learner = Learner(policy.model, config.ppo, n_envs=config.n_envs, seed=0, clock=PhaseClock())
+    size = config.ppo.batch_size
+    n_cores = agent._machine.cores
+    threads, before = torch_threads(count_params(policy), size, n_cores), torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        rows = sorted({TINY, size, min(4 * size, max(config.total_batch, size))})
+        points = tuple((n, _update_seconds(learner, n)) for n in rows)
+        eager = UpdateCost(python=min(points[0][1], points[-1][1]), rows=_rising(points))
+        compiled = None
+        path = kept(update_recipe(config, policy, "fp32", threads))
+        if path.exists():
+            step, inputs = load(path), learner.update.current_inputs(learner.example_batch(size))
+            seconds = fastest(lambda: step(*inputs), 8)
+            compiled = UpdateCost(python=min(0.05e-3, seconds), rows=((size, seconds),))
+        n = min(config.total_batch, 4096)
+        obs = learner.example_batch(n).obs
+        value = fastest(lambda: _values(learner, obs)) / n
+    finally:
+        torch.set_num_threads(before)
+    return eager, compiled, 1.5 * value
+
+
+@torch.no_grad()
+def _values(learner: Learner, obs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    return learner.model.value(obs)
+
+
+def _update_seconds(learner: Learner, n_rows: int) -> float:
+    """Of one eager update with its commit; nothing is learned, since the same state is written back."""
+    batch: ppo.Minibatch = learner.example_batch(n_rows)
+    update = learner.update
+    update.parts.n_rows = max(update.parts.n_rows, n_rows)
+    times: list[float] = []
+    began = perf_counter()
+    while len(times) < 12 and perf_counter() - began < 1.0:
+        at = perf_counter()
+        update.run(batch)
+        times.append(perf_counter() - at)
+    return statistics.median(times[1:] or times)
+
+
+def _with_store(costs: Costs, agent: PPO, info: EnvInfo) -> Costs:
+    """Costs whose steps and storing are those of a real collector with a few envs in one process."""
+    n_envs = min(agent.config.n_envs, 8)
+    policy = agent.policy
+    executor = SerialExecutor(info.factory, policy.obs, np.arange(n_envs), 0, replayable=False)
+    clock = PhaseClock()
+    collector = Collector(executor, policy.model, policy.action, device=policy.device, seed=0, clock=clock)
+    try:
+        executor.reset()
+        seconds = n_envs * costs.step_seconds
+        n_steps = int(min(max(1.0 / seconds, 4), 256))
+        rollout = Rollout.alloc(policy.obs, policy.action, n_steps, n_envs)
+        collector.collect(rollout)
+        clock.restart({})
+        collector.collect(rollout)
+    finally:
+        executor.close()
+    spent = clock.read()
+    per_step = spent["env"] / n_steps / n_envs
+    factor = per_step / costs.step_seconds
+    store = (spent.get("store", 0.0) + spent["act"]) / n_steps - costs.act[0][1]
+    if not 0.2 < factor < 5:
+        return costs
+    return replace(
+        costs,
+        compute=tuple(c * factor for c in costs.compute),
+        wait=tuple(w * factor for w in costs.wait),
+        store=max(store, 5e-6),
+    )
+
+
+def _rising(points: Points) -> Points:
+    """The points with seconds that never fall as rows rise, whatever the noise."""
+    out: list[tuple[int, float]] = []
+    for rows, seconds in points:
+        out.append((rows, max(seconds, out[-1][1] if out else 0.0)))
+    return tuple(out)
+
+
+def settings_of(agent: PPO) -> Settings:
+    """The settings of the agent's trainer as it would run."""
+    trainer, config = agent._started(), agent.config
+    plan = trainer.plan
+    n_params = count_params(agent.policy)
+    n_cores = agent._machine.cores
+    n_learn = max(n_cores - plan.n_collectors, 1) if trainer.overlap and plan.children else n_cores
+    return Settings(
+        n_envs=config.n_envs,
+        n_steps=config.ppo.n_steps,
+        batch_size=config.ppo.batch_size,
+        n_epochs=config.ppo.n_epochs,
+        executor=plan.kind,
+        n_collectors=plan.n_collectors,
+        children=plan.children,
+        n_workers=plan.n_workers,
+        overlap=trainer.overlap,
+        compiled=trainer.compiled,
+        n_cores=n_cores,
+        learn_threads=torch_threads(n_params, config.ppo.batch_size, n_learn),
+        on_device=agent.policy.device.type == "cuda",
+        n_params=n_params,
+    )
+
+
+def run_a_moment(agent: PPO, seconds: float) -> Moment:
+    """Train for about so long, at least two iterations after the first, and say what came of it."""
+    seen: list[Any] = []
+    began = perf_counter()
+
+    def watch(progress: Any) -> bool:
+        seen.append((perf_counter(), progress))
+        return perf_counter() - began < seconds or len(seen) < 3
+
+    agent.learn(10**9, callback=watch)
+    (first_at, first), (last_at, last) = seen[0], seen[-1]
+    wall = max(last_at - first_at, 1e-9)
+    busy = [sum(p.phases.get(name, 0.0) for name in ("advantage", "update")) for p in (first, last)]
+    summary = agent.summary
+    return Moment(
+        steps_per_second=(last.env_steps - first.env_steps) / wall,
+        learner_busy=(busy[1] - busy[0]) / wall,
+        collect_rate=summary["collect_rate"],
+        learn_rate=summary["learn_rate"],
+        summary=summary,
+        metrics=dict(last.metrics),
+    )
+
+
+def fitted(costs: Costs, settings: Settings, moment: Moment) -> tuple[Costs, Forecast]:
+    """The costs with what only a real run shows: how long a step takes on its way through threads or workers."""
+    if not moment.collect_rate or settings.overlap:
+        return costs, simulate(costs, settings)
+    name = {"thread": "passing", "async": "passing", "process": "handover"}.get(settings.executor)
+    if name is None:
+        return costs, simulate(costs, settings)
+    best, forecast, distance = costs, simulate(costs, settings), float("inf")
+    for factor in (0.5, 0.75, 1.0, 1.5, 2.0, 3.0):
+        tried = replace(costs, **{name: getattr(costs, name) * factor})
+        outcome = simulate(tried, settings)
+        off = abs(np.log(outcome.collect_rate / moment.collect_rate))
+        if off < distance:
+            best, forecast, distance = tried, outcome, off
+    return best, forecast
