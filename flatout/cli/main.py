@@ -13,6 +13,7 @@ VERBS = {
     "train": "train an agent",
     "resume": "go on from a run's newest checkpoint",
     "evaluate": "mean return over whole episodes",
+    "trace": "what every part of a run did when, as a Perfetto/Chrome trace",
 }
 """Each is a module of this package with `run(argv) -> exit code`."""
 
@@ -26,7 +27,6 @@ LATER = (
     "monitor",
     "report",
     "dashboard",
-    "trace",
     "bench",
 )
 """Verbs of versions to come: refused by name."""
