@@ -9,8 +9,8 @@ from flatout.cli.parser import Parser
 from flatout.cli.resume import run_path
 from flatout.errors import FlatoutError
 from flatout.meter.chrome import trace_json
+from flatout.meter.samples import read_samples
 from flatout.meter.spans import read_spans
-from flatout.meter.usage import read_usage
 from flatout.records.folder import RunFolder, write_text
 
 
@@ -30,7 +30,7 @@ def run(argv: Sequence[str]) -> int:
     if not spans.lanes:
         raise FlatoutError(f"nothing to trace in {folder}: {'; '.join(spans.problems)}")
     out = args.out or folder / "trace.json"
-    write_text(out, trace_json(folder.name, spans, read_usage(folder / "samples.jsonl")))
+    write_text(out, trace_json(folder.name, spans, read_samples(folder / "samples.jsonl")))
     for problem in spans.problems:
         print(f"note: {problem}")
     n_spans = sum(len(lane.start) for lane in spans.lanes.values())

@@ -11,20 +11,20 @@ from typing import Any
 
 import numpy as np
 
+from flatout.meter.samples import Samples, cores_in_use
 from flatout.meter.spans import CLOCKS, Lane, Spans
-from flatout.meter.usage import Usage
 
 Event = dict[str, Any]
 _PIDS = {clock: pid for pid, clock in enumerate(CLOCKS, start=1)}
 
 
-def trace_json(name: str, spans: Spans, usage: Usage) -> str:
+def trace_json(name: str, spans: Spans, samples: Samples) -> str:
     """The text of a trace file, an event a line."""
-    events = ",\n".join(json.dumps(event) for event in trace_events(name, spans, usage))
+    events = ",\n".join(json.dumps(event) for event in trace_events(name, spans, samples))
     return f'{{"displayTimeUnit": "ms", "traceEvents": [\n{events}\n]}}\n'
 
 
-def trace_events(name: str, spans: Spans, usage: Usage) -> list[Event]:
+def trace_events(name: str, spans: Spans, samples: Samples) -> list[Event]:
     """Names first, then everything in the order of time."""
     names: list[Event] = [
         _name("process_name", _PIDS[clock], 0, f"{name} ({clock} clock)")
@@ -37,7 +37,7 @@ def trace_events(name: str, spans: Spans, usage: Usage) -> list[Event]:
         names.append(_name("thread_name", pid, tid, lane.name))
         names.append({**_name("thread_sort_index", pid, tid, ""), "args": {"sort_index": tid}})
         timed += _spans(lane, pid, tid)
-    timed += _counters(usage)
+    timed += _counters(samples)
     return names + sorted(timed, key=lambda event: float(event["ts"]))
 
 
@@ -66,16 +66,19 @@ def _seconds(parts: Mapping[str, float]) -> dict[str, float]:
     return {f"{phase} (s)": round(value, 6) for phase, value in parts.items()}
 
 
-def _counters(usage: Usage) -> Iterator[Event]:
-    counters = (
-        ("cores in use (%)", 100 * usage.cores),
-        ("cores of this run", usage.run_cores),
-        ("device utilisation (%)", 100 * usage.gpu),
-        ("device power (W)", usage.gpu_power),
-    )
+def _counters(samples: Samples) -> Iterator[Event]:
+    counters = [
+        ("cores in use (%)", 100 * cores_in_use(samples)),
+        ("cores of this run", samples.run_cpu / 100),
+    ]
+    if samples.gpu is not None:
+        counters += [
+            ("device utilisation (%)", 100 * samples.gpu.utilization),
+            ("device power (W)", samples.gpu.power),
+        ]
     for name, values in counters:
-        for t, value in zip(usage.t.tolist(), values.tolist(), strict=True):
-            if np.isfinite(value):
+        for t, value in zip(samples.t.tolist(), values.tolist(), strict=True):
+            if t >= 0 and np.isfinite(value):
                 yield {
                     "name": name,
                     "ph": "C",

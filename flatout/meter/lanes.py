@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -71,12 +71,6 @@ def timeline(lane: Lane, edges: Floats) -> Floats:
     return np.diff(lane.until(edges), axis=0) / np.diff(edges)[:, None]
 
 
-def busy_timeline(lane: Lane, edges: Floats) -> Floats:
-    """The busy share of the time between each two edges."""
-    columns = [i for i, phase in enumerate(lane.phases) if not is_idle(lane.name, phase)]
-    return np.asarray(timeline(lane, edges)[:, columns].sum(axis=1), float)
-
-
 def idle_causes(spans: Spans, name: str = "learner") -> dict[str, float]:
     """Seconds of a lane's idle time by what caused it, in plain words, largest first; they add up to all of it."""
     lane = spans.lanes.get(name)
@@ -98,13 +92,26 @@ def cause_of(phase: str) -> str:
     return CAUSES.get(phase, f"in phase {phase!r}")
 
 
+def _without_slots_in_folds(collector: Lane) -> Lane:
+    """The lane as the learner's waiting saw it: within a folded span the slots were while the learner worked."""
+    if "slot" not in collector.phases:
+        return collector
+    slot = collector.phases.index("slot")
+    total = collector.seconds.sum(axis=1)
+    work = total - collector.seconds[:, slot]
+    seconds = collector.seconds * np.divide(total, work, out=np.ones_like(total), where=work > 0)[:, None]
+    seconds[:, slot] = np.where(work > 0, 0.0, total)
+    return replace(collector, seconds=seconds)
+
+
 def _causes_of_waiting(lane: Lane, spans: Spans) -> dict[str, float]:
     """The seconds of `wait`, each span's split by what the collectors did meanwhile."""
     wait = lane.seconds[:, lane.phases.index("wait")]
     work = np.zeros((len(wait), len(WAITS)))
     for collector in spans.collectors:
         if collector.clock == lane.clock:
-            done = collector.until(lane.end) - collector.until(lane.start)
+            working = _without_slots_in_folds(collector)
+            done = working.until(lane.end) - working.until(lane.start)
             for column, phase in enumerate(WAITS):
                 if phase in collector.phases:
                     work[:, column] += done[:, collector.phases.index(phase)]

@@ -124,12 +124,15 @@ def _row(record: Mapping[str, Any], offset: float) -> Row | None:
     phases, lane, clock = record.get("phases"), record.get("lane"), record.get("clock", "host")
     if start is None or end is None or not isinstance(phases, dict) or not phases:
         return None
-    if not isinstance(lane, str) or clock not in CLOCKS or start < 0 or end < start:
+    if not isinstance(lane, str) or clock not in CLOCKS or end < max(start, 0.0):
         return None
     seconds = {str(phase): number(value) for phase, value in phases.items()}
     known = {phase: value for phase, value in seconds.items() if value is not None and value >= 0}
     if len(known) < len(seconds):
         return None
+    if start < 0:  # a lane may have begun a moment before the file
+        share = end / (end - start)
+        start, known = 0.0, {phase: value * share for phase, value in known.items()}
     return offset + start, offset + end, known
 
 

@@ -171,7 +171,7 @@ def write_run(folder: Path, gpu: bool = False, config: Mapping[str, Any] = CONFI
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "system.json").write_text(json.dumps(SYSTEM))
-    changes = {"device": "cuda", "device_utilization": 0.41} if gpu else {}
+    changes = {"device": "cuda", "device_utilization": 0.41, "learner_busy": 0.4} if gpu else {}
     (folder / "summary.json").write_text(json.dumps(SUMMARY | changes))
     (folder / "metrics.csv").write_text(metrics())
     write_lines(folder / "spans.jsonl", overlap() if gpu else lockstep())

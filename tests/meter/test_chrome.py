@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 
 from flatout.meter.chrome import trace_json
+from flatout.meter.samples import read_samples
 from flatout.meter.spans import read_spans
-from flatout.meter.usage import Usage, read_usage
 from tests.meter.examples import cut, lockstep, overlap, samples, write_lines
 
 
 def trace(folder: Path, spans: list[dict[str, Any]], gpu: bool = False) -> list[dict[str, Any]]:
     path = write_lines(folder / "spans.jsonl", spans)
-    usage = read_usage(write_lines(folder / "samples.jsonl", samples(gpu=gpu)))
+    usage = read_samples(write_lines(folder / "samples.jsonl", samples(gpu=gpu)))
     document = json.loads(trace_json("r", read_spans(path), usage))
     assert document.keys() == {"displayTimeUnit", "traceEvents"}
     events: list[dict[str, Any]] = document["traceEvents"]
@@ -82,4 +82,6 @@ def test_without_a_gpu_only_the_cores_are_counted(tmp_path: Path) -> None:
 def test_a_cut_file_still_gives_a_sound_trace(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "spans.jsonl", lockstep())
     cut(path, 1000)
-    assert_valid(json.loads(trace_json("r", read_spans(path), Usage()))["traceEvents"])
+    assert_valid(
+        json.loads(trace_json("r", read_spans(path), read_samples(tmp_path / "none")))["traceEvents"]
+    )

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flatout.meter.lanes import busy_timeline, idle_causes, lane_use, timeline
+from flatout.meter.lanes import idle_causes, lane_use, timeline
 from flatout.meter.spans import Spans, make_lane, read_spans
 from tests.meter.examples import chain, folded, lockstep, overlap, write_lines
 
@@ -38,7 +38,6 @@ def test_the_timeline_spreads_what_is_folded() -> None:
     )
     edges = np.array([0.0, 0.5, 1.0, 2.0, 3.0, 4.0])
     assert timeline(lane, edges).tolist() == [[1, 0], [1, 0], [0.25, 0.75], [0.25, 0.75], [0, 0]]
-    assert busy_timeline(lane, edges).tolist() == [0, 0, 0.75, 0.75, 0]
 
 
 def test_the_learners_waiting_is_split_by_what_the_collectors_did(tmp_path: Path) -> None:
@@ -67,6 +66,13 @@ def test_a_collector_that_has_finished_explains_no_waiting(tmp_path: Path) -> No
         {"waiting for the slowest env": 1 / 1.1, "waiting for envs": 0.1 / 1.1}
     )
     assert idle_causes(spans, "collector 0") == pytest.approx({"waiting for the learner": 0.9})
+
+
+def test_detail_of_one_lane_and_a_fold_of_the_other_still_explain_the_waiting(tmp_path: Path) -> None:
+    records = chain("learner", [("wait", 0.1), ("update", 0.9)])
+    records.append(folded("collector 0", 0.0, {"env": 0.06, "act": 0.04, "slot": 0.9}))
+    causes = idle_causes(read_spans(write_lines(tmp_path / "s", records)))
+    assert causes == pytest.approx({"waiting for envs": 0.06, "waiting for inference": 0.04})
 
 
 def test_waiting_that_nothing_explains_is_waiting_for_data(tmp_path: Path) -> None:
