@@ -17,8 +17,8 @@ import numpy as np
 
 from flatout.meter.lanes import cause_of, idle_causes, is_idle, lane_use
 from flatout.meter.lines import number
+from flatout.meter.samples import Samples, read_samples
 from flatout.meter.spans import Floats, Spans, read_spans
-from flatout.meter.usage import Usage, read_usage
 from flatout.records.folder import RunFolder
 
 _FROM_METRICS = {
@@ -43,7 +43,7 @@ class RunRecords:
     metrics: Mapping[str, Floats]
     """Columns of metrics.csv; NaN where a row says nothing."""
     spans: Spans
-    usage: Usage
+    samples: Samples
     faults: str
     problems: list[str]
     """What is missing or broken."""
@@ -69,14 +69,15 @@ def read_run(path: Path) -> RunRecords:
     config = _read_json(folder.config, problems)
     metrics = _read_metrics(folder.metrics, problems)
     spans = read_spans(path / "spans.jsonl")
-    usage = read_usage(path / "samples.jsonl")
+    samples = read_samples(path / "samples.jsonl")
     summary = _summary(folder, config, metrics, spans, problems)
     if system_is_missing := not folder.system.exists():
         problems.append("system.json is missing")
     system = {} if system_is_missing else _read_json(folder.system, problems)
     faults = folder.faults.read_text(errors="replace") if folder.faults.is_file() else ""
-    problems += [*spans.problems, *usage.problems]
-    return RunRecords(path, config, system, summary, metrics, spans, usage, faults, problems)
+    problems += spans.problems
+    problems += samples.problems if (path / "samples.jsonl").exists() else ["samples.jsonl is missing"]
+    return RunRecords(path, config, system, summary, metrics, spans, samples, faults, problems)
 
 
 def _summary(

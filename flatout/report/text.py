@@ -30,7 +30,7 @@ def report_text(run: Path | RunRecords, findings: Sequence[Finding] = (), width:
         *((f"{i}. to change", _finding(finding)) for i, finding in enumerate(findings[:2], start=1)),
         *((label, told.get(label, "")) for label in _SHOWN),
     ]
-    head = textwrap.wrap(verdict(records), width)
+    head = _wrap(verdict(records), width, _MOST_LINES // 3)
     missing = _row("missing", "; ".join(records.problems), width, 2)
     tail = [*missing, f"{'folder':<{_LABEL_CELLS}}{records.path}"]
     body: list[str] = []
@@ -67,5 +67,12 @@ def _predicted(finding: Finding) -> str:
 def _row(label: str, text: str, width: int, most: int) -> list[str]:
     if not text:
         return []
-    wrapped = textwrap.wrap(text, max(20, width - _LABEL_CELLS), max_lines=most, placeholder=" …")
+    wrapped = _wrap(text, max(20, width - _LABEL_CELLS), most)
     return [f"{label if i == 0 else '':<{_LABEL_CELLS}}{line}" for i, line in enumerate(wrapped)]
+
+
+def _wrap(text: str, width: int, most: int) -> list[str]:
+    """Lines that keep a figure and its unit together."""
+    glued = text.replace(" %", "\N{NO-BREAK SPACE}%").replace(" steps/s", "\N{NO-BREAK SPACE}steps/s")
+    lines = textwrap.wrap(glued, width, max_lines=most, placeholder=" …")
+    return [line.replace("\N{NO-BREAK SPACE}", " ") for line in lines]
