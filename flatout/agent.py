@@ -23,7 +23,7 @@ from flatout.hardware.machine import machine, resolve_device
 from flatout.learn.checkpoint import Checkpoint, CheckpointFolder
 from flatout.learn.checkpoint import read as read_checkpoint
 from flatout.learn.checkpoint import write as write_checkpoint
-from flatout.loop import Callback, summarize, train
+from flatout.loop import Callback, identity, summarize, train
 from flatout.models.policy import build
 from flatout.pipeline.stop import StopRequest
 from flatout.recipes.presets import PRESETS, preset_note
@@ -154,7 +154,7 @@ class PPO:
         self._claim_folder()
         display = make_display(quiet=not progress_bar, phase=lambda: trainer.clock.current)
         resume_at = trainer.state.env_steps or None
-        recorder = Recorder(display, self._folder, resume_at)
+        recorder = Recorder(display, self._folder, resume_at, identity(trainer, self.device))
         display.start(self.header())
         stop = StopRequest()
         startup = time() - self.began_at
@@ -321,6 +321,7 @@ class PPO:
         self.summary = summarize(
             trainer, status=status, device=self.device, startup_seconds=startup, error=error
         )
+        self.summary |= recorder.figures()
         folder = self._folder
         if folder is not None and trainer.state.iteration == 0:
             recorder.close()
@@ -330,6 +331,7 @@ class PPO:
             recorder.save(trainer.checkpoint, trainer.state.env_steps)
             recorder.close()
             write_json(folder.summary, self.summary)
+            folder.progress.unlink(missing_ok=True)
             folder.settle()
         recorder.display.stop()
 

@@ -56,7 +56,9 @@ class _Loop:
         self._callback, self._stop = callback, stop
         self._began = perf_counter() - trainer.state.wall_seconds
         trainer.begin_lanes(spans=recorder.traces)
-        recorder.trace(lambda: trainer.lanes, trainer.state.wall_seconds)
+        recorder.observe(
+            lambda: trainer.lanes, offset=trainer.state.wall_seconds, device=str(trainer.policy.device)
+        )
 
     def run(self) -> str:
         trainer, state, stop = self._trainer, self._trainer.state, self._stop
@@ -194,6 +196,29 @@ def busy_seconds(phases: dict[str, float]) -> float:
     return sum(phases.get(name, 0.0) for name in LEARN_PHASES)
 
 
+def identity(trainer: Trainer, device: str) -> dict[str, Any]:
+    """What a run is, apart from how it goes."""
+    config, plan = trainer.config, trainer.plan
+    return {
+        "env": config.env,
+        "algo": config.algo,
+        "preset": config.preset or "auto",
+        "seed": config.seed,
+        "device": device,
+        "executor": {
+            "kind": plan.kind,
+            "collectors": plan.n_collectors,
+            "workers": plan.n_workers,
+            "reason": plan.reason,
+        },
+        "overlap": {
+            "on": trainer.overlap,
+            "reason": trainer.overlap_reason,
+            "fell_back": trainer.state.fell_back,
+        },
+    }
+
+
 def summarize(
     trainer: Trainer, *, status: str, device: str, startup_seconds: float, error: str | None = None
 ) -> dict[str, Any]:
@@ -209,11 +234,7 @@ def summarize(
     return {
         "status": status,
         "error": error,
-        "env": config.env,
-        "algo": config.algo,
-        "preset": config.preset or "auto",
-        "seed": config.seed,
-        "device": device,
+        **identity(trainer, device),
         "env_steps": state.env_steps,
         "updates": state.n_updates,
         "startup_seconds": startup_seconds,
@@ -226,22 +247,13 @@ def summarize(
         "target_reached_seconds": state.target_reached_seconds,
         "target_reached_steps": state.target_reached_steps,
         "learner_busy": busy / wall if wall > 0 else None,
-        "device_utilization": None,
-        "device_energy_joules": None,
         "phases": phases,
         "lanes": lanes,
         "collect_rate": collect_rate,
         "learn_rate": learn_rate,
         "pipeline_efficiency": rate / limit if rate and limit else None,
-        "executor": {
-            "kind": trainer.plan.kind,
-            "collectors": trainer.plan.n_collectors,
-            "workers": trainer.plan.n_workers,
-            "reason": trainer.plan.reason,
-        },
         "policy_lag_mean": state.lag_sum / max(state.iteration, 1),
         "policy_lag_max": state.lag_max,
-        "overlap": {"on": trainer.overlap, "reason": trainer.overlap_reason, "fell_back": state.fell_back},
         "precision": trainer.precision,
         "compiled": trainer.compiled,
         "restarts": trainer.budget.n_restarts,

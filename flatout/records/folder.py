@@ -107,6 +107,16 @@ class RunFolder:
         return self.path / "spans.jsonl"
 
     @property
+    def samples(self) -> Path:
+        """`samples.jsonl`: what machine and device were doing."""
+        return self.path / "samples.jsonl"
+
+    @property
+    def progress(self) -> Path:
+        """`progress.json`: where a run that is going on stands; gone when it has ended."""
+        return self.path / "progress.json"
+
+    @property
     def system(self) -> Path:
         """`system.json`: the machine it ran on."""
         return self.path / "system.json"

@@ -23,13 +23,13 @@ class SpanFile:
 
     def __init__(self, path: Path, lanes: Callable[[], Sequence[Lane]], *, offset: float = 0.0) -> None:
         """`offset`: wall time that the run had before, if it is resumed."""
-        self._lanes, self._zero = lanes, perf_counter()
+        self._lanes, self._zero, self.began = lanes, perf_counter(), time()
         self.problem: str | None = None
         self._ended = threading.Event()
         self._n_seen: dict[str, int] = {}
         mend_last_line(path)
         self._file = path.open("a", encoding="utf-8")
-        self._write([json.dumps({"began": time(), "offset": round(offset, 6), "version": VERSION})])
+        self._write([json.dumps({"began": self.began, "offset": round(offset, 6), "version": VERSION})])
         self._thread = threading.Thread(target=self._work, name="flatout spans", daemon=True)
         self._thread.start()
 
