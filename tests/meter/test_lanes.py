@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flatout.meter.lanes import idle_causes, lane_use, timeline
@@ -102,6 +102,7 @@ def lane_of(name: str, phases: tuple[str, ...]) -> st.SearchStrategy[list[dict[s
     return spans.map(build)
 
 
+@settings(deadline=None)
 @given(learner=lane_of("learner", LEARNING), collectors=st.lists(lane_of("c", COLLECTING), max_size=3))
 def test_the_causes_add_up_to_the_idle_time(
     learner: list[dict[str, object]],
