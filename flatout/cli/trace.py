@@ -25,12 +25,12 @@ def run(argv: Sequence[str]) -> int:
         "--runs-dir", type=Path, default=Path("runs"), metavar="DIR", help="where runs are kept"
     )
     args = parser.parse(argv)
-    folder = RunFolder.open(run_path(args.run, args.runs_dir)).path
-    spans = read_spans(folder / "spans.jsonl")
+    folder = RunFolder.open(run_path(args.run, args.runs_dir))
+    spans = read_spans(folder.spans)
     if not spans.lanes:
-        raise FlatoutError(f"nothing to trace in {folder}: {'; '.join(spans.problems)}")
-    out = args.out or folder / "trace.json"
-    write_text(out, trace_json(folder.name, spans, read_samples(folder / "samples.jsonl")))
+        raise FlatoutError(f"nothing to trace in {folder.path}: {'; '.join(spans.problems)}")
+    out = args.out or folder.path / "trace.json"
+    write_text(out, trace_json(folder.path.name, spans, read_samples(folder.samples)))
     for problem in spans.problems:
         print(f"note: {problem}")
     n_spans = sum(len(lane.start) for lane in spans.lanes.values())

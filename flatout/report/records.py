@@ -68,15 +68,15 @@ def read_run(path: Path) -> RunRecords:
     problems: list[str] = []
     config = _read_json(folder.config, problems)
     metrics = _read_metrics(folder.metrics, problems)
-    spans = read_spans(path / "spans.jsonl")
-    samples = read_samples(path / "samples.jsonl")
+    spans = read_spans(folder.spans)
+    samples = read_samples(folder.samples)
     summary = _summary(folder, config, metrics, spans, problems)
     if system_is_missing := not folder.system.exists():
         problems.append("system.json is missing")
     system = {} if system_is_missing else _read_json(folder.system, problems)
     faults = folder.faults.read_text(errors="replace") if folder.faults.is_file() else ""
     problems += spans.problems
-    problems += samples.problems if (path / "samples.jsonl").exists() else ["samples.jsonl is missing"]
+    problems += samples.problems if folder.samples.exists() else ["samples.jsonl is missing"]
     return RunRecords(path, config, system, summary, metrics, spans, samples, faults, problems)
 
 
@@ -88,13 +88,12 @@ def _summary(
     problems: list[str],
 ) -> dict[str, Any]:
     """The summary or, before the end, what the progress and the last row of the metrics say."""
-    if folder.summary.exists() and (summary := _read_json(folder.summary, problems)):
+    if _has_ended(folder) and (summary := _read_json(folder.summary, problems)):
         return summary
-    progress = folder.path / "progress.json"
-    known = _read_json(progress, problems) if progress.exists() else {}
+    known = _read_json(folder.progress, problems) if folder.progress.exists() else {}
     status = _status(known)
     if status != "running":
-        problems.append("summary.json is missing: the run did not come to its end")
+        problems.append("summary.json is missing: the run has not come to its end")
     for key, column in _FROM_METRICS.items():
         values = metrics.get(column, np.zeros(0))
         if known.get(key) is None and (seen := values[np.isfinite(values)]).size:
@@ -106,6 +105,13 @@ def _summary(
         known["learner_busy"] = lane_use(spans.lanes["learner"]).busy
     identity = {key: config[key] for key in ("env", "algo", "preset", "seed") if key in config}
     return {**identity, **known, "status": status}
+
+
+def _has_ended(folder: RunFolder) -> bool:
+    """Whether summary.json tells the end; that of an earlier part, before the run was resumed, does not."""
+    if not folder.summary.exists() or not folder.progress.exists():
+        return folder.summary.exists()
+    return folder.summary.stat().st_mtime >= folder.progress.stat().st_mtime
 
 
 def _status(progress: Mapping[str, Any]) -> str:

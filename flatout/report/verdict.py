@@ -32,7 +32,7 @@ def outcome(records: RunRecords) -> str:
         number(summary.get(key))
         for key in ("env_steps", "wall_seconds", "steps_per_second", "return_mean", "return_std")
     )
-    status = _STATUS.get(str(summary.get("status")), "How it ended is not known")
+    status = _STATUS.get(str(summary.get("status")), "Not ended, still going or killed")
     if not steps:
         return f"{status}: no env step is recorded."
     text = f"{status}: {count(steps)} env steps"

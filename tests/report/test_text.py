@@ -50,7 +50,7 @@ def test_a_busy_learner_is_the_limit(tmp_path: Path) -> None:
 def test_a_killed_run_shows_what_is_there_and_says_what_is_missing(tmp_path: Path) -> None:
     text = report_text(write_killed_run(tmp_path / "a"))
     assert text.startswith("Killed: 31,000 env steps in 6.2 s")
-    assert "summary.json is missing: the run did not come to its end" in text
+    assert "summary.json is missing: the run has not come to its end" in text
     assert "spans.jsonl ends within a line" in text.replace("\n              ", " ")
 
 
@@ -63,20 +63,29 @@ def test_a_run_that_goes_on_is_no_fault(tmp_path: Path) -> None:
     assert "summary.json" not in text
 
 
+def test_the_summary_before_a_resume_is_not_the_end(tmp_path: Path) -> None:
+    folder = write_killed_run(tmp_path / "a")
+    (folder / "summary.json").write_text(json.dumps(SUMMARY | {"status": "stopped"}))
+    os.utime(folder / "summary.json", (1, 1))
+    assert report_text(folder).startswith("Killed: 31,000 env steps")
+
+
 def test_without_summary_and_progress_the_metrics_tell(tmp_path: Path) -> None:
     folder = write_killed_run(tmp_path / "a")
     (folder / "progress.json").unlink()
     with (folder / "metrics.csv").open("a") as file:
         file.write("999999,91,")  # a row that was being written
     text = report_text(folder)
-    assert text.startswith("How it ended is not known: 50,000 env steps in 10.0 s, 5,000 steps/s, return 48")
+    assert text.startswith(
+        "Not ended, still going or killed: 50,000 env steps in 10.0 s, 5,000 steps/s, return 48"
+    )
     assert "run           CartPole-v1, ppo, seed 1" in text
 
 
 def test_an_empty_run_folder_says_what_is_missing(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     text = report_text(tmp_path)
-    assert text.startswith("How it ended is not known: no env step is recorded.")
+    assert text.startswith("Not ended, still going or killed: no env step is recorded.")
     records = read_run(tmp_path)
     missing = [problem.split()[0] for problem in records.problems if "is missing" in problem]
     assert sorted(missing) == ["metrics.csv", "samples.jsonl", "spans.jsonl", "summary.json", "system.json"]
