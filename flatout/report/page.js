@@ -121,12 +121,8 @@
   const labelWidth = () => gantt.clientWidth < 560 ? 78 : 96;
   const timeAt = (x) => view[0] + (view[1] - view[0]) * (x - labelWidth()) / (gantt.clientWidth - labelWidth());
   const xAt = (t) => labelWidth() + (gantt.clientWidth - labelWidth()) * (t - view[0]) / (view[1] - view[0]);
-  const isFine = (detail) => {
-    const n = detail.start.length;
-    if (!n) return false;
-    const each = (detail.start[n - 1] + detail.length[n - 1] - detail.start[0]) / 1e6 / n;
-    return each / (view[1] - view[0]) * gantt.clientWidth >= 1.5;
-  };
+  // A span is shown by itself once it is a pixel wide; below that the bins say more.
+  const isWide = (micros) => micros / 1e6 / (view[1] - view[0]) * gantt.clientWidth >= 1;
   const partsOf = (lane, detail, i) => {
     const mixed = detail.mixed[i];
     if (!mixed) return [[detail.phase[i], detail.length[i] / 1e6]];
@@ -151,15 +147,13 @@
     }
   };
   const drawDetail = (lane, w, y, colors) => {
-    const detail = lane.detail[w], begin = g.windows[w][0];
-    if (!isFine(detail)) return;
-    const from = begin + detail.start[0] / 1e6, n = detail.start.length, to = begin + (detail.start[n - 1] + detail.length[n - 1]) / 1e6;
-    pen.fillStyle = css("--card");
-    pen.fillRect(xAt(from), y, xAt(to) - xAt(from), ROW);
-    for (let i = 0; i < n; i++) {
+    const detail = lane.detail[w], begin = g.windows[w][0], ground = css("--card");
+    for (let i = 0; i < detail.start.length; i++) {
       const start = begin + detail.start[i] / 1e6, end = start + detail.length[i] / 1e6;
-      if (end < view[0] || start > view[1]) continue;
+      if (end < view[0] || start > view[1] || !isWide(detail.length[i])) continue;
       const x0 = xAt(start), x1 = xAt(end);
+      pen.fillStyle = ground;
+      pen.fillRect(x0, y, x1 - x0, ROW);
       stack(partsOf(lane, detail, i), end - start, x0, x1 - x0 > 4 ? x1 - 0.6 : x1, y, colors);
     }
   };
@@ -202,10 +196,9 @@
     const name = (phase) => g.phases[phase];
     for (let w = 0; w < g.windows.length; w++) {
       const detail = lane.detail[w], at = (t - g.windows[w][0]) * 1e6;
-      if (!isFine(detail)) continue;
       let i = detail.start.length - 1;
       while (i >= 0 && detail.start[i] > at) i--;
-      if (i < 0 || at > detail.start[i] + detail.length[i]) continue;
+      if (i < 0 || at > detail.start[i] + detail.length[i] || !isWide(detail.length[i])) continue;
       const parts = partsOf(lane, detail, i).sort((a, b) => b[1] - a[1]).map((part) => `${name(part[0])} ${span(part[1])}`);
       return parts.length > 1 ? `in ${span(detail.length[i] / 1e6)}:\n${parts.join("\n")}` : parts[0];
     }

@@ -55,7 +55,7 @@ def limit(records: RunRecords) -> str:
     if not idle or total <= 0:
         return f"{text}."
     cause, seconds = next(iter(idle.items()))
-    return f"{text}; most of the rest went to {cause} ({percent(seconds / total)})."
+    return f"{text}; the largest part of the rest went to {cause} ({percent(seconds / total)})."
 
 
 def idle_base(records: RunRecords) -> float:
