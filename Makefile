@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: install train test check format bench clean
+.PHONY: install train test check browser format bench clean
 
 install: $(VENV)/.installed
 
@@ -31,7 +31,14 @@ format: install
 	@$(BIN)/ruff format --quiet .
 	@$(BIN)/ruff check --quiet --fix .
 
-test: check
+# The page that a run leaves is tested in a real browser.
+browser:
+	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || { \
+		echo "flatout: installing chromium for the browser tests"; sudo=$$([ "$$(id -u)" = 0 ] || echo sudo); \
+		$$sudo apt-get update -qq && $$sudo env DEBIAN_FRONTEND=noninteractive \
+			apt-get install -y -qq --no-install-recommends chromium chromium-driver >/dev/null; }
+
+test: check browser
 	@$(BIN)/pytest -n 2
 
 bench: $(VENV)/.installed-bench

@@ -13,6 +13,8 @@ VERBS = {
     "train": "train an agent",
     "resume": "go on from a run's newest checkpoint",
     "evaluate": "mean return over whole episodes",
+    "report": "where the time went and what it learned, as a page and as text",
+    "trace": "what every part of a run did when, as a Perfetto/Chrome trace",
 }
 """Each is a module of this package with `run(argv) -> exit code`."""
 
@@ -24,9 +26,7 @@ LATER = (
     "export",
     "jobs",
     "monitor",
-    "report",
     "dashboard",
-    "trace",
     "bench",
 )
 """Verbs of versions to come: refused by name."""

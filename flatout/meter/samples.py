@@ -174,3 +174,11 @@ def _gpu(rows: list[Row]) -> GpuSamples | None:
         **{name: _column(gpus, name) for name in names},
         throttled=[[str(word) for word in words] if isinstance(words, list) else [] for words in reasons],
     )
+
+
+def cores_in_use(samples: Samples) -> Column:
+    """The mean load of the cores as a share of all of them; NaN where none is known."""
+    known = np.isfinite(samples.cores)
+    loads, counts = np.where(known, samples.cores, 0.0).sum(axis=1), known.sum(axis=1)
+    means: Column = np.divide(loads, 100 * counts, out=np.full(len(loads), np.nan), where=counts > 0)
+    return means

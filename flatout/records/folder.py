@@ -167,7 +167,11 @@ class RunFolder:
 
 def write_json(path: Path, value: object) -> None:
     """Write `value` so that a reader finds the old file or the new one, never half; NaN and ±inf become null."""
-    text = json.dumps(_plain(value), indent=2, ensure_ascii=False) + "\n"
+    write_text(path, json.dumps(_plain(value), indent=2, ensure_ascii=False) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write `text` so that a reader finds the old file or the new one, never half."""
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         part.write_text(text, encoding="utf-8")

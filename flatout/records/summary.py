@@ -21,6 +21,11 @@ _REPAIRS = (
 
 def summary_text(summary: Mapping[str, Any]) -> str:
     """What a person wants to know when a run ends; a line for each thing that is known, the folder last."""
+    return "\n".join(f"{label:<{_LABEL_CELLS}}{text}" for label, text in summary_lines(summary))
+
+
+def summary_lines(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The same as pairs of a label and its text."""
     lines = (
         (str(summary.get("status") or "ended"), _outcome(summary)),
         ("run", _identity(summary)),
@@ -34,7 +39,7 @@ def summary_text(summary: Mapping[str, Any]) -> str:
         ("recovered", _repairs(summary)),
         ("folder", str(summary.get("folder") or "")),
     )
-    return "\n".join(f"{label:<{_LABEL_CELLS}}{text}" for label, text in lines if text)
+    return [(label, text) for label, text in lines if text]
 
 
 def _outcome(summary: Mapping[str, Any]) -> str:

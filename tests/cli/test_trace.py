@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from flatout.cli.main import run
+from tests.meter.examples import CONFIG, write_killed_run, write_run
+
+
+def test_a_trace_lands_in_the_runs_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_run(tmp_path / "runs" / "a")
+    assert run(["trace", "a", "--runs-dir", str(tmp_path / "runs")]) == 0
+    said = capsys.readouterr().out
+    assert str(folder / "trace.json") in said
+    assert "learner, collector 0 over 10.0 s" in said
+    assert "https://ui.perfetto.dev" in said
+    assert len(json.loads((folder / "trace.json").read_text())["traceEvents"]) > 300
+
+
+def test_a_killed_run_is_traced_as_far_as_it_goes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_killed_run(tmp_path / "a")
+    (folder / "samples.jsonl").unlink()
+    assert run(["trace", str(folder), "--out", str(tmp_path / "t.json")]) == 0
+    assert "note: spans.jsonl ends within a line, which is left out" in capsys.readouterr().out
+    assert json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    assert not (folder / "trace.json").exists()
+
+
+def test_what_cannot_be_traced_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    assert run(["trace", str(bare)]) == 2
+    assert capsys.readouterr().err == f"flatout: {bare} is not a run: it has no config.json\n"
+    (bare / "config.json").write_text(json.dumps(CONFIG))
+    assert run(["trace", str(bare)]) == 2
+    assert capsys.readouterr().err == f"flatout: nothing to trace in {bare}: spans.jsonl is missing\n"
+    write_run(tmp_path / "b")
+    assert run(["trace", str(tmp_path / "b"), "--out", str(tmp_path / "no" / "t.json")]) == 2
+    assert "cannot write" in capsys.readouterr().err
+    assert [p.name for p in tmp_path.iterdir() if p.name.endswith(".part")] == []
