@@ -231,6 +231,11 @@ class PPO:
             checkpoint = self._started().checkpoint()
         write_checkpoint(Path(path), checkpoint)
 
+    def close(self) -> None:
+        """End its envs and processes; also happens by itself when the agent is no longer used."""
+        if self._trainer is not None:
+            self._trainer.close()
+
     def report(self) -> str:
         """Where the time of the last learn() went, in a few lines."""
         if not self.summary:

@@ -5,8 +5,10 @@ Resolved from, in this order: the env's recipe or the preset, a config file, the
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -15,6 +17,7 @@ from flatout.algorithms.config import PPOConfig, choose_batch_size, nearest_batc
 from flatout.errors import FlatoutError
 from flatout.fields import convert, flag, flatten_json, leaves, to_json
 from flatout.fields import replace as replace_leaves
+from flatout.hardware.cache import cache_folder
 from flatout.models.config import NetworkConfig
 from flatout.recipes.presets import PRESETS, auto
 from flatout.recipes.recipe import Recipe
@@ -44,6 +47,8 @@ class RunConfig:
     """The same seed gives the same run."""
     executor: Literal["auto", "serial", "process", "thread", "async", "batched", "ray"] = "auto"
     """How envs are run."""
+    n_collectors: int = 0
+    """Collectors in processes of their own; 0: as many as suit the cores, or none."""
     n_workers: int = 0
     """Worker processes of `--executor process`; 0: as many as suit the cores."""
     overlap: Literal["auto", "on", "off"] = "auto"
@@ -70,12 +75,16 @@ class RunConfig:
     def __post_init__(self) -> None:
         for name, least in (("timesteps", 1), ("n_envs", 1), ("eval_episodes", 1), ("seed", 0)):
             _at_least(name, getattr(self, name), least)
-        for name in ("eval_every", "checkpoint_every", "n_workers"):
+        for name in ("eval_every", "checkpoint_every", "n_collectors", "n_workers"):
             _at_least(name, getattr(self, name), 0)
         for name, (usable, missing) in _NOT_YET.items():
             value = getattr(self, name)
             if value in missing:
                 raise FlatoutError(f"{flag(name)} {value} is not in this version yet; use {usable}")
+        if self.n_collectors and self.executor != "auto":
+            raise FlatoutError(
+                f"--n-collectors {self.n_collectors} goes with --executor auto, not {self.executor}"
+            )
         total, batch = self.total_batch, self.ppo.batch_size
         if total % batch:
             near = " or ".join(map(str, nearest_batch_sizes(total, batch)))
@@ -142,10 +151,41 @@ def resolve(
         raise FlatoutError("no env given; name one, such as CartPole-v1")
     given["env"] = env
     recipe = _recipe(env, given.get("preset"), device, n_cores)
+    if given.get("preset") == "auto":
+        given = tuned_settings(env, given, device, n_cores) | given
     config = RunConfig(
         env=env, timesteps=recipe.timesteps, n_envs=recipe.n_envs, ppo=recipe.ppo, network=recipe.network
     )
     return _replace(config, _with_batch_size(given, recipe, device))
+
+
+TUNED_KEYS = ("n_envs", "n_steps", "executor", "n_collectors", "n_workers", "overlap")
+"""What tuning decides."""
+
+
+def save_tuned(config: RunConfig, device: str, n_cores: int) -> None:
+    """Keep what was found for an env on this machine, for `--preset auto`."""
+    path = _tuned_path(config.env, config.env_kwargs, device, n_cores)
+    values = {name: getattr(config.ppo if name == "n_steps" else config, name) for name in TUNED_KEYS}
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"env": config.env, "settings": values}, indent=2))
+
+
+def tuned_settings(env: str, given: Mapping[str, Any], device: str, n_cores: int) -> dict[str, Any]:
+    """What tuning found for this env on this machine; nothing if it never ran, or if envs or steps are given."""
+    if any(name in given for name in ("n_envs", "n_steps")):
+        return {}
+    path = _tuned_path(env, given.get("env_kwargs") or {}, device, n_cores)
+    with suppress(OSError, ValueError, KeyError):
+        settings: dict[str, Any] = json.loads(path.read_text())["settings"]
+        return settings
+    return {}
+
+
+def _tuned_path(env: str, env_kwargs: Any, device: str, n_cores: int) -> Path:
+    facts = json.dumps([env, env_kwargs, device, n_cores], sort_keys=True, default=str)
+    return cache_folder() / "tuned" / f"{hashlib.sha256(facts.encode()).hexdigest()[:24]}.json"
 
 
 def read_file(path: Path) -> dict[str, Any]:

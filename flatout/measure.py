@@ -135,9 +135,7 @@ def update_costs(agent: PPO) -> tuple[UpdateCost, UpdateCost | None, float]:
     threads, before = torch_threads(count_params(policy), size, n_cores), torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        rows = sorted({TINY, size, min(4 * size, max(config.total_batch, size))})
-        points = tuple((n, _update_seconds(learner, n)) for n in rows)
-        eager = UpdateCost(python=min(points[0][1], points[-1][1]), rows=_rising(points))
+        eager = update_seconds_of(learner, size, min(4 * size, max(config.total_batch, size)))
         compiled = None
         path = kept(update_recipe(config, policy, "fp32", threads))
         if path.exists():
@@ -150,6 +148,12 @@ def update_costs(agent: PPO) -> tuple[UpdateCost, UpdateCost | None, float]:
     finally:
         torch.set_num_threads(before)
     return eager, compiled, 1.5 * value
+
+
+def update_seconds_of(learner: Learner, *sizes: int) -> UpdateCost:
+    """One eager update with minibatches of such sizes."""
+    points = tuple((n, _update_seconds(learner, n)) for n in sorted({TINY, *sizes}))
+    return UpdateCost(python=min(seconds for _, seconds in points), rows=_rising(points))
 
 
 @torch.no_grad()

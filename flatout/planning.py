@@ -20,7 +20,7 @@ import torch
 from flatout.config import RunConfig
 from flatout.envs.check import EnvInfo
 from flatout.envs.spaces import ActionLayout, ObsLayout
-from flatout.executors.choose import Plan, Probe, only_plan, plans, probe
+from flatout.executors.choose import Plan, Probe, children, only_plan, plans, probe
 from flatout.hardware.cache import remembered
 from flatout.hardware.threads import torch_threads
 from flatout.learn.compile import Recipe, kept, load
@@ -86,7 +86,10 @@ class Planning:
         )
         if config.overlap == "auto" and overlapped is not None:
             overlap, reason = overlapped, "as the run began"
-        if overlap and work is not None and not work.measured.waits:
+        if measured is not None and config.n_collectors and self._can_have_children(measured):
+            asked = children(measured, config.n_envs, config.n_collectors)
+            ranked = [replace(asked, reason=f"asked for with --n-collectors {config.n_collectors}"), *ranked]
+        elif overlap and work is not None and not work.measured.waits:
             ranked = share_cores(ranked, work)
         return ranked, overlap, reason
 

@@ -13,14 +13,14 @@ VERBS = {
     "train": "train an agent",
     "resume": "go on from a run's newest checkpoint",
     "evaluate": "mean return over whole episodes",
+    "doctor": "where would the time go, and what to change",
+    "tune": "measure, pick and save the fastest settings",
     "report": "where the time went and what it learned, as a page and as text",
     "trace": "what every part of a run did when, as a Perfetto/Chrome trace",
 }
 """Each is a module of this package with `run(argv) -> exit code`."""
 
 LATER = (
-    "doctor",
-    "tune",
     "sweep",
     "play",
     "export",

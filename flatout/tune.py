@@ -1,0 +1,195 @@
+"""`flatout tune`: the fastest way to run an env on this machine, by the simulation first and real trials after.
+
+Comes in: an env, settings, a budget in seconds. Goes out: settings to train with. What is learned from (total batch,
+minibatches, epochs, learning rate) stays as it is unless that is allowed to change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from flatout.agent import PPO
+from flatout.config import RunConfig, save_tuned
+from flatout.diagnosis.costs import Costs, Settings
+from flatout.diagnosis.simulate import ladder, simulate
+from flatout.diagnosis.ways import ways
+from flatout.doctor import describe
+from flatout.envs.make import EnvSource
+from flatout.fields import replace as replace_leaves
+from flatout.measure import fitted, measure_costs, run_a_moment, settings_of
+from flatout.records.folder import write_json
+
+TRIAL_SECONDS = 3.0
+MOST_ENVS = 512
+FEWEST_STEPS = 16
+NEAR = 0.7
+"""Ways that promise at least this share of the best are tried."""
+MORE_ENVS = 1.15
+"""Another number of envs must promise this much, since shorter rollouts see less far."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trial:
+    """One way, as promised and as measured."""
+
+    settings: Settings
+    config: dict[str, Any]
+    """What differs from the settings that were given."""
+    predicted: float
+    measured: float | None = None
+    learner_busy: float | None = None
+
+    @property
+    def words(self) -> str:
+        """How it runs."""
+        return f"{self.settings.n_envs} envs × {self.settings.n_steps} steps, {describe(self.settings)}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tuned:
+    """What tuning found."""
+
+    before: Trial
+    best: Trial
+    trials: list[Trial]
+    config: RunConfig
+    seconds: float
+    n_considered: int
+
+    def __str__(self) -> str:
+        before, best = self.before, self.best
+        lines = [
+            f"before  {before.measured:,.0f} steps/s, learner busy {100 * (before.learner_busy or 0):.0f} %: {before.words}",
+            f"after   {best.measured:,.0f} steps/s, learner busy {100 * (best.learner_busy or 0):.0f} %: {best.words}",
+        ]
+        if best is before:
+            lines[1] = "after   the same: nothing tried was faster"
+        else:
+            lines.append(f"gain    {(best.measured or 0) / (before.measured or 1):.2f} ×")
+        lines.append(
+            f"took    {self.seconds:.0f} s: {self.n_considered} ways reckoned, {len(self.trials)} of them run"
+        )
+        return "\n".join(lines)
+
+
+def tune(
+    env: EnvSource,
+    *,
+    budget: float = 60.0,
+    allow_learning_changes: bool = False,
+    tell: Callable[[str, float], None] = lambda *_: None,
+    **settings: Any,
+) -> Tuned:
+    """Find the fastest way to run these settings within about `budget` seconds; `tell(what, share_done)`."""
+    began = perf_counter()
+
+    def told(what: str) -> None:
+        tell(what, min((perf_counter() - began) / budget, 1.0))
+
+    told("measuring env, policy and learner")
+    agent = PPO(env, **settings)
+    costs = measure_costs(agent, told)
+    now = settings_of(agent)
+    told("running the settings as they are")
+    moment = run_a_moment(agent, TRIAL_SECONDS)
+    now = replace(now, compiled=bool(moment.summary["compiled"]))
+    agent.close()
+    costs, forecast = fitted(costs, now, moment)
+    before = Trial(
+        settings=now,
+        config={},
+        predicted=forecast.steps_per_second,
+        measured=moment.steps_per_second,
+        learner_busy=moment.learner_busy,
+    )
+    reckoned = _reckon(costs, now, agent.config, allow_learning_changes)
+    trials = [before]
+    for candidate in _promising(reckoned, now):
+        if perf_counter() - began > budget - 1.5 * TRIAL_SECONDS:
+            break
+        told(candidate.words)
+        trials.append(_run(env, settings, candidate))
+    best = max(trials, key=lambda trial: trial.measured or 0.0)
+    config = replace_leaves(agent.config, best.config)
+    save_tuned(config, agent.device, agent._machine.cores)
+    told("done")
+    return Tuned(
+        before=before,
+        best=best,
+        trials=trials,
+        config=config,
+        seconds=perf_counter() - began,
+        n_considered=len(reckoned),
+    )
+
+
+def _reckon(costs: Costs, now: Settings, config: RunConfig, learning: bool) -> list[Trial]:
+    """Every way and number of envs with what the simulation promises, best first."""
+    out = []
+    for shape in _shapes(now, learning):
+        for way in ways(costs, shape):
+            promised = simulate(costs, way).steps_per_second
+            if shape.n_envs != now.n_envs:
+                promised /= MORE_ENVS
+            out.append(Trial(settings=way, config=_as_config(way, now, config), predicted=promised))
+    return sorted(out, key=lambda trial: -trial.predicted)
+
+
+def _shapes(now: Settings, learning: bool) -> Iterator[Settings]:
+    """Other numbers of envs for the same total batch; other minibatches too, if learning may change."""
+    total = now.total_batch
+    numbers = {now.n_envs, *ladder(max(now.n_envs // 4, 1), MOST_ENVS)}
+    for n in sorted(numbers):
+        fits = total % n == 0 and (total // n >= FEWEST_STEPS or n == now.n_envs)
+        if fits and not (now.executor == "batched" and n != now.n_envs):
+            shape = replace(now, n_envs=n, n_steps=total // n)
+            yield shape
+            if learning:
+                sizes = [b for b in ladder(2 * now.batch_size, total // 4) if total % b == 0]
+                yield from (replace(shape, batch_size=b, compiled=False) for b in sizes[:2])
+
+
+def _promising(reckoned: list[Trial], now: Settings) -> list[Trial]:
+    """Those near the best, one of each kind first: where the simulation errs, it errs for a kind."""
+    if not reckoned:
+        return []
+    near = [t for t in reckoned if t.predicted >= NEAR * reckoned[0].predicted and t.settings != now]
+    seen: set[tuple[Any, ...]] = set()
+    first: list[Trial] = []
+    rest: list[Trial] = []
+    for trial in near:
+        way = trial.settings
+        kind = (way.executor, way.children, way.n_collectors, way.overlap)
+        (rest if kind in seen else first).append(trial)
+        seen.add(kind)
+    return first + rest
+
+
+def _as_config(way: Settings, now: Settings, config: RunConfig) -> dict[str, Any]:
+    """The settings of a run that make it run this way."""
+    out: dict[str, Any] = {"n_envs": way.n_envs, "n_steps": way.n_steps, "overlap": "on" if way.overlap else "off"}
+    if way.batch_size != now.batch_size:
+        out["batch_size"] = way.batch_size
+    if way.children:
+        return out | {"executor": "auto", "n_collectors": way.n_collectors, "n_workers": 0}
+    workers = way.n_workers if way.executor == "process" else 0
+    return out | {"executor": way.executor, "n_collectors": 0, "n_workers": workers}
+
+
+def _run(env: EnvSource, settings: dict[str, Any], trial: Trial) -> Trial:
+    """The trial with what a moment of it gave."""
+    agent = PPO(env, **(settings | trial.config))
+    try:
+        moment = run_a_moment(agent, TRIAL_SECONDS)
+    finally:
+        agent.close()
+    return replace(trial, measured=moment.steps_per_second, learner_busy=moment.learner_busy)
+
+
+def save(tuned: Tuned, path: Path) -> None:
+    """Write the config that `flatout train --config` takes."""
+    write_json(path, tuned.config.to_json())
