@@ -26,13 +26,14 @@ from flatout.learn.checkpoint import write as write_checkpoint
 from flatout.loop import Callback, identity, summarize, train
 from flatout.models.policy import build
 from flatout.pipeline.stop import StopRequest
+from flatout.planning import Policy
 from flatout.recipes.presets import PRESETS, preset_note
 from flatout.recipes.tuned import TUNED
 from flatout.records.display import make_display
 from flatout.records.folder import RunFolder, default_run_name, write_json
 from flatout.records.recorder import Recorder
 from flatout.records.summary import summary_text
-from flatout.run import EVAL_SEED, MAX_EVAL_ENVS, Policy, Trainer, eval_executor
+from flatout.run import EVAL_SEED, MAX_EVAL_ENVS, Trainer, eval_executor
 
 
 class PPO:

@@ -44,6 +44,8 @@ class RunConfig:
     """The same seed gives the same run."""
     executor: Literal["auto", "serial", "process", "thread", "async", "batched", "ray"] = "auto"
     """How envs are run."""
+    n_workers: int = 0
+    """Worker processes of `--executor process`; 0: as many as suit the cores."""
     overlap: Literal["auto", "on", "off"] = "auto"
     """Collect the next rollout while learning from this one."""
     device: str = "auto"
@@ -68,7 +70,7 @@ class RunConfig:
     def __post_init__(self) -> None:
         for name, least in (("timesteps", 1), ("n_envs", 1), ("eval_episodes", 1), ("seed", 0)):
             _at_least(name, getattr(self, name), least)
-        for name in ("eval_every", "checkpoint_every"):
+        for name in ("eval_every", "checkpoint_every", "n_workers"):
             _at_least(name, getattr(self, name), 0)
         for name, (usable, missing) in _NOT_YET.items():
             value = getattr(self, name)

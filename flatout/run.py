@@ -6,13 +6,9 @@ Comes in: a config and an env. Goes out: a trainer, everything that learning nee
 from __future__ import annotations
 
 import copy
-import statistics
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import partial
 from itertools import zip_longest
-from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -26,46 +22,32 @@ from flatout.collect.evaluate import Evaluation, evaluate
 from flatout.config import RunConfig
 from flatout.envs.check import EnvInfo
 from flatout.envs.make import one_line
-from flatout.envs.spaces import ActionLayout, Array, ObsLayout, space_to_json
+from flatout.envs.spaces import Array, ObsLayout, space_to_json
 from flatout.errors import FlatoutError
 from flatout.executors.base import Episode, Executor
-from flatout.executors.choose import Plan, Probe, only_plan, plans, probe
+from flatout.executors.choose import Plan
 from flatout.executors.coroutine import CoroutineExecutor
 from flatout.executors.process import ProcessExecutor
 from flatout.executors.serial import SerialExecutor
 from flatout.executors.supervise import RestartBudget
 from flatout.executors.thread import ThreadExecutor
-from flatout.hardware.cache import remembered
 from flatout.hardware.machine import free_memory
 from flatout.hardware.precision import choose_precision, use_matmul_precision
 from flatout.hardware.threads import torch_threads
 from flatout.learn.checkpoint import Checkpoint
 from flatout.learn.compile import Compilation
-from flatout.learn.compile import Recipe as UpdateRecipe
 from flatout.learn.learner import Learner
-from flatout.models.actor import make_actor
-from flatout.models.policy import ActorCritic
-from flatout.pipeline.choose import Work, decide_overlap, share_cores
 from flatout.pipeline.lockstep import Counted, Lockstep
 from flatout.pipeline.overlap import Overlap, Ready
 from flatout.pipeline.state import TrainState
 from flatout.pipeline.stop import StopRequest
+from flatout.planning import Planning, Policy, faster_device, update_recipe
 from flatout.trace.phases import Lane, PhaseClock
 
 EVAL_SEED = 1_000_003
 """Added to the run's seed, so that evaluation never sees the training episodes."""
 MAX_EVAL_ENVS = 10
 EVAL_IN_PLACE = "evaluation plays in the one batched env there is; training then begins new episodes in it"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Policy:
-    """What acting needs: the model and how spaces map to it."""
-
-    model: ActorCritic
-    obs: ObsLayout
-    action: ActionLayout
-    device: torch.device
 
 
 class Trainer:
@@ -82,9 +64,8 @@ class Trainer:
         overlapped: bool | None = None,
     ) -> None:
         """`overlapped`: how the run began, if it is one that goes on."""
-        self._overlapped = overlapped
         self.config, self._env, self.policy = config, env, policy
-        self._n_cores, self._n_steps = n_cores, n_steps
+        self._n_cores = n_cores
         self.clock = PhaseClock()
         self.state = TrainState()
         self._before: dict[str, dict[str, float]] = {}
@@ -105,8 +86,18 @@ class Trainer:
         self.learner.fit_into(free_memory(policy.device))
         if config.eval_every and env.factory.is_instance:
             self.notes.append(EVAL_IN_PLACE)
-        self.overlap, self.overlap_reason = False, ""
-        self.plan, self._collector, rollouts = self._first_that_starts(self._plans())
+        planning = Planning(
+            config=config,
+            env=env,
+            policy=policy,
+            learner=self.learner,
+            n_cores=n_cores,
+            n_steps=n_steps,
+            precision=self.precision,
+        )
+        ways, self.overlap, self.overlap_reason = planning.decide(overlapped)
+        self.state.overlapped = self.overlap
+        self.plan, self._collector, rollouts = self._first_that_starts(ways)
         n_children = self.plan.n_collectors if self.plan.children else 0
         n_learn_cores = max(n_cores - n_children, 1) if self.overlap else n_cores
         learn_threads = torch_threads(n_params, config.ppo.batch_size, n_learn_cores)
@@ -136,98 +127,14 @@ class Trainer:
 
     def _speed_up_updates(self, n_threads: int) -> None:
         """A CUDA graph, a compiled update, or neither, as the settings say."""
-        config, policy, learner = self.config, self.policy, self.learner
-        if config.compile == "off" or policy.device.type not in ("cpu", "cuda"):
+        config, device = self.config, self.policy.device.type
+        if config.compile == "off" or device not in ("cpu", "cuda"):
             return
-        if policy.device.type == "cuda":
-            learner.capture = True
+        if device == "cuda":
+            self.learner.capture = True
             return
-        recipe = UpdateRecipe(
-            obs=policy.obs,
-            action=policy.action,
-            network=config.network,
-            ppo=config.ppo,
-            device=str(policy.device),
-            precision=self.precision,
-            n_threads=n_threads,
-        )
-        learner.compilation = Compilation(recipe, wait=config.compile == "on")
-
-    def _plans(self) -> list[Plan]:
-        config, env, on_gpu = self.config, self._env, self.policy.device.type == "cuda"
-        n_iterations = self._n_steps // config.total_batch
-        only = only_plan(env, config.executor, config.n_envs)
-        measured: Probe | None = None
-        if not env.batched and not env.is_async and (only is None or config.overlap == "auto"):
-            measured = probe(
-                env.factory, self.policy.action, partial(acting_seconds, self.policy), seed=config.seed
-            )
-        can_have_children = (
-            measured is not None
-            and measured.picklable
-            and config.executor == "auto"
-            and not on_gpu
-            and self._n_cores > 1
-            and config.n_envs > 1
-        )
-        ranked: list[Plan] = [] if only is None else [only]
-        work: Work | None = None
-        if measured is not None and only is None:
-            ranked = plans(
-                measured,
-                n_envs=config.n_envs,
-                n_cores=self._n_cores,
-                timesteps=self._n_steps,
-                only=config.executor,
-                children_ok=not on_gpu,
-            )
-        if measured is not None and can_have_children:
-            work = Work(
-                measured=measured,
-                n_envs=config.n_envs,
-                n_steps=config.ppo.n_steps,
-                n_cores=self._n_cores,
-                learn_seconds=config.updates_per_iteration * self._update_seconds(),
-            )
-        self.overlap, self.overlap_reason = decide_overlap(
-            config.overlap,
-            batched=bool(env.batched),
-            waits=env.is_async or (measured is not None and measured.waits and config.executor != "serial"),
-            on_gpu=on_gpu,
-            can_have_children=can_have_children,
-            n_updates=n_iterations * config.updates_per_iteration,
-            n_iterations=n_iterations,
-            gain=lambda: remembered(self._facts(), lambda: work.gain(ranked[0]) if work else 0.0),
-        )
-        if config.overlap == "auto" and self._overlapped is not None:
-            self.overlap, self.overlap_reason = self._overlapped, "as the run began"
-        self.state.overlapped = self.overlap
-        if self.overlap and work is not None and not work.measured.waits:
-            ranked = share_cores(ranked, work)
-        return ranked
-
-    def _facts(self) -> dict[str, Any]:
-        """What the gain of overlap depends on, apart from the machine's mood."""
-        config = self.config
-        shape = (config.n_envs, config.ppo.n_steps, config.ppo.batch_size, config.ppo.n_epochs)
-        network = list(config.network.network_arch)
-        return {
-            "env": [config.env, config.env_kwargs],
-            "shape": shape,
-            "network": network,
-            "cores": self._n_cores,
-            "compile": config.compile,
-        }
-
-    def _update_seconds(self) -> float:
-        """Seconds of one update, measured without learning anything."""
-        batch = self.learner.example_batch(self.config.ppo.batch_size)
-        times = []
-        for _ in range(4):
-            began = perf_counter()
-            self.learner.update.run(batch)
-            times.append(perf_counter() - began)
-        return min(times)
+        recipe = update_recipe(config, self.policy, self.precision, n_threads)
+        self.learner.compilation = Compilation(recipe, wait=config.compile == "on")
 
     def _first_that_starts(self, ranked: list[Plan]) -> tuple[Plan, Collects[Any], Sequence[Counted]]:
         """Build the best plan; where one cannot start, say so and take the next."""
@@ -267,7 +174,7 @@ class Trainer:
                 budget=self.budget,
             )
             return children, children.rollouts
-        device = policy.device if plan.kind == "batched" else self._acting_device()
+        device = policy.device if plan.kind == "batched" else faster_device(policy, config.n_envs)
         if self.overlap or device != policy.device:  # beside learning, acting needs parameters of its own
             model, source = copy.deepcopy(policy.model).to(device), policy.model
         if plan.kind == "batched":
@@ -295,15 +202,6 @@ class Trainer:
         )
         slots = range(n_slots)
         return collector, [Rollout.alloc(policy.obs, policy.action, n_steps, config.n_envs) for _ in slots]
-
-    def _acting_device(self) -> torch.device:
-        """Where the policy acts faster on this many envs: on its own device, or as a copy on the CPU."""
-        policy, cpu = self.policy, torch.device("cpu")
-        if policy.device.type == "cpu":
-            return cpu
-        copied = replace(policy, model=copy.deepcopy(policy.model).to(cpu), device=cpu)
-        n_envs = self.config.n_envs
-        return cpu if acting_seconds(copied, n_envs) < acting_seconds(policy, n_envs) else policy.device
 
     def _executor(self, plan: Plan, env_ids: Array) -> Executor:
         factory, obs, seed = self._env.factory, self.policy.obs, self.config.seed
@@ -452,24 +350,6 @@ def eval_executor(env: EnvInfo, layout: ObsLayout, n_envs: int, seed: int) -> Ex
         return batched_eval_executor(env, layout, n_envs, seed)
     kind = CoroutineExecutor if env.is_async else SerialExecutor
     return kind(env.factory, layout, np.arange(n_envs), seed, replayable=False)
-
-
-def acting_seconds(policy: Policy, n_rows: int) -> float:
-    """Seconds the policy takes to act on `n_rows` observations, measured."""
-    actor = make_actor(policy.model, n_rows, policy.device)
-    kind = np.float32 if policy.action.continuous else np.int64
-    noise = np.zeros((n_rows, policy.action.noise_size), np.float32)
-    rows, log_prob = np.zeros((n_rows, policy.action.size), kind), np.zeros(n_rows, np.float32)
-    obs = policy.obs.alloc(n_rows)
-    times = []
-    n_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    for _ in range(7):
-        began = perf_counter()
-        actor.act(obs, noise, rows, log_prob)
-        times.append(perf_counter() - began)
-    torch.set_num_threads(n_threads)
-    return statistics.median(times)
 
 
 def describe(config: RunConfig, env: EnvInfo, policy: Policy, state: TrainState) -> dict[str, Any]:

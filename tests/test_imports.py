@@ -18,9 +18,12 @@ PACKAGE = Path(__file__).parents[1] / "flatout"
 FLOORS = [
     {"cli", "__main__"},
     {"__init__"},
+    {"doctor", "tune"},
+    {"measure"},
     {"agent", "vector"},
     {"loop"},
     {"run"},
+    {"planning"},
     {"config"},
     {"records", "integrations", "meter", "diagnosis", "report", "dashboard"},
     {"recipes"},

@@ -120,11 +120,12 @@ def plans(
     timesteps: int,
     only: str = "auto",
     children_ok: bool = True,
+    n_workers: int = 0,
 ) -> list[Plan]:
-    """Every way that can work, best first; `only` restricts them to one kind."""
+    """Every way that can work, best first; `only` restricts them to one kind, `n_workers` the processes."""
     candidates = [_serial(measured, n_envs)]
     if measured.picklable and n_envs > 1:
-        candidates += [_process(measured, n_envs, n_cores)]
+        candidates += [_process(measured, n_envs, n_cores, n_workers)]
         if children_ok and n_cores > 1:
             candidates.append(children(measured, n_envs, n_cores))
     if measured.waits or only == "thread":
@@ -159,9 +160,9 @@ def children(m: Probe, n_envs: int, n: int) -> Plan:
     return Plan(kind="serial", n_collectors=n, children=True, steps_per_second=0.97 * rate)
 
 
-def _process(m: Probe, n_envs: int, n_cores: int) -> Plan:
+def _process(m: Probe, n_envs: int, n_cores: int, n_workers: int) -> Plan:
     """Workers compute on cores of their own; waiting ones may be as many as the envs."""
-    n = min(n_envs, 32 if m.waits else WORKERS_PER_CORE * n_cores)
+    n = min(n_envs, n_workers or (32 if m.waits else WORKERS_PER_CORE * n_cores))
     share = -(-n_envs // n)
     busy = n_envs * m.step_seconds * m.cpu_share / min(n_cores, n)
     rate = n_envs / (max(share * m.step_seconds, busy) + m.act_seconds(n_envs) + n * HANDOVER_SECONDS)

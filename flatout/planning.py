@@ -1,0 +1,192 @@
+"""How a run will be run: which way the envs are stepped, and whether collecting and learning go side by side.
+
+In: settings, an env, a policy and a learner on this machine. Out: ways to try in this order, measured, with reasons.
+"""
+
+from __future__ import annotations
+
+import copy
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+
+from flatout.config import RunConfig
+from flatout.envs.check import EnvInfo
+from flatout.envs.spaces import ActionLayout, ObsLayout
+from flatout.executors.choose import Plan, Probe, only_plan, plans, probe
+from flatout.hardware.cache import remembered
+from flatout.hardware.threads import torch_threads
+from flatout.learn.compile import Recipe, kept, load
+from flatout.learn.learner import Learner
+from flatout.models.actor import make_actor
+from flatout.models.policy import ActorCritic
+from flatout.pipeline.choose import Work, decide_overlap, share_cores
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Policy:
+    """What acting needs: the model and how spaces map to it."""
+
+    model: ActorCritic
+    obs: ObsLayout
+    action: ActionLayout
+    device: torch.device
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Planning:
+    """What deciding takes."""
+
+    config: RunConfig
+    env: EnvInfo
+    policy: Policy
+    learner: Learner
+    n_cores: int
+    n_steps: int
+    """Env steps the run is for."""
+    precision: str
+
+    def decide(self, overlapped: bool | None = None) -> tuple[list[Plan], bool, str]:
+        """The ways, best first; whether to overlap, and why. `overlapped`: how the run began, if it goes on."""
+        config, env, on_gpu = self.config, self.env, self.policy.device.type == "cuda"
+        n_iterations = self.n_steps // config.total_batch
+        only = only_plan(env, config.executor, config.n_envs)
+        measured: Probe | None = None
+        if not env.batched and not env.is_async and (only is None or config.overlap == "auto"):
+            act = partial(acting_seconds, self.policy)
+            measured = probe(env.factory, self.policy.action, act, seed=config.seed)
+        ranked: list[Plan] = [] if only is None else [only]
+        if measured is not None and only is None:
+            ranked = plans(
+                measured,
+                n_envs=config.n_envs,
+                n_cores=self.n_cores,
+                timesteps=self.n_steps,
+                only=config.executor,
+                children_ok=not on_gpu,
+                n_workers=config.n_workers,
+            )
+        work = self._work(measured) if measured is not None and self._can_have_children(measured) else None
+        overlap, reason = decide_overlap(
+            config.overlap,
+            batched=bool(env.batched),
+            waits=env.is_async or (measured is not None and measured.waits and config.executor != "serial"),
+            on_gpu=on_gpu,
+            can_have_children=work is not None,
+            n_updates=n_iterations * config.updates_per_iteration,
+            n_iterations=n_iterations,
+            gain=lambda: remembered(self._facts(), lambda: work.gain(ranked[0]) if work else 0.0),
+        )
+        if config.overlap == "auto" and overlapped is not None:
+            overlap, reason = overlapped, "as the run began"
+        if overlap and work is not None and not work.measured.waits:
+            ranked = share_cores(ranked, work)
+        return ranked, overlap, reason
+
+    def _can_have_children(self, measured: Probe) -> bool:
+        config = self.config
+        spare = self.n_cores > 1 and config.n_envs > 1 and self.policy.device.type != "cuda"
+        return measured.picklable and config.executor == "auto" and spare
+
+    def _work(self, measured: Probe) -> Work:
+        config = self.config
+        return Work(
+            measured=measured,
+            n_envs=config.n_envs,
+            n_steps=config.ppo.n_steps,
+            n_cores=self.n_cores,
+            learn_seconds=config.updates_per_iteration * self._update_seconds(),
+        )
+
+    def _facts(self) -> dict[str, Any]:
+        """What the gain of overlap depends on, apart from the machine's mood."""
+        config = self.config
+        shape = (config.n_envs, config.ppo.n_steps, config.ppo.batch_size, config.ppo.n_epochs)
+        network = list(config.network.network_arch)
+        return {
+            "env": [config.env, config.env_kwargs],
+            "shape": shape,
+            "network": network,
+            "cores": self.n_cores,
+            "compile": config.compile,
+            "compiled": self._compiled() is not None,
+        }
+
+    def _update_seconds(self) -> float:
+        """Seconds of one update beside a collector, compiled if one is kept; nothing is learned."""
+        batch, path = self.learner.example_batch(self.config.ppo.batch_size), self._compiled()
+        if path is None:
+            return fastest(lambda: self.learner.update.run(batch))
+        step, inputs = load(path), self.learner.update.current_inputs(batch)
+        return fastest(lambda: step(*inputs))
+
+    def _compiled(self) -> Path | None:
+        """The compiled update that is kept for a learner beside a collector, if one is and may be used."""
+        policy, batch_size = self.policy, self.config.ppo.batch_size
+        if self.config.compile == "off" or policy.device.type != "cpu":
+            return None
+        n_threads = torch_threads(count_params(policy), batch_size, max(self.n_cores - 1, 1))
+        path = kept(update_recipe(self.config, policy, self.precision, n_threads))
+        return path if path.exists() else None
+
+
+def update_recipe(config: RunConfig, policy: Policy, precision: str, n_threads: int) -> Recipe:
+    """What the compiled update of such a run is made of."""
+    return Recipe(
+        obs=policy.obs,
+        action=policy.action,
+        network=config.network,
+        ppo=config.ppo,
+        device=str(policy.device),
+        precision=precision,
+        n_threads=n_threads,
+    )
+
+
+def count_params(policy: Policy) -> int:
+    """Weights of the model."""
+    return sum(p.numel() for p in policy.model.parameters())
+
+
+def fastest(call: Callable[[], Any], n_times: int = 4) -> float:
+    """Seconds of the fastest of some calls: the one that nothing else disturbed."""
+    times = []
+    for _ in range(n_times):
+        began = perf_counter()
+        call()
+        times.append(perf_counter() - began)
+    return min(times)
+
+
+def faster_device(policy: Policy, n_envs: int) -> torch.device:
+    """Where the policy acts faster on this many envs: on its own device, or as a copy on the CPU."""
+    cpu = torch.device("cpu")
+    if policy.device.type == "cpu":
+        return cpu
+    copied = replace(policy, model=copy.deepcopy(policy.model).to(cpu), device=cpu)
+    return cpu if acting_seconds(copied, n_envs) < acting_seconds(policy, n_envs) else policy.device
+
+
+def acting_seconds(policy: Policy, n_rows: int) -> float:
+    """Seconds the policy takes to act on `n_rows` observations, measured."""
+    actor = make_actor(policy.model, n_rows, policy.device)
+    kind = np.float32 if policy.action.continuous else np.int64
+    noise = np.zeros((n_rows, policy.action.noise_size), np.float32)
+    rows, log_prob = np.zeros((n_rows, policy.action.size), kind), np.zeros(n_rows, np.float32)
+    obs = policy.obs.alloc(n_rows)
+    times = []
+    n_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    for _ in range(7):
+        began = perf_counter()
+        actor.act(obs, noise, rows, log_prob)
+        times.append(perf_counter() - began)
+    torch.set_num_threads(n_threads)
+    return statistics.median(times)
