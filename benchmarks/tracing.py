@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import tempfile
+from importlib import import_module
 from typing import Any
 
 from benchmarks.page import conditions, table, write_section
@@ -25,13 +26,13 @@ STEPS = 100_000
 def rate(way: str, folder: str, nth: int, overlap: str) -> float:
     """Steps/s of one run; `lanes` and `samples` are what is told apart."""
     import flatout
-    from flatout.records import recorder
     from flatout.run import Trainer
 
+    recorder: Any = import_module("flatout.records.recorder")
     begin, sampler = Trainer.begin_lanes, recorder.Sampler
     if way != "both":
         Trainer.begin_lanes = lambda self, **_: begin(self, spans=way == "spans")  # type: ignore[method-assign]
-        recorder.Sampler = lambda *_, **__: None  # type: ignore
+        recorder.Sampler = lambda *_, **__: None
     try:
         agent = flatout.PPO(
             "CartPole-v1",

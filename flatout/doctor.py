@@ -101,7 +101,9 @@ def examine(agent: PPO, tell: Callable[[str], None] = lambda _: None) -> Case:
     settings = settings_of(agent)
     tell(f"running it for {MOMENT_SECONDS:.0f} s")
     moment = run_a_moment(agent, MOMENT_SECONDS)
-    settings = replace(settings, compiled=bool(moment.summary["compiled"]))
+    settings = replace(
+        settings, compiled=bool(moment.summary["compiled"]), extra_seconds=moment.extra_seconds
+    )
     costs, _ = fitted(costs, settings, moment)
     config, wall = agent.config, moment.summary["wall_seconds"]
     total, free = usable_memory()

@@ -38,6 +38,7 @@ MAX_ENVS = 32
 SAMPLES = 400
 USUAL = ("train/clip_fraction", "train/approx_kl")
 """Metrics that a diagnosis looks at."""
+EXTRA = ("checkpoint", "evaluate", "record")
 TINY = 8
 """Rows of a minibatch whose update is nothing but launching operations."""
 
@@ -50,6 +51,8 @@ class Moment:
     learner_busy: float
     collect_rate: float | None
     learn_rate: float | None
+    extra_seconds: float
+    """Of an iteration, for checkpoints, evaluation and records."""
     summary: dict[str, Any]
     metrics: dict[str, float]
 
@@ -255,11 +258,13 @@ def run_a_moment(agent: PPO, seconds: float) -> Moment:
     wall = max(last_at - first_at, 1e-9)
     busy = [sum(p.phases.get(name, 0.0) for name in ("advantage", "update")) for p in (first, last)]
     summary = agent.summary
+    extra = sum(last.phases.get(name, 0.0) - first.phases.get(name, 0.0) for name in EXTRA)
     return Moment(
         steps_per_second=(last.env_steps - first.env_steps) / wall,
         learner_busy=(busy[1] - busy[0]) / wall,
         collect_rate=summary["collect_rate"],
         learn_rate=summary["learn_rate"],
+        extra_seconds=max(extra, 0.0) / max(last.iteration - first.iteration, 1),
         summary=summary,
         metrics={name: statistics.median(p.metrics[name] for _, p in seen) for name in USUAL},
     )

@@ -48,6 +48,7 @@ def case_of_run(summary: Mapping[str, Any], config: Mapping[str, Any], system: M
 
 def _settings(summary: Mapping[str, Any], config: Mapping[str, Any], n_cores: int) -> Settings:
     executor, widths = summary["executor"], config["network"]["network_arch"]
+    extra = sum(summary["phases"].get(name, 0.0) for name in ("checkpoint", "evaluate", "record"))
     return Settings(
         n_envs=config["n_envs"],
         n_steps=config["ppo"]["n_steps"],
@@ -62,6 +63,7 @@ def _settings(summary: Mapping[str, Any], config: Mapping[str, Any], n_cores: in
         n_cores=n_cores,
         on_device=str(summary["device"]).startswith("cuda"),
         n_params=2 * sum(a * b for a, b in pairwise(widths)),
+        extra_seconds=extra / max(summary["env_steps"] / (config["n_envs"] * config["ppo"]["n_steps"]), 1),
     )
 
 

@@ -1,0 +1,156 @@
+"""`flatout tune` against an exhaustive grid of the same ways: how near it comes, in what part of the time.
+
+`python -m benchmarks.tuning` → docs/benchmarks.md. The best of the grid and what tuning found are run again, alternating.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from time import perf_counter
+from typing import Any
+
+from benchmarks.envs import Wait
+from benchmarks.page import conditions, table, write_section
+
+CASES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "slow envs": (
+        Wait,
+        {
+            "preset": "auto",
+            "n_envs": 32,
+            "n_steps": 64,
+            "batch_size": 512,
+            "n_epochs": 10,
+            "network_arch": (256, 256),
+        },
+    ),
+    "CartPole-v1": (
+        "CartPole-v1",
+        {
+            "preset": "auto",
+            "n_envs": 32,
+            "n_steps": 32,
+            "batch_size": 256,
+            "n_epochs": 4,
+            "network_arch": (64, 64),
+        },
+    ),
+}
+SECONDS = 6.0
+BUDGET = 60.0
+
+
+def grid(case: str) -> list[dict[str, Any]]:
+    """Every number of envs with the same total batch × every executor × overlap."""
+    _, own = CASES[case]
+    total = own["n_envs"] * own["n_steps"]
+    out = []
+    for n_envs in (8, 16, 32, 64):
+        for way in (
+            {"executor": "serial"},
+            {"executor": "process"},
+            {"executor": "thread"},
+            {"executor": "auto", "n_collectors": 1},
+            {"executor": "auto", "n_collectors": 2},
+        ):
+            for overlap in ("off", "on"):
+                if way["executor"] == "thread" and case == "CartPole-v1":
+                    continue
+                if way["executor"] == "serial" and case == "slow envs":
+                    continue  # waits in turn: minutes for one rollout
+                out.append({"n_envs": n_envs, "n_steps": total // n_envs, "overlap": overlap, **way})
+    return out
+
+
+def reach(case: str, settings: dict[str, Any]) -> float:
+    """Steps/s of a real run of some seconds."""
+    import flatout
+    from flatout.measure import run_a_moment
+
+    env, own = CASES[case]
+    agent = flatout.PPO(env, **(own | settings), seed=1)
+    moment = run_a_moment(agent, SECONDS)
+    agent.close()
+    return moment.steps_per_second
+
+
+def tuned(case: str) -> dict[str, Any]:
+    """What tuning chooses, and how long it takes."""
+    from flatout.tune import tune
+
+    env, own = CASES[case]
+    found = tune(env, budget=BUDGET, seed=1, **own)
+    trials = [(t.words, t.predicted, t.measured) for t in found.trials]
+    return {"config": found.best.config, "seconds": found.seconds, "trials": trials}
+
+
+def in_a_process(what: str, case: str, settings: dict[str, Any]) -> Any:
+    """One of the above in a fresh process."""
+    command = [sys.executable, "-m", "benchmarks.tuning", "--one", what, case, json.dumps(settings)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        print(done.stderr.splitlines()[-1], flush=True)
+        return 0.0
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def main() -> None:
+    """Tune, walk the grid, compare."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--one", nargs=3)
+    parser.add_argument("--cases", default=",".join(CASES))
+    args = parser.parse_args()
+    if args.one:
+        what, case, text = args.one
+        print(json.dumps(reach(case, json.loads(text)) if what == "reach" else tuned(case)))
+        return
+    rows = []
+    for case in args.cases.split(","):
+        found = in_a_process("tune", case, {})
+        print(found, flush=True)
+        began = perf_counter()
+        rates = []
+        for settings in grid(case):
+            rates.append((in_a_process("reach", case, settings), settings))
+            print(case, settings, round(rates[-1][0]), flush=True)
+        grid_seconds = perf_counter() - began
+        top = [settings for _, settings in sorted(rates, key=lambda item: -item[0])[:3]]
+        ratios, best_rates = [], []
+        for _ in range(3):
+            ours = in_a_process("reach", case, found["config"])
+            best = max(in_a_process("reach", case, settings) for settings in top)
+            ratios.append(ours / best)
+            best_rates.append(best)
+        cells = [f"{statistics.median(best_rates):,.0f}", f"{100 * statistics.median(ratios):.0f} %"]
+        shown = {k: v for k, v in found["config"].items() if v not in (0, None)}
+        cells += [
+            f"{found['seconds']:.0f} s",
+            f"{grid_seconds:.0f} s, {len(rates)} runs",
+            str(shown),
+            str(top[0]),
+        ]
+        print(" | ".join([case, *cells]), flush=True)
+        rows.append([case, *cells])
+    header = [
+        "case",
+        "best of the grid, steps/s",
+        "tuned ÷ best",
+        "tuning took",
+        "the grid took",
+        "tuned",
+        "best",
+    ]
+    text = (
+        "## What tuning finds\n\n`python -m benchmarks.tuning`: `flatout tune` and every way of an exhaustive grid; the "
+        f"three best of the grid and the tuned one are run again, three rounds.\n{conditions()}\n\n"
+        + table(header, rows)
+    )
+    write_section("tuning", text)
+
+
+if __name__ == "__main__":
+    main()
