@@ -133,7 +133,7 @@ class _Loop:
             length_mean=state.length_mean,
             metrics=metrics,
             phases=phases,
-            learner_busy=busy_seconds(phases) / wall,
+            learner_busy=busy_seconds(lanes) / wall,
         )
 
     def _evaluate_if_due(self, steps_before: int, metrics: dict[str, float]) -> None:
@@ -191,8 +191,9 @@ def collect_seconds(lanes: dict[str, dict[str, float]]) -> float:
     )
 
 
-def busy_seconds(phases: dict[str, float]) -> float:
-    """Seconds in which the learner's device ran update work."""
+def busy_seconds(lanes: dict[str, dict[str, float]]) -> float:
+    """Seconds in which the learner's device ran update work, on the device's own clock if it has one."""
+    phases = lanes.get("device") or lanes["learner"]
     return sum(phases.get(name, 0.0) for name in LEARN_PHASES)
 
 
@@ -227,7 +228,7 @@ def summarize(
     config, state = trainer.config, trainer.state
     lanes, wall = state.lanes or {"learner": {}}, state.wall_seconds
     phases, collect = run_phases(lanes, overlapped=trainer.overlap), collect_seconds(lanes)
-    busy = busy_seconds(phases)
+    busy = busy_seconds(lanes)
     rate, collect_rate, learn_rate = (
         state.env_steps / seconds if seconds > 0 else None for seconds in (wall, collect, busy)
     )

@@ -42,6 +42,7 @@ from flatout.pipeline.overlap import Overlap, Ready
 from flatout.pipeline.state import TrainState
 from flatout.pipeline.stop import StopRequest
 from flatout.planning import Planning, Policy, count_params, faster_device, fastest, update_recipe
+from flatout.trace.device import DeviceClock
 from flatout.trace.phases import Lane, PhaseClock
 
 EVAL_SEED = 1_000_003
@@ -278,7 +279,8 @@ class Trainer:
     @property
     def lanes(self) -> list[Lane]:
         """The learner, then the collectors."""
-        return [self.clock, *self._collector.lanes]
+        device = self.learner.device_clock
+        return [self.clock, *self._collector.lanes, *([device] if device is not None else [])]
 
     def measured(self) -> dict[str, float | None]:
         """What was measured besides the phases, in seconds: an env's step, launching an update."""
@@ -296,12 +298,14 @@ class Trainer:
         self.clock.traced = spans
         self.clock.restart(self._before.get(self.clock.lane, {}))
         self._collector.trace(spans)
+        if self.policy.device.type == "cuda":
+            self.learner.device_clock = DeviceClock(lambda: torch.cuda.Event(enable_timing=True))
 
     def read_lanes(self) -> dict[str, dict[str, float]]:
         """Seconds per phase of every lane since the run began."""
         out = {name: dict(seconds) for name, seconds in self._before.items()}
         out[self.clock.lane] = self.clock.read()
-        for lane in self._collector.lanes:
+        for lane in self.lanes[1:]:
             total = out.setdefault(lane.lane, {})
             for phase, seconds in lane.read().items():
                 total[phase] = total.get(phase, 0.0) + seconds

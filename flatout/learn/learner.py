@@ -19,6 +19,7 @@ from flatout.learn.normalize import RewardScaler, RunningMoments
 from flatout.learn.params import FlatParams
 from flatout.learn.update import Update
 from flatout.models.policy import ActorCritic
+from flatout.trace.device import IDLE, DeviceClock
 from flatout.trace.phases import PhaseClock
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -77,6 +78,8 @@ class Learner:
         )
         self.compilation: BringsCompiled | None = None
         """Brings a compiled update in; None: learn without."""
+        self.device_clock: DeviceClock | None = None
+        """Sees when the device works on what; None on the host, whose clock sees it."""
         self.capture = False
         """Whether to capture the step as a CUDA graph."""
         self._value_parts = PartSize(n_envs * config.n_steps)
@@ -107,22 +110,22 @@ class Learner:
         learning_rate = config.learning_rate * (left if config.learning_rate_schedule == "linear" else 1.0)
         clip_range = config.clip_range * (left if config.clip_range_schedule == "linear" else 1.0)
 
-        self._clock.enter("stage")
+        self._enter("stage")
         data = self._transitions(rollout)
-        self._clock.enter("advantage")
+        self._enter("advantage")
         log_ratio = self._value_parts.attempt(lambda: self._log_ratio(data)) if lag else None
         weigh_by = log_ratio if config.vtrace else None
         batch = self._value_parts.attempt(lambda: ppo.advantages(self._values, data, config, weigh_by))
         if log_ratio is not None:
             batch = ppo.brought_up_to_date(batch, log_ratio.flatten(), weighed=config.vtrace)
         if self.compilation is not None and self.update.compiled is None:
-            self._clock.enter("compile")
+            self._enter("compile")
             first = batch.take(slice(0, config.batch_size))
             self.compilation.visit(self.update, first, seconds_left=self._seconds_left(progress))
         if self.capture and self.update.replayed is None:
             self._capture(batch.take(slice(0, config.batch_size)))
 
-        self._clock.enter("update")
+        self._enter("update")
         self.update.begin(learning_rate, clip_range)
         self._shuffle.manual_seed(self._seed * 1_000_003 + iteration)
         for _ in range(config.n_epochs):
@@ -132,9 +135,17 @@ class Learner:
             for i, moments in self._obs_moments.items():
                 self._renormalize(i, moments, batch.obs[i])
         metrics = self._read_metrics(batch)
+        if self.device_clock is not None:
+            self.device_clock.enter(IDLE)
+            self.device_clock.cut()
         if log_ratio is not None:
             metrics |= dict(zip(ppo.DRIFT, ppo.drift(log_ratio).tolist(), strict=True))
         return metrics | {"train/learning_rate": learning_rate, "train/clip_range": clip_range}
+
+    def _enter(self, phase: str) -> None:
+        self._clock.enter(phase)
+        if self.device_clock is not None:
+            self.device_clock.enter(phase)
 
     def _epoch(self, batch: ppo.Minibatch, stop: Callable[[], bool]) -> bool:
         """One pass in a new order; true when the remaining epochs would change nothing."""
