@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -68,6 +69,7 @@ def _print(monitor: Monitor, stream: SafeStream) -> None:
 def _watch(monitor: Monitor, stream: SafeStream, interval: float) -> None:
     """Redraw until the named runs have ended; their last state stays in the terminal."""
     console = _console(stream)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         # The alternate screen: what the terminal showed before comes back afterwards.
         with Live(console=console, screen=True, auto_refresh=False, vertical_overflow="crop") as live:

@@ -105,8 +105,8 @@ def _lines(snapshot: Snapshot, width: int) -> list[Text]:
     return [
         _steps_row(progress, snapshot.waited, width),
         _return_row(progress, snapshot, width),
-        row("speed", _speed_figures(progress), width),
-        row("update", _update_figures(progress, width), width),
+        _row("speed", _speed_figures(progress), width),
+        _row("update", _update_figures(progress, width), width),
     ]
 
 
@@ -133,7 +133,7 @@ def _return_row(progress: Progress, snapshot: Snapshot, width: int) -> Text:
     if progress.length_mean is not None:
         figures.append(figure("length", number(progress.length_mean)))
     figures.append(figure("episodes", count(progress.episodes)))
-    return row("return", figures, width)
+    return _row("return", figures, width)
 
 
 def _speed_figures(progress: Progress) -> list[Text]:
@@ -186,8 +186,7 @@ def figure(label: str, value: str, style: str = "") -> Text:
     return Text.assemble((f"{label} ", "dim"), (value, style))
 
 
-def row(label: str, figures: Sequence[Text], width: int) -> Text:
-    """A labelled line of as many figures as fit."""
+def _row(label: str, figures: Sequence[Text], width: int) -> Text:
     if width >= _ROOMY and figures:
         # Room to keep the rows in columns, so that they don't jump about as figures grow.
         figures[0].pad_right(max(0, _FIRST_CELLS - figures[0].cell_len))

@@ -54,6 +54,7 @@ class Job:
     algo: str = ""
     device: str = ""
     executor: str = ""
+    collectors: float | None = None
     overlap: bool | None = None
     env_steps: float | None = None
     total_steps: float | None = None
@@ -128,9 +129,11 @@ class JobReader:
         figures["total_steps"] = figures["total_steps"] or total
         return {
             **figures,
-            **{name: _word(known.get(name)) for name in ("env", "algo", "device")},
+            **{name: _word(known.get(name)) for name in ("env", "algo")},
+            "device": _word(record.get("device")),
             "outcome": _word(record.get("status")) if status == "ended" else "",
             "executor": _word(executor.get("kind")),
+            "collectors": number(executor.get("collectors")),
             "overlap": on if isinstance(on := overlap.get("on"), bool) else None,
             "seconds_silent": silent,
             "seconds_left": _left(figures, silent or 0.0) if runs else None,

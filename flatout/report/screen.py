@@ -5,27 +5,25 @@ In: a Moment and a terminal's size. Out: rich renderables.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import textwrap
 
 from rich import box
 from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.text import Text
 
-from flatout.meter.lines import number
 from flatout.records.figures import count, duration, mean_and_std, percent, rate, share_done
 from flatout.records.view import bar, figure, fitting, sparkline
+from flatout.report.gauges import gauges
 from flatout.report.job import Job
 from flatout.report.monitor import Moment
 from flatout.report.strips import LABEL_CELLS, strip_cells, strip_lines
 
 WIDEST = 140
-_SILENT_SECONDS = 5.0
-_GAUGE_LABEL = 9
+_SILENT_SECONDS = 10.0
+"""A run that tells nothing for this long may be in a long iteration, or stuck."""
 _LANES = (6, 2, 1, 0)
 """How many lanes a job shows, from the most detail to the least; below that it is a line."""
-_LEVELS = " ▁▂▃▄▅▆▇█"
 _COLOURS = {"running": "green", "ended": "cyan", "killed": "red", "gone": "red"}
 
 
@@ -37,7 +35,7 @@ def cells_for(columns: int) -> int:
 def screen(moment: Moment, columns: int, lines: int | None = None, waits: bool = False) -> RenderableType:
     """Everything, in at most so many lines; `waits`: it goes on looking for runs."""
     width = min(columns, WIDEST)
-    top = _gauges(moment, width)
+    top = gauges(moment, width)
     if moment.note:
         top.append(Text(f"{moment.note}{'; waiting' if waits else ''}", "bold"))
     for most in _LANES:
@@ -52,73 +50,18 @@ def _inner(columns: int) -> int:
     return min(columns, WIDEST) - 4
 
 
-def _gauges(moment: Moment, width: int) -> list[Text]:
-    share = share_done(moment.memory, moment.memory_total)
-    used = f"{_gigabytes(moment.memory)} of {_gigabytes(moment.memory_total)} ({percent(share)})"
-    return [
-        *_cores(moment.cores, width),
-        _gauge("memory", share, Text(used), width),
-        *([Text(moment.no_gpu, "dim", no_wrap=True, overflow="ellipsis")] if moment.no_gpu else []),
-        *(_gpu(device, gpu, width) for device, gpu in moment.gpus.items()),
-    ]
-
-
-def _cores(loads: list[float], width: int) -> list[Text]:
-    """A bar for each core or, where there are many, a block of its height."""
-    per_line = max(1, (width - _GAUGE_LABEL) // 22)
-    if len(loads) > 2 * per_line:
-        mean = f" {percent(sum(loads) / len(loads))}"
-        blocks = "".join(_LEVELS[round(8 * share_done(load, 1.0))] for load in loads)
-        room = max(1, width - _GAUGE_LABEL - len(mean))
-        parts = [blocks[i : i + room] for i in range(0, len(blocks), room)]
-        parts[-1] += mean
-        return [_labelled("cores" if i == 0 else "", Text(part)) for i, part in enumerate(parts)]
-    n_lines = -(-len(loads) // per_line)
-    per_line = -(-len(loads) // max(1, n_lines))
-    room = (width - _GAUGE_LABEL) // max(1, per_line)
-    bars = [Text.assemble(bar(min(load, 1.0), room - 8), f" {percent(load):<7}") for load in loads]
-    starts = range(0, len(bars), per_line)
-    return [_labelled("cores" if i == 0 else "", Text().join(bars[i : i + per_line])) for i in starts]
-
-
-def _gpu(device: str, gpu: Mapping[str, Any], width: int) -> Text:
-    """What the card told last; what it does not tell is left out."""
-    known = {name: value for name in gpu if (value := number(gpu[name])) is not None}
-    memory, total, load = known.get("memory"), known.get("memory_total"), known.get("utilization")
-    figures = []
-    if load is not None:
-        figures.append(Text(f"{percent(load)} utilised"))
-    if memory is not None:
-        figures.append(Text(_gigabytes(memory) + (f" of {_gigabytes(total)}" if total else "")))
-    for name, unit in (("power", "W"), ("temperature", "°C")):
-        if name in known:
-            figures.append(Text(f"{known[name]:.0f} {unit}"))
-    reasons = gpu.get("throttled")
-    if isinstance(reasons, list) and reasons:
-        figures.insert(1, Text(f"slowed by {', '.join(map(str, reasons))}", "bold red"))
-    shown = Text("  ").join(fitting(figures, width - _GAUGE_LABEL - 8, "  "))
-    return _gauge(device or "GPU", load or 0.0, shown, width)
-
-
-def _gauge(label: str, share: float, text: Text, width: int) -> Text:
-    room = max(4, min(width // 2, width - _GAUGE_LABEL - text.cell_len - 2))
-    return _labelled(label, Text.assemble(bar(share_done(share, 1.0), room), "  ", text))
-
-
-def _labelled(label: str, text: Text) -> Text:
-    return Text.assemble((f"{label:<{_GAUGE_LABEL}}", "dim"), text, no_wrap=True, overflow="crop")
-
-
 def _panel(job: Job, lines: list[Text], width: int) -> Panel:
-    about = [job.env, job.algo.upper(), job.device, job.executor, "overlap" if job.overlap else ""]
-    title = Text.assemble((job.name, "bold"), " · ", _state(job))
-    room = width - 6 - title.cell_len
-    words = [Text(word) for word in about if word]
+    n_collectors = job.collectors or 0.0
+    collectors = f"{count(n_collectors)} collectors" if n_collectors > 1 else ""
+    overlap = "overlap" if job.overlap else ""
+    about = [job.env, job.algo.upper(), job.device, job.executor, collectors, overlap]
+    title = Text.assemble((job.name, "bold"), " · ", _state(job), style="not dim")
+    room = width - 9 - title.cell_len
+    for word in fitting([Text(word) for word in about if word], room, " · "):
+        title.append(" · ").append_text(word)
     return Panel(
         Text("\n", no_wrap=True, overflow="crop").join(lines),
-        title=Text.assemble(
-            title, *(part for word in fitting(words, room - 3, "   ") for part in (" · ", word))
-        ),
+        title=title,
         title_align="left",
         box=box.ROUNDED,
         border_style="dim",
@@ -139,15 +82,15 @@ def _lines(job: Job, width: int, most_lanes: int) -> list[Text]:
     if job.env_steps is None and not job.strips:
         text = "the first rollout is on its way" if job.status == "running" else "it has told nothing"
         return [Text(text)]
-    lines = [_steps(job, width), _return(job, width)]
+    lines = [_steps(job, width)]
+    if job.env_steps is not None:
+        lines += [_return(job, width), _speed(job, width)]
     if most_lanes:
         lines += strip_lines(job, width, most_lanes)
     if job.idle:
-        lines.append(
-            _sentence("idle", ", ".join(f"{percent(s)} {c}" for c, s in list(job.idle.items())[:2]), width)
-        )
+        lines += _sentence("idle", _idle(job), width)
     if job.finding is not None:
-        lines.append(_sentence("to change", f"{job.finding['what']} {job.finding['change']}", width))
+        lines += _sentence("to change", f"{job.finding['what']} {job.finding['change']}", width)
     return [line for line in lines if line.plain.strip()]
 
 
@@ -168,22 +111,41 @@ def _steps(job: Job, width: int) -> Text:
 
 def _return(job: Job, width: int) -> Text:
     figures = [Text(mean_and_std(job.return_mean, job.return_std), "bold green")]
-    if curve := sparkline(job.returns, min(24, width // 5)):
+    if curve := sparkline(job.returns, min(24, width // 4)):
         figures.append(Text(curve, "green"))
+    if job.episodes is not None:
+        figures.append(figure("episodes", count(job.episodes)))
+    return _row("return", figures, width)
+
+
+def _speed(job: Job, width: int) -> Text:
+    figures = []
     if job.steps_per_second is not None:
         figures.append(Text.assemble((rate(job.steps_per_second), "bold"), " steps/s"))
     if job.learner_busy is not None:
-        figures.append(figure("learner busy", percent(job.learner_busy)))
-    if job.episodes is not None:
-        figures.append(figure("episodes", count(job.episodes)))
+        figures.append(figure("learner busy", percent(job.learner_busy), "bold"))
+    return _row("speed", figures, width) if figures else Text()
+
+
+def _idle(job: Job) -> str:
+    """How much of the time shown the learner was idle, and the two largest causes."""
+    total = percent(sum(job.idle.values()))
+    causes = [f"{percent(share)} {cause}" for cause, share in list(job.idle.items())[:2] if share >= 0.005]
+    return f"{total}: {', '.join(causes)}" if causes else total
+
+
+def _row(label: str, figures: list[Text], width: int) -> Text:
     shown = fitting(figures, width - LABEL_CELLS, "   ")
-    return Text.assemble((f"{'return':<{LABEL_CELLS}}", "dim"), Text("   ").join(shown))
+    return Text.assemble((f"{label:<{LABEL_CELLS}}", "dim"), Text("   ").join(shown))
 
 
-def _sentence(label: str, text: str, width: int) -> Text:
-    line = Text.assemble((f"{label:<{LABEL_CELLS}}", "dim"), text)
-    line.truncate(width, overflow="ellipsis")
-    return line
+def _sentence(label: str, text: str, width: int) -> list[Text]:
+    """Words in at most two lines."""
+    lines = textwrap.wrap(text, max(20, width - LABEL_CELLS), max_lines=2, placeholder=" …")
+    return [
+        Text.assemble((f"{label if i == 0 else '':<{LABEL_CELLS}}", "dim"), line)
+        for i, line in enumerate(lines)
+    ]
 
 
 def _briefly(jobs: list[Job], width: int, lines: int) -> list[Text]:
@@ -204,7 +166,3 @@ def _brief(job: Job, width: int) -> Text:
     if job.learner_busy is not None:
         figures.append(figure("busy", percent(job.learner_busy)))
     return Text("  ", no_wrap=True, overflow="crop").join(fitting(figures, width, "  "))
-
-
-def _gigabytes(n_bytes: float) -> str:
-    return f"{n_bytes / 2**30:.1f} GB"

@@ -17,26 +17,27 @@ LABEL_CELLS = 13
 _BUSY_CELLS = 11
 _LONGEST = 120
 
-# Capitals are work, small letters are waiting and overhead.
+# Capitals are work, small letters are waiting and overhead. Of the colours, green is what the learner is there for,
+# red is its waiting, blue is collecting, grey is nothing to do.
 _PHASES = {
     "update": ("U", "black on green"),
-    "advantage": ("V", "black on bright_green"),
+    "advantage": ("V", "black on green"),
     "wait": ("w", "white on red"),
-    "stage": ("g", "black on bright_magenta"),
+    "stage": ("g", "black on magenta"),
     "compile": ("c", "white on magenta"),
-    "record": ("r", "black on bright_yellow"),
-    "evaluate": ("e", "black on bright_cyan"),
+    "record": ("r", "black on yellow"),
+    "evaluate": ("e", "black on yellow"),
     "checkpoint": ("k", "black on yellow"),
     "publish": ("p", "black on white"),
     "start": ("b", "white on bright_black"),
     "act": ("A", "black on cyan"),
     "env": ("E", "white on blue"),
-    "tail": ("t", "black on bright_blue"),
-    "store": ("S", "black on bright_white"),
-    "slot": ("l", "white on red"),
+    "tail": ("t", "white on magenta"),
+    "store": ("S", "black on white"),
+    "slot": ("l", "white on bright_black"),
 }
 _OTHER = ("?", "reverse")
-_LEGEND = {"slot": "slot (for the learner)", "tail": "tail (slowest env)"}
+_MEANINGS = {"wait": "wait for data", "slot": "wait for the learner", "tail": "wait for the slowest env"}
 
 
 def strip_cells(width: int) -> int:
@@ -70,11 +71,13 @@ def _rest(strips: Sequence[Strip]) -> Text:
 
 
 def _legend(job: Job, strips: Sequence[Strip], width: int) -> Text:
-    """The letters that can be seen and how much time there is; the rarest are left out where it is narrow."""
+    """The letters that can be seen, in fewer words where it is narrow, and how much time is shown."""
     seen = [phase for strip in strips for phase in strip.cells if phase]
     phases = sorted(set(seen), key=lambda phase: -seen.count(phase))
-    words = [Text.assemble(_PHASES.get(phase, _OTHER), f" {_LEGEND.get(phase, phase)}") for phase in phases]
-    what = "last" if job.status == "running" else "all"
-    span = f"{what} {duration(job.seconds_shown)}"
-    shown = fitting(words, width - LABEL_CELLS, "  ")
+    span = f"last {job.seconds_shown:.0f} s" if job.status == "running" else duration(job.seconds_shown)
+    for meanings in (_MEANINGS, {}):
+        words = [Text.assemble(_PHASES.get(p, _OTHER), f" {meanings.get(p, p)}") for p in phases]
+        shown = fitting(words, width - LABEL_CELLS, "  ")
+        if len(shown) == len(words):
+            break
     return Text.assemble((f"{span:<{LABEL_CELLS}}"[:LABEL_CELLS], "dim"), Text("  ").join(shown))
