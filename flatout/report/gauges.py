@@ -16,7 +16,7 @@ from flatout.records.view import bar, fitting
 from flatout.report.monitor import Moment
 
 _LABEL_CELLS = 9
-_LEVELS = " ▁▂▃▄▅▆▇█"
+_LEVELS = "▁▂▃▄▅▆▇█"
 
 
 def gauges(moment: Moment, width: int) -> list[Text]:
@@ -36,7 +36,7 @@ def _cores(loads: list[float], width: int) -> list[Text]:
     per_line = max(1, (width - _LABEL_CELLS) // 22)
     if len(loads) > 2 * per_line:
         mean = f" {percent(sum(loads) / len(loads))}"
-        blocks = "".join(_LEVELS[round(8 * share_done(load, 1.0))] for load in loads)
+        blocks = "".join(_LEVELS[round(7 * share_done(load, 1.0))] for load in loads)
         room = max(1, width - _LABEL_CELLS - len(mean))
         parts = [blocks[i : i + room] for i in range(0, len(blocks), room)]
         parts[-1] += mean

@@ -21,21 +21,22 @@ _CLOCK_SECONDS = 60.0
 """By how much the clock may have been set."""
 
 
-def status(path: Path) -> str:
-    """`running`, `ended`, `killed`, or `unknown` for a run that has told nothing."""
-    told, ended = _written(path / "progress.json"), _written(path / "summary.json")
-    # A resumed run has an old summary beside its progress; one that just ended may still have both.
-    if told > ended and (progress := _read(path / "progress.json")):
-        return "running" if is_alive(progress) else "killed"
-    if ended > 0:
-        return "ended"
-    return "running" if time() - _written(path / "samples.jsonl") < _FRESH_SECONDS else "unknown"
-
-
 def life(path: Path) -> tuple[str, dict[str, Any]]:
-    """The status, and what progress.json or summary.json says."""
-    found = status(path)
-    return found, _read(path / ("summary.json" if found == "ended" else "progress.json"))
+    """`running`, `ended`, `killed` or `unknown`, and what progress.json or summary.json says."""
+    progress, summary = path / "progress.json", path / "summary.json"
+    # A resumed run has an old summary beside its progress; one that just ended may still have both.
+    if _written(progress) > _written(summary) and (record := _read(progress)):
+        return "running" if is_alive(record) else "killed", record
+    if _written(summary) > 0:
+        return "ended", _read(summary)
+    is_fresh = time() - _written(path / "samples.jsonl") < _FRESH_SECONDS
+    return "running" if is_fresh else "unknown", {}
+
+
+def goes_on(path: Path) -> bool:
+    """Whether the run goes on; cheap for those that have ended, of which there may be thousands."""
+    has_ended = (path / "summary.json").exists() and not (path / "progress.json").exists()
+    return not has_ended and life(path)[0] == "running"
 
 
 def is_alive(progress: Mapping[str, Any]) -> bool:

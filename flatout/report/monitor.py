@@ -15,7 +15,7 @@ import psutil
 
 from flatout.meter.nvml import open_gpu
 from flatout.report.job import Job, JobReader
-from flatout.report.life import status
+from flatout.report.life import goes_on
 
 _FIRST_SECONDS = 0.2
 """How long the first look at the cores' load takes; later ones are over the time between them."""
@@ -78,7 +78,7 @@ class Monitor:
         """Take up runs that go on; those taken up once stay until their folder goes."""
         self._readers = {path: reader for path, reader in self._readers.items() if path.is_dir()}
         for path in _folders(self._runs_dir):
-            if path not in self._readers and status(path) == "running":
+            if path not in self._readers and goes_on(path):
                 self._readers[path] = JobReader(path)
 
     def _note(self) -> str:

@@ -5,7 +5,7 @@ In: the strips of a job and a width. Out: lines of styled text, with their legen
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.text import Text
 
@@ -53,7 +53,7 @@ def strip_lines(job: Job, width: int, most: int) -> list[Text]:
     lines = [_line(strip) for strip in shown]
     if rest:
         lines.append(_rest(rest))
-    return [*lines, _legend(job, shown, width)]
+    return [*lines, *_legend(job, shown, width)]
 
 
 def _line(strip: Strip) -> Text:
@@ -70,14 +70,23 @@ def _rest(strips: Sequence[Strip]) -> Text:
     return Text(f"{'':<{LABEL_CELLS}}… {len(strips)} more, busy {busy}", "dim")
 
 
-def _legend(job: Job, strips: Sequence[Strip], width: int) -> Text:
-    """The letters that can be seen, in fewer words where it is narrow, and how much time is shown."""
+def _legend(job: Job, strips: Sequence[Strip], width: int) -> list[Text]:
+    """The letters that can be seen, in fewer words or two lines where it is narrow, and how much time is shown."""
     seen = [phase for strip in strips for phase in strip.cells if phase]
     phases = sorted(set(seen), key=lambda phase: -seen.count(phase))
+    room = width - LABEL_CELLS
+    words = [_explained(phase, _MEANINGS) for phase in phases]
+    if len(first := fitting(words, room, "  ")) < len(words):
+        words = [_explained(phase, {}) for phase in phases]
+        first = fitting(words, room, "  ")
+    second = fitting(words[len(first) :], room, "  ")
     span = f"last {job.seconds_shown:.0f} s" if job.status == "running" else duration(job.seconds_shown)
-    for meanings in (_MEANINGS, {}):
-        words = [Text.assemble(_PHASES.get(p, _OTHER), f" {meanings.get(p, p)}") for p in phases]
-        shown = fitting(words, width - LABEL_CELLS, "  ")
-        if len(shown) == len(words):
-            break
-    return Text.assemble((f"{span:<{LABEL_CELLS}}"[:LABEL_CELLS], "dim"), Text("  ").join(shown))
+    rows = [(span, first), ("", second)] if second else [(span, first)]
+    return [
+        Text.assemble((f"{label:<{LABEL_CELLS}}"[:LABEL_CELLS], "dim"), Text("  ").join(shown))
+        for label, shown in rows
+    ]
+
+
+def _explained(phase: str, meanings: Mapping[str, str]) -> Text:
+    return Text.assemble(_PHASES.get(phase, _OTHER), f" {meanings.get(phase, phase)}")
