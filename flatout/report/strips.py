@@ -29,12 +29,12 @@ _PHASES = {
     "evaluate": ("e", "black on yellow"),
     "checkpoint": ("k", "black on yellow"),
     "publish": ("p", "black on white"),
-    "start": ("b", "white on bright_black"),
+    "start": ("b", "bright_white on bright_black"),
     "act": ("A", "black on cyan"),
     "env": ("E", "white on blue"),
     "tail": ("t", "white on magenta"),
     "store": ("S", "black on white"),
-    "slot": ("l", "white on bright_black"),
+    "slot": ("l", "bright_white on bright_black"),
 }
 _OTHER = ("?", "reverse")
 _MEANINGS = {"wait": "wait for data", "slot": "wait for the learner", "tail": "wait for the slowest env"}

@@ -249,6 +249,7 @@ def test_a_named_run_is_over_when_its_folder_goes(tmp_path: Path) -> None:
         b"null\n",
         b'{"pid": "x", "env_steps": "many", "phases": 3, "findings": {"a": 1}, "executor": 7, "gpu": 1, "t": []}\n',
         b'{"lane": 3, "start": NaN, "end": 1e999, "phases": {"a": -1}}\n',
+        b'{"t": 1' + b"0" * 400 + b', "env_steps": 1' + b"0" * 400 + b"}\n",
         b"\xff\x00\xfe\n" * 50,
         b"[" * 100_000 + b"\n",
     ],
