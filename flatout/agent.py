@@ -33,6 +33,8 @@ from flatout.records.display import make_display
 from flatout.records.folder import RunFolder, default_run_name, write_json
 from flatout.records.recorder import Recorder
 from flatout.records.summary import summary_text
+from flatout.report.build import write_report
+from flatout.report.text import report_text
 from flatout.run import EVAL_SEED, MAX_EVAL_ENVS, Trainer, eval_executor
 
 
@@ -240,7 +242,7 @@ class PPO:
         """Where the time of the last learn() went, in a few lines."""
         if not self.summary:
             return "nothing learned yet: call learn() first"
-        return summary_text(self.summary | {"folder": self._folder and str(self._folder.path)})
+        return summary_text(self.summary) if self._folder is None else report_text(self._folder.path)
 
     def header(self) -> list[str]:
         """What a person should know before the run begins."""
@@ -338,6 +340,7 @@ class PPO:
             recorder.close()
             write_json(folder.summary, self.summary)
             folder.progress.unlink(missing_ok=True)
+            write_report(folder.path)
             folder.settle()
         recorder.display.stop()
 

@@ -208,6 +208,7 @@ def identity(trainer: Trainer, device: str) -> dict[str, Any]:
         "executor": {
             "kind": plan.kind,
             "collectors": plan.n_collectors,
+            "children": plan.children,
             "workers": plan.n_workers,
             "reason": plan.reason,
         },
@@ -255,6 +256,7 @@ def summarize(
         "policy_lag_mean": state.lag_sum / max(state.iteration, 1),
         "policy_lag_max": state.lag_max,
         "precision": trainer.precision,
+        "measured": trainer.measured(),
         "compiled": trainer.compiled,
         "restarts": trainer.budget.n_restarts,
         "oom_backoffs": trainer.learner.n_backoffs,

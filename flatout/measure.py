@@ -36,6 +36,8 @@ ENV_SECONDS = 3.0
 MAX_ENVS = 32
 """Envs that are stepped to see whether one is slower than the others."""
 SAMPLES = 400
+USUAL = ("train/clip_fraction", "train/approx_kl")
+"""Metrics that a diagnosis looks at."""
 TINY = 8
 """Rows of a minibatch whose update is nothing but launching operations."""
 
@@ -259,7 +261,7 @@ def run_a_moment(agent: PPO, seconds: float) -> Moment:
         collect_rate=summary["collect_rate"],
         learn_rate=summary["learn_rate"],
         summary=summary,
-        metrics=dict(last.metrics),
+        metrics={name: statistics.median(p.metrics[name] for _, p in seen) for name in USUAL},
     )
 
 

@@ -41,6 +41,19 @@ class Policy:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Decision:
+    """How to run it."""
+
+    ways: list[Plan]
+    """To try in this order."""
+    overlap: bool
+    reason: str
+    """Why to overlap, or why not."""
+    probe: Probe | None
+    """What was measured of the env; None where there was nothing to choose."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Planning:
     """What deciding takes."""
 
@@ -53,8 +66,8 @@ class Planning:
     """Env steps the run is for."""
     precision: str
 
-    def decide(self, overlapped: bool | None = None) -> tuple[list[Plan], bool, str]:
-        """The ways, best first; whether to overlap, and why. `overlapped`: how the run began, if it goes on."""
+    def decide(self, overlapped: bool | None = None) -> Decision:
+        """The ways, best first, and whether to overlap. `overlapped`: how the run began, if it goes on."""
         config, env, on_gpu = self.config, self.env, self.policy.device.type == "cuda"
         n_iterations = self.n_steps // config.total_batch
         only = only_plan(env, config.executor, config.n_envs)
@@ -91,7 +104,7 @@ class Planning:
             ranked = [replace(asked, reason=f"asked for with --n-collectors {config.n_collectors}"), *ranked]
         elif overlap and work is not None and not work.measured.waits:
             ranked = share_cores(ranked, work)
-        return ranked, overlap, reason
+        return Decision(ways=ranked, overlap=overlap, reason=reason, probe=measured)
 
     def _can_have_children(self, measured: Probe) -> bool:
         config = self.config

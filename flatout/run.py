@@ -36,12 +36,12 @@ from flatout.hardware.precision import choose_precision, use_matmul_precision
 from flatout.hardware.threads import torch_threads
 from flatout.learn.checkpoint import Checkpoint
 from flatout.learn.compile import Compilation
-from flatout.learn.learner import Learner
+from flatout.learn.learner import TINY_BATCH, Learner
 from flatout.pipeline.lockstep import Counted, Lockstep
 from flatout.pipeline.overlap import Overlap, Ready
 from flatout.pipeline.state import TrainState
 from flatout.pipeline.stop import StopRequest
-from flatout.planning import Planning, Policy, faster_device, update_recipe
+from flatout.planning import Planning, Policy, count_params, faster_device, fastest, update_recipe
 from flatout.trace.phases import Lane, PhaseClock
 
 EVAL_SEED = 1_000_003
@@ -71,7 +71,7 @@ class Trainer:
         self._before: dict[str, dict[str, float]] = {}
         self.notes: list[str] = []
         self.budget = RestartBudget()
-        n_params = sum(p.numel() for p in policy.model.parameters())
+        n_params = count_params(policy)
         self.precision, _ = choose_precision(config.precision, policy.device, n_params)
         if policy.device.type == "cuda":
             use_matmul_precision(self.precision)
@@ -95,9 +95,10 @@ class Trainer:
             n_steps=n_steps,
             precision=self.precision,
         )
-        ways, self.overlap, self.overlap_reason = planning.decide(overlapped)
+        self._decision = planning.decide(overlapped)
+        self.overlap, self.overlap_reason = self._decision.overlap, self._decision.reason
         self.state.overlapped = self.overlap
-        self.plan, self._collector, rollouts = self._first_that_starts(ways)
+        self.plan, self._collector, rollouts = self._first_that_starts(self._decision.ways)
         n_children = self.plan.n_collectors if self.plan.children else 0
         n_learn_cores = max(n_cores - n_children, 1) if self.overlap else n_cores
         learn_threads = torch_threads(n_params, config.ppo.batch_size, n_learn_cores)
@@ -278,6 +279,16 @@ class Trainer:
     def lanes(self) -> list[Lane]:
         """The learner, then the collectors."""
         return [self.clock, *self._collector.lanes]
+
+    def measured(self) -> dict[str, float | None]:
+        """What was measured besides the phases, in seconds: an env's step, launching an update."""
+        probe = self._decision.probe
+        tiny = self.learner.example_batch(TINY_BATCH)
+        return {
+            "step_seconds": probe.step_seconds if probe else None,
+            "compute_share": probe.cpu_share if probe else None,
+            "launch_seconds": fastest(lambda: self.learner.update.run_eagerly(tiny)),
+        }
 
     def begin_lanes(self, *, spans: bool) -> None:
         """Count the lanes' time from now on, on top of what an earlier part of the run has spent."""

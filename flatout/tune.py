@@ -28,6 +28,8 @@ MOST_ENVS = 512
 FEWEST_STEPS = 16
 NEAR = 0.7
 """Ways that promise at least this share of the best are tried."""
+WORTH = 1.05
+"""Below this gain the settings stay as they are."""
 MORE_ENVS = 1.15
 """Another number of envs must promise this much, since shorter rollouts see less far."""
 
@@ -106,14 +108,20 @@ def tune(
         measured=moment.steps_per_second,
         learner_busy=moment.learner_busy,
     )
-    reckoned = _reckon(costs, now, agent.config, allow_learning_changes)
+    reckoned = _reckon(costs, now, allow_learning_changes)
     trials = [before]
     for candidate in _promising(reckoned, now):
-        if perf_counter() - began > budget - 1.5 * TRIAL_SECONDS:
+        if perf_counter() - began > budget - 4 * TRIAL_SECONDS:
             break
         told(candidate.words)
         trials.append(_run(env, settings, candidate))
     best = max(trials, key=lambda trial: trial.measured or 0.0)
+    if best is not before:
+        told("once more, before and after")
+        again = [_run(env, settings, trial) for trial in (before, best)]
+        before, best = (_mean(*pair) for pair in zip((before, best), again, strict=True))
+        if (best.measured or 0.0) < WORTH * (before.measured or 0.0):
+            best = before
     config = replace_leaves(agent.config, best.config)
     save_tuned(config, agent.device, agent._machine.cores)
     told("done")
@@ -127,7 +135,7 @@ def tune(
     )
 
 
-def _reckon(costs: Costs, now: Settings, config: RunConfig, learning: bool) -> list[Trial]:
+def _reckon(costs: Costs, now: Settings, learning: bool) -> list[Trial]:
     """Every way and number of envs with what the simulation promises, best first."""
     out = []
     for shape in _shapes(now, learning):
@@ -135,7 +143,7 @@ def _reckon(costs: Costs, now: Settings, config: RunConfig, learning: bool) -> l
             promised = simulate(costs, way).steps_per_second
             if shape.n_envs != now.n_envs:
                 promised /= MORE_ENVS
-            out.append(Trial(settings=way, config=_as_config(way, now, config), predicted=promised))
+            out.append(Trial(settings=way, config=_as_config(way, now), predicted=promised))
     return sorted(out, key=lambda trial: -trial.predicted)
 
 
@@ -169,9 +177,13 @@ def _promising(reckoned: list[Trial], now: Settings) -> list[Trial]:
     return first + rest
 
 
-def _as_config(way: Settings, now: Settings, config: RunConfig) -> dict[str, Any]:
+def _as_config(way: Settings, now: Settings) -> dict[str, Any]:
     """The settings of a run that make it run this way."""
-    out: dict[str, Any] = {"n_envs": way.n_envs, "n_steps": way.n_steps, "overlap": "on" if way.overlap else "off"}
+    out: dict[str, Any] = {
+        "n_envs": way.n_envs,
+        "n_steps": way.n_steps,
+        "overlap": "on" if way.overlap else "off",
+    }
     if way.batch_size != now.batch_size:
         out["batch_size"] = way.batch_size
     if way.children:
@@ -188,6 +200,13 @@ def _run(env: EnvSource, settings: dict[str, Any], trial: Trial) -> Trial:
     finally:
         agent.close()
     return replace(trial, measured=moment.steps_per_second, learner_busy=moment.learner_busy)
+
+
+def _mean(first: Trial, second: Trial) -> Trial:
+    """Two tries of the same way as one."""
+    both = (first.measured or 0.0) + (second.measured or 0.0)
+    busy = (first.learner_busy or 0.0) + (second.learner_busy or 0.0)
+    return replace(first, measured=both / 2, learner_busy=busy / 2)
 
 
 def save(tuned: Tuned, path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from flatout.cli.parser import Parser
@@ -37,7 +38,12 @@ def run(argv: Sequence[str]) -> int:
     if out is not None:
         write_text(out, report_page(records))
     if args.json:
-        figures = {"verdict": verdict(records), "idle_seconds": records.idle, "problems": records.problems}
+        figures = {
+            "verdict": verdict(records),
+            "idle_seconds": records.idle,
+            "problems": records.problems,
+            "findings": [asdict(finding) for finding in records.findings],
+        }
         print(json.dumps({**records.summary, **figures, "report": out and str(out)}))
         return 0
     print(report_text(records, width=min(100, shutil.get_terminal_size((100, 24)).columns)))

@@ -25,7 +25,9 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("--budget", type=float, default=60.0, metavar="SECONDS", help="time to spend (60)")
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="where to save (tuned-ENV.json)")
     parser.add_argument(
-        "--allow-learning-changes", action="store_true", help="let minibatches change too, and so what is learned"
+        "--allow-learning-changes",
+        action="store_true",
+        help="let minibatches change too, and so what is learned",
     )
     add_settings(parser)
     args = parser.parse(argv)
@@ -45,7 +47,9 @@ def run(argv: Sequence[str]) -> int:
     from flatout.tune import save, tune
 
     columns = (BarColumn(30), TimeElapsedColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
+    with Progress(
+        *columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()
+    ) as bar:
         task = bar.add_task("starting", total=1.0)
         tuned = tune(
             args.env or config.env,

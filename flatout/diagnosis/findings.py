@@ -113,6 +113,8 @@ def env_computes(case: Case) -> Finding | None:
     )
     n = min(settings.n_cores, settings.n_envs)
     if settings.children or settings.executor == "process" or n < 2:
+        if case.now.collect_rate > 0.8 * case.now.learn_rate:
+            return None
         most = settings.n_cores / costs.step_seconds
         return case.finding(
             "env computes",

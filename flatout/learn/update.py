@@ -106,19 +106,20 @@ class Update(Generic[Batch]):
         if self.compiled is not None and len(batch) == self._compiled_rows == self.parts.n_rows:
             new = self.parts.attempt(lambda: self._run_compiled(batch))
         else:
-            new = self.parts.attempt(lambda: self._run(batch))
+            new = self.parts.attempt(lambda: self.run_eagerly(batch))
         self.commit(new)
 
     def _run_compiled(self, batch: Batch) -> Sequence[Tensor]:
         if self.compiled is None or self.parts.n_rows < self._compiled_rows:  # it did not fit into memory
-            return self._run(batch)
+            return self.run_eagerly(batch)
         return self.compiled(self._state, self._settings, self.buffers(), batch.tensors())
 
     def run(self, batch: Batch) -> Sequence[Tensor]:
         """The state after learning from one minibatch, compiled or not; changes nothing."""
-        return self._run_compiled(batch) if self.compiled is not None else self._run(batch)
+        return self._run_compiled(batch) if self.compiled is not None else self.run_eagerly(batch)
 
-    def _run(self, batch: Batch) -> list[Tensor]:
+    def run_eagerly(self, batch: Batch) -> list[Tensor]:
+        """The same, operation by operation."""
         gradient, metrics = self._gradient(batch, self._params.leaves, self._loss, self.coefficient)
         with torch.no_grad():
             return self._advance(self._state, self.learning_rate, gradient, metrics)

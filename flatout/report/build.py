@@ -26,19 +26,19 @@ _TINY = 0.005
 """Causes of idleness below this share are shown together."""
 
 
-def write_report(folder: Path, findings: Sequence[Finding] = ()) -> Path:
+def write_report(folder: Path, findings: Sequence[Finding] | None = None) -> Path:
     """Write report.html into a run's folder, whole or not at all."""
     path = folder / "report.html"
     write_text(path, build_report(folder, findings))
     return path
 
 
-def build_report(folder: Path, findings: Sequence[Finding] = ()) -> str:
+def build_report(folder: Path, findings: Sequence[Finding] | None = None) -> str:
     """The page of a run."""
     return report_page(read_run(folder), findings)
 
 
-def report_page(records: RunRecords, findings: Sequence[Finding] = ()) -> str:
+def report_page(records: RunRecords, findings: Sequence[Finding] | None = None) -> str:
     """The page of a run whose records are read."""
     data = json.dumps(page_data(records), separators=(",", ":"), allow_nan=False)
     parts = {
@@ -48,7 +48,7 @@ def report_page(records: RunRecords, findings: Sequence[Finding] = ()) -> str:
         "verdict": escape(verdict(records)),
         "tiles": _tiles(records),
         "idle": _idle(records),
-        "findings": _findings(findings),
+        "findings": _findings(records.findings if findings is None else findings),
         "missing": _missing(records),
         "settings": _table(_flat(records.config)),
         "machine": _table(_flat(records.system)),

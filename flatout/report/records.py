@@ -9,11 +9,14 @@ import csv
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from flatout.diagnosis.finding import Finding
+from flatout.diagnosis.from_run import findings_of_run
 from flatout.meter.lanes import cause_of, idle_causes, is_idle, lane_use
 from flatout.meter.lines import number
 from flatout.meter.samples import Samples, read_samples
@@ -47,6 +50,13 @@ class RunRecords:
     faults: str
     problems: list[str]
     """What is missing or broken."""
+
+    @cached_property
+    def findings(self) -> list[Finding]:
+        """What held the run back and what to change."""
+        usual = {name: _median(column) for name, column in self.metrics.items()}
+        known = {name: value for name, value in usual.items() if value is not None}
+        return findings_of_run({**self.summary, "metrics": known}, self.config, self.system)
 
     @property
     def idle(self) -> dict[str, float]:
@@ -142,6 +152,11 @@ def _read_metrics(path: Path, problems: list[str]) -> dict[str, Floats]:
         problems.append(f"{path.name} has no row yet: no learning curve")
         return {}
     return {name: np.array([_cell(row.get(name)) for row in rows]) for name in rows[0] if name}
+
+
+def _median(column: Floats) -> float | None:
+    seen = column[np.isfinite(column)]
+    return float(np.median(seen)) if seen.size else None
 
 
 def _cell(text: str | None) -> float:

@@ -21,9 +21,10 @@ _SHOWN = ("run", "target", "pipeline", "executor", "recovered")
 """Lines of the summary that the verdict does not tell already."""
 
 
-def report_text(run: Path | RunRecords, findings: Sequence[Finding] = (), width: int = 100) -> str:
+def report_text(run: Path | RunRecords, findings: Sequence[Finding] | None = None, width: int = 100) -> str:
     """The verdict, where the time went, the first two findings, what is missing, and the folder."""
     records = read_run(run) if isinstance(run, Path) else run
+    findings = records.findings if findings is None else findings
     told = dict(summary_lines(records.summary))
     lines = [
         ("time went to", _times(records)),
@@ -54,7 +55,7 @@ def _times(records: RunRecords) -> str:
 
 def _finding(finding: Finding) -> str:
     flags = f" ({' '.join(finding.flags)})" if finding.flags else ""
-    return f"{finding.what} {finding.change}{flags}{_predicted(finding)}"
+    return f"{finding.what}: {finding.change}{flags}{_predicted(finding)}"
 
 
 def _predicted(finding: Finding) -> str:
