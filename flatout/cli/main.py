@@ -17,6 +17,7 @@ VERBS = {
     "tune": "measure, pick and save the fastest settings",
     "report": "where the time went and what it learned, as a page and as text",
     "trace": "what every part of a run did when, as a Perfetto/Chrome trace",
+    "monitor": "the machine and the runs on it, live in the terminal",
 }
 """Each is a module of this package with `run(argv) -> exit code`."""
 
@@ -25,7 +26,6 @@ LATER = (
     "play",
     "export",
     "jobs",
-    "monitor",
     "dashboard",
     "bench",
 )

@@ -47,9 +47,12 @@ def read_lines(path: Path) -> Lines:
 
 def number(value: object) -> float | None:
     """`value` if it is a finite number, else None."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return float(value)
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:  # a whole number beyond any float
+        return None
 
 
 def _take(lines: Lines, line: str) -> bool:

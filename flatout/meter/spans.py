@@ -82,11 +82,11 @@ def read_spans(path: Path) -> Spans:
     n_dropped = n_wrong = 0
     for offset, records in lines.parts:
         # A resumed run walks again what came after its checkpoint; those spans are no part of it.
-        rows = {key: _before(lane, offset) for key, lane in rows.items()}
+        rows = {key: before(lane, offset) for key, lane in rows.items()}
         for record in records:
             if "dropped" in record:
                 n_dropped += int(number(record["dropped"]) or 0)
-            elif (row := _row(record, offset)) is None:
+            elif (row := span_row(record, offset)) is None:
                 n_wrong += 1
             else:
                 rows.setdefault((record["lane"], record.get("clock", "host")), []).append(row)
@@ -95,7 +95,7 @@ def read_spans(path: Path) -> Spans:
         problems.append(f"{path.name} has {n_wrong:,} line{'s'[: n_wrong > 1]} that say no span")
     if n_dropped:
         problems.append(f"{n_dropped:,} span{'s were' if n_dropped > 1 else ' was'} lost in writing")
-    lanes = {name: make_lane(name, clock, rows[name, clock]) for name, clock in sorted(rows, key=_order)}
+    lanes = {name: make_lane(name, clock, rows[name, clock]) for name, clock in sorted(rows, key=lane_order)}
     overlapping = sum(n for _, n in lanes.values())
     if overlapping:
         problems.append(f"{overlapping:,} spans lay over others of their lane and were cut")
@@ -118,8 +118,8 @@ def make_lane(name: str, clock: str, rows: Sequence[Row]) -> tuple[Lane, int]:
     return replace(lane, start=lane.start[kept], end=end[kept], seconds=lane.seconds[kept]), n_cut
 
 
-def _row(record: Mapping[str, Any], offset: float) -> Row | None:
-    """The start, end and phases of a span line; None if it is not one."""
+def span_row(record: Mapping[str, Any], offset: float) -> Row | None:
+    """The start, end and phases of a span line on the run's clock; None if it is not one."""
     start, end = number(record.get("start")), number(record.get("end"))
     phases, lane, clock = record.get("phases"), record.get("lane"), record.get("clock", "host")
     if start is None or end is None or not isinstance(phases, dict) or not phases:
@@ -136,7 +136,7 @@ def _row(record: Mapping[str, Any], offset: float) -> Row | None:
     return offset + start, offset + end, known
 
 
-def _before(rows: Sequence[Row], limit: float) -> list[Row]:
+def before(rows: Sequence[Row], limit: float) -> list[Row]:
     """The spans up to `limit`; one across it is cut, with its part of the seconds."""
     kept: list[Row] = []
     for start, end, seconds in rows:
@@ -148,7 +148,8 @@ def _before(rows: Sequence[Row], limit: float) -> list[Row]:
     return kept
 
 
-def _order(key: tuple[str, str]) -> tuple[int, int, str]:
+def lane_order(key: tuple[str, str]) -> tuple[int, int, str]:
+    """Sorts lanes given as (name, clock): learner, device, collectors by number."""
     name = key[0]
     number_in_name = name.rpartition(" ")[2]
     rank = {"learner": 0, "device": 1}.get(name, 2 if name.startswith("collector") else 3)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TextIO
 
 # One character for one, so that no line grows past the terminal's edge.
-_ASCII = str.maketrans("±·–—…╭╮╰╯│─━╸╺▁▂▃▄▅▆▇█", "~|--.++++|-=-- .:-=+*#")
+_ASCII = str.maketrans("±·–—…°╭╮╰╯│─━╸╺▁▂▃▄▅▆▇█", "~|--. ++++|-=-- .:-=+*#")
 
 
 class SafeStream(io.TextIOBase):

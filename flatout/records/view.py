@@ -119,7 +119,7 @@ def _steps_row(progress: Progress, waited: float, width: int) -> Text:
         figures.append(Text(f"{duration(left)} left"))
     figures.append(Text(f"{duration(progress.seconds + waited)} gone", "dim"))
     gap = _gap(width)
-    shown = _fitting(figures, width - 10, gap)
+    shown = fitting(figures, width - 10, gap)
     bar_cells = width - sum(figure.cell_len + len(gap) for figure in shown)
     return Text(gap).join([bar(share, max(bar_cells, 4)), *shown])
 
@@ -129,30 +129,30 @@ def _return_row(progress: Progress, snapshot: Snapshot, width: int) -> Text:
     if curve := sparkline(snapshot.returns, min(20, width // 4)):
         figures.append(Text(curve, "green"))
     if snapshot.evaluated is not None:
-        figures.append(_figure("evaluated", number(snapshot.evaluated)))
+        figures.append(figure("evaluated", number(snapshot.evaluated)))
     if progress.length_mean is not None:
-        figures.append(_figure("length", number(progress.length_mean)))
-    figures.append(_figure("episodes", count(progress.episodes)))
+        figures.append(figure("length", number(progress.length_mean)))
+    figures.append(figure("episodes", count(progress.episodes)))
     return _row("return", figures, width)
 
 
 def _speed_figures(progress: Progress) -> list[Text]:
     figures = [
         Text.assemble((rate(progress.steps_per_second), "bold"), " steps/s"),
-        _figure("learner busy", percent(progress.learner_busy)),
+        figure("learner busy", percent(progress.learner_busy)),
     ]
     wall = sum(progress.phases.values())
     largest = sorted(progress.phases.items(), key=lambda item: -item[1])[:3]
     shares = [(name, seconds / wall) for name, seconds in largest if wall > 0 and seconds / wall >= 0.005]
     for nth, (name, share) in enumerate(shares):
-        figures.append(_figure(name if nth else f"time in {name}", percent(share)))
+        figures.append(figure(name if nth else f"time in {name}", percent(share)))
     return figures
 
 
 def _update_figures(progress: Progress, width: int) -> list[Text]:
     metrics = progress.metrics
     return [
-        _figure(
+        figure(
             label if width >= _ROOMY else short,
             show(metrics[name]),
             "" if math.isfinite(metrics[name]) else "bold red",
@@ -181,7 +181,8 @@ def sparkline(values: Sequence[float], cells: int) -> str:
     return "".join(_LEVELS[round((value - low) * scale)] for value in picked)
 
 
-def _figure(label: str, value: str, style: str = "") -> Text:
+def figure(label: str, value: str, style: str = "") -> Text:
+    """A value behind its dim label."""
     return Text.assemble((f"{label} ", "dim"), (value, style))
 
 
@@ -190,7 +191,7 @@ def _row(label: str, figures: Sequence[Text], width: int) -> Text:
         # Room to keep the rows in columns, so that they don't jump about as figures grow.
         figures[0].pad_right(max(0, _FIRST_CELLS - figures[0].cell_len))
     gap = _gap(width)
-    shown = _fitting(figures, width - _LABEL_CELLS, gap)
+    shown = fitting(figures, width - _LABEL_CELLS, gap)
     return Text.assemble((f"{label:<{_LABEL_CELLS}}", "dim"), Text(gap).join(shown))
 
 
@@ -198,7 +199,7 @@ def _gap(width: int) -> str:
     return "   " if width >= _ROOMY else "  "
 
 
-def _fitting(figures: Sequence[Text], width: int, gap: str) -> list[Text]:
+def fitting(figures: Sequence[Text], width: int, gap: str) -> list[Text]:
     """As many of the figures, from the first on, as fit side by side."""
     shown: list[Text] = []
     used = 0

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,6 +22,7 @@ from flatout.meter.lines import number
 from flatout.meter.samples import Samples, read_samples
 from flatout.meter.spans import Floats, Spans, read_spans
 from flatout.records.folder import RunFolder
+from flatout.report.life import is_alive
 
 _FROM_METRICS = {
     "env_steps": "time/total_timesteps",
@@ -128,13 +128,7 @@ def _status(progress: Mapping[str, Any]) -> str:
     status, pid = progress.get("status"), progress.get("pid")
     if status != "running" or not isinstance(pid, int):
         return str(status or "unknown")
-    try:
-        os.kill(pid, 0)
-    except (ProcessLookupError, OverflowError):
-        return "killed"
-    except OSError:
-        pass  # it is there, but not ours
-    return "running"
+    return "running" if is_alive(progress) else "killed"
 
 
 def _read_json(path: Path, problems: list[str]) -> dict[str, Any]:

@@ -1,0 +1,92 @@
+"""`flatout monitor [RUN ...]`."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TextIO, cast
+
+from rich.console import Console, ConsoleDimensions
+from rich.live import Live
+
+from flatout.cli.parser import Parser
+from flatout.cli.resume import run_path
+from flatout.errors import FlatoutError
+from flatout.records.folder import RunFolder
+from flatout.records.stream import SafeStream
+from flatout.report.monitor import Monitor
+from flatout.report.screen import cells_for, screen
+
+
+def run(argv: Sequence[str]) -> int:
+    """Parse, show until it is over or Ctrl-C; returns the exit code."""
+    parser = Parser(
+        prog="flatout monitor",
+        description="What this machine and the runs on it do, live in the terminal. Ctrl-C ends it, not the runs.",
+    )
+    parser.add_argument(
+        "runs", nargs="*", metavar="RUN", help="only these runs, going on or not (all that go on)"
+    )
+    parser.add_argument(
+        "--runs-dir", type=Path, default=Path("runs"), metavar="DIR", help="where runs are kept"
+    )
+    parser.add_argument(
+        "--interval", type=float, default=0.5, metavar="S", help="seconds between looks (0.5)"
+    )
+    parser.add_argument(
+        "--once", action="store_true", help="print one screen and end; so it does without a terminal"
+    )
+    parser.add_argument("--json", action="store_true", help="print one screen's figures as JSON")
+    args = parser.parse(argv)
+    if not 0.05 <= args.interval <= 3600:
+        raise FlatoutError(f"--interval is {args.interval:g}; it must be from 0.05 to 3600 seconds")
+    named = [_existing(run_path(name, args.runs_dir)) for name in args.runs]
+    stream = SafeStream(sys.stdout)
+    monitor = Monitor(args.runs_dir, named)
+    if args.json:
+        print(json.dumps(asdict(monitor.read())))
+    elif args.once or not stream.isatty():
+        _print(monitor, stream)
+    else:
+        _watch(monitor, stream, args.interval)
+    return 0
+
+
+def _existing(path: Path) -> Path:
+    return path if path.is_dir() else RunFolder.open(path).path
+
+
+def _print(monitor: Monitor, stream: SafeStream) -> None:
+    console = _console(stream)
+    console.print(screen(monitor.read(cells_for(console.width)), console.width))
+
+
+def _watch(monitor: Monitor, stream: SafeStream, interval: float) -> None:
+    """Redraw until the named runs have ended; their last state stays in the terminal."""
+    console = _console(stream)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        # The alternate screen: what the terminal showed before comes back afterwards.
+        with Live(console=console, screen=True, auto_refresh=False, vertical_overflow="crop") as live:
+            while True:
+                console.size = ConsoleDimensions(*stream.columns_and_lines())
+                moment = monitor.read(cells_for(console.width))
+                if monitor.has_ended(moment):
+                    break
+                live.update(screen(moment, console.width, console.height, waits=True), refresh=True)
+                time.sleep(interval)
+        console.print(screen(moment, console.width))
+    except KeyboardInterrupt:
+        pass
+
+
+def _console(stream: SafeStream) -> Console:
+    # Sizes are asked of our own stream: rich asks the standard ones, of which another may be a terminal.
+    console = Console(file=cast(TextIO, stream), force_jupyter=False, highlight=False)
+    console.size = ConsoleDimensions(*stream.columns_and_lines())
+    return console
