@@ -92,7 +92,7 @@ def examine(env: str, settings: dict[str, Any]) -> dict[str, Any]:
     """The doctor's findings."""
     from time import perf_counter
 
-    from flatout.doctor import doctor
+    from flatout.checkup import doctor
 
     began = perf_counter()
     found = doctor(ENVS.get(env, env), **settings)

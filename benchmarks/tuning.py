@@ -80,7 +80,7 @@ def reach(case: str, settings: dict[str, Any]) -> float:
 
 def tuned(case: str) -> dict[str, Any]:
     """What tuning chooses, and how long it takes."""
-    from flatout.tune import tune
+    from flatout.tuning import tune
 
     env, own = CASES[case]
     found = tune(env, budget=BUDGET, seed=1, **own)

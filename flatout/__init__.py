@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from flatout.agent import PPO, load
     from flatout.algorithms.config import choose_batch_size
+    from flatout.checkup import doctor
     from flatout.errors import EnvError, FlatoutError
+    from flatout.tuning import tune
     from flatout.vector import make_vec
 
 from flatout.hardware.threads import wait_without_spinning
@@ -15,13 +17,15 @@ from flatout.hardware.threads import wait_without_spinning
 wait_without_spinning()
 
 __version__ = "0.1.0"
-__all__ = ["PPO", "EnvError", "FlatoutError", "choose_batch_size", "load", "make_vec"]
+__all__ = ["PPO", "EnvError", "FlatoutError", "choose_batch_size", "doctor", "load", "make_vec", "tune"]
 
 _HOMES = {
     "PPO": "agent",
     "load": "agent",
     "choose_batch_size": "algorithms.config",
     "make_vec": "vector",
+    "doctor": "checkup",
+    "tune": "tuning",
     "EnvError": "errors",
     "FlatoutError": "errors",
 }

@@ -29,6 +29,7 @@ from flatout.executors.serial import SerialExecutor
 from flatout.hardware.threads import torch_threads
 from flatout.learn.compile import kept, load
 from flatout.learn.learner import Learner
+from flatout.pipeline.progress import Progress
 from flatout.planning import acting_seconds, count_params, fastest, update_recipe
 from flatout.trace.phases import PhaseClock
 
@@ -51,6 +52,8 @@ class Moment:
     learner_busy: float
     collect_rate: float | None
     learn_rate: float | None
+    phases: dict[str, float]
+    """Share of its time of each phase."""
     extra_seconds: float
     """Of an iteration, for checkpoints, evaluation and records."""
     summary: dict[str, Any]
@@ -245,26 +248,25 @@ def settings_of(agent: PPO) -> Settings:
 
 
 def run_a_moment(agent: PPO, seconds: float) -> Moment:
-    """Train for about so long, at least two iterations after the first, and say what came of it."""
-    seen: list[Any] = []
-    began = perf_counter()
+    """Train for about so long after a first iteration, at least two more, and say what came of it."""
+    seen: list[tuple[float, Progress]] = []
 
-    def watch(progress: Any) -> bool:
+    def watch(progress: Progress) -> bool:
         seen.append((perf_counter(), progress))
-        return perf_counter() - began < seconds or len(seen) < 3
+        return seen[-1][0] - seen[0][0] < seconds or len(seen) < 3
 
     agent.learn(10**9, callback=watch)
     (first_at, first), (last_at, last) = seen[0], seen[-1]
     wall = max(last_at - first_at, 1e-9)
-    busy = [sum(p.phases.get(name, 0.0) for name in ("advantage", "update")) for p in (first, last)]
     summary = agent.summary
-    extra = sum(last.phases.get(name, 0.0) - first.phases.get(name, 0.0) for name in EXTRA)
+    spent = {name: s - first.phases.get(name, 0.0) for name, s in last.phases.items()}
     return Moment(
         steps_per_second=(last.env_steps - first.env_steps) / wall,
-        learner_busy=(busy[1] - busy[0]) / wall,
+        learner_busy=(spent.get("advantage", 0.0) + spent.get("update", 0.0)) / wall,
         collect_rate=summary["collect_rate"],
         learn_rate=summary["learn_rate"],
-        extra_seconds=max(extra, 0.0) / max(last.iteration - first.iteration, 1),
+        phases={name: s / wall for name, s in spent.items()},
+        extra_seconds=sum(spent.get(name, 0.0) for name in EXTRA) / max(last.iteration - first.iteration, 1),
         summary=summary,
         metrics={name: statistics.median(p.metrics[name] for _, p in seen) for name in USUAL},
     )

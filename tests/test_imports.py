@@ -18,7 +18,8 @@ PACKAGE = Path(__file__).parents[1] / "flatout"
 FLOORS = [
     {"cli", "__main__"},
     {"__init__"},
-    {"doctor", "tune"},
+    {"tuning"},
+    {"checkup"},
     {"measure"},
     {"agent", "vector"},
     {"loop"},

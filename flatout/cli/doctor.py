@@ -33,7 +33,7 @@ def run(argv: Sequence[str]) -> int:
     if args.config is not None:
         given = {k: v for k, v in read_file(args.config).items() if k != "env"} | given
 
-    from flatout.doctor import doctor, parse_what_if
+    from flatout.checkup import doctor, parse_what_if
 
     if args.what_if:
         parse_what_if(args.what_if)

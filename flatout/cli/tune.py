@@ -44,7 +44,7 @@ def run(argv: Sequence[str]) -> int:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from flatout.tune import save, tune
+    from flatout.tuning import save, tune
 
     columns = (BarColumn(30), TimeElapsedColumn(), TextColumn("{task.description}"))
     with Progress(

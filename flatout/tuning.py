@@ -13,11 +13,11 @@ from time import perf_counter
 from typing import Any
 
 from flatout.agent import PPO
+from flatout.checkup import describe
 from flatout.config import RunConfig, save_tuned
 from flatout.diagnosis.costs import Costs, Settings
 from flatout.diagnosis.simulate import ladder, simulate
 from flatout.diagnosis.ways import ways
-from flatout.doctor import describe
 from flatout.envs.make import EnvSource
 from flatout.fields import replace as replace_leaves
 from flatout.measure import fitted, measure_costs, run_a_moment, settings_of

@@ -25,7 +25,7 @@ from flatout.fields import flag
 from flatout.hardware.cards import card
 from flatout.hardware.machine import usable_memory
 from flatout.learn.learner import Learner
-from flatout.measure import Moment, fitted, measure_costs, run_a_moment, settings_of, update_seconds_of
+from flatout.measure import fitted, measure_costs, run_a_moment, settings_of, update_seconds_of
 from flatout.models.config import NetworkConfig
 from flatout.models.policy import build
 from flatout.planning import count_params
@@ -105,14 +105,14 @@ def examine(agent: PPO, tell: Callable[[str], None] = lambda _: None) -> Case:
         settings, compiled=bool(moment.summary["compiled"]), extra_seconds=moment.extra_seconds
     )
     costs, _ = fitted(costs, settings, moment)
-    config, wall = agent.config, moment.summary["wall_seconds"]
+    config = agent.config
     total, free = usable_memory()
     return Case(
         costs=costs,
         settings=settings,
         steps_per_second=moment.steps_per_second,
         learner_busy=moment.learner_busy,
-        phases={name: seconds / wall for name, seconds in moment.summary["phases"].items()},
+        phases=moment.phases,
         metrics=moment.metrics,
         network_arch=config.network.network_arch,
         smaller=_smaller(agent),
@@ -264,6 +264,3 @@ def _what_if(reply: dict[str, Any]) -> str:
 
 def _time(seconds: float) -> str:
     return f"{seconds * 1e6:.0f} µs" if seconds < 1e-3 else f"{seconds * 1e3:.1f} ms"
-
-
-__all__ = ["Diagnosis", "Moment", "doctor", "examine"]
