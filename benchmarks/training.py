@@ -127,13 +127,13 @@ def sb3_target(seed: int, n_threads: int | None = None) -> dict[str, Any]:
     return {"seconds": seconds, "steps": agent.num_timesteps, "return": float(statistics.mean(returns))}
 
 
-def flatout_slow(seed: int, n_envs: int = 32, n_steps: int = 40_960) -> dict[str, Any]:
+def flatout_slow(seed: int, n_envs: int = 32, n_steps: int = 40_960, **options: Any) -> dict[str, Any]:
     """Envs that wait 10 ± 5 ms."""
     import flatout
     from benchmarks.envs import Wait
 
     agent = flatout.PPO(
-        Wait, preset="auto", **(SLOW | {"n_envs": n_envs}), network_arch=(256, 256), seed=seed
+        Wait, preset="auto", **(SLOW | {"n_envs": n_envs}), network_arch=(256, 256), seed=seed, **options
     )
     agent.learn(n_steps)
     keys = (
@@ -206,8 +206,14 @@ RUNS: dict[str, Callable[..., dict[str, Any]]] = {
     "target/Stable-Baselines3, torch on one thread": lambda seed: sb3_target(seed, 1),
     "slow/flatout, 32 envs": flatout_slow,
     "slow/Stable-Baselines3, 32 envs": sb3_slow,
+    "slow/flatout, 32 envs, not compiled": lambda seed: flatout_slow(seed, compile="off"),
     "slow/flatout, 128 envs": lambda seed: flatout_slow(seed, 128, 163_840),
+    "slow/flatout, 32 envs, compiling": lambda seed: flatout_slow(seed, 32, 2048 * 2, compile="on"),
+    "slow/flatout, 128 envs, compiling": lambda seed: flatout_slow(seed, 128, 8192, compile="on"),
 }
+
+
+COMPILING = ("slow/flatout, 32 envs, compiling", "slow/flatout, 128 envs, compiling")
 
 
 def in_a_process(
@@ -309,7 +315,11 @@ def target(seeds: int) -> None:
 
 def slow(seeds: int) -> None:
     """Case 3: envs that wait."""
-    results = run_case("slow", seeds)
+    with tempfile.TemporaryDirectory() as cold:
+        for name in COMPILING:
+            in_a_process(name, 1, FLATOUT_CACHE=cold)  # what it compiles serves the runs that follow
+        os.environ["FLATOUT_CACHE"] = cold
+        results = run_case("slow", seeds, skip=COMPILING)
     base = results["Stable-Baselines3, 32 envs"]
     rows = []
     for name, runs in results.items():

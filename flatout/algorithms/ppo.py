@@ -27,8 +27,6 @@ METRICS = (
 KL = METRICS.index("train/approx_kl")
 DRIFT = ("train/lag_kl", "train/lag_ratio_max", "train/lag_effective_share")
 """What `drift` tells: the KL divergence, the largest ratio, and the share of the sample that still counts."""
-MAX_WEIGHT = 2.0
-"""A row of an older policy counts at most this much."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,17 +128,6 @@ def advantages(
         returns=(advantage_tn + value_tn).reshape(-1),
         value=value_tn.reshape(-1),
     )
-
-
-@torch.no_grad()
-def brought_up_to_date(batch: Minibatch, log_ratios: Tensor, *, weighed: bool) -> Minibatch:
-    """An older policy's rows made fit to learn from (Hilton et al. 2021, decoupled PPO).
-
-    The loss clips around the policy that learning begins with, not around the one that collected: that has moved
-    away already, and would leave no room to learn. Rows are weighed by the ratio of the two unless they are already.
-    """
-    weight = 1.0 if weighed else log_ratios.exp().clamp(max=MAX_WEIGHT)
-    return replace(batch, log_prob=batch.log_prob + log_ratios, advantage=batch.advantage * weight)
 
 
 def prepare(batch: Minibatch, config: PPOConfig) -> Minibatch:

@@ -116,8 +116,6 @@ class Learner:
         log_ratio = self._value_parts.attempt(lambda: self._log_ratio(data)) if lag else None
         weigh_by = log_ratio if config.vtrace else None
         batch = self._value_parts.attempt(lambda: ppo.advantages(self._values, data, config, weigh_by))
-        if log_ratio is not None:
-            batch = ppo.brought_up_to_date(batch, log_ratio.flatten(), weighed=config.vtrace)
         if self.compilation is not None and self.update.compiled is None:
             self._enter("compile")
             first = batch.take(slice(0, config.batch_size))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 
 import gymnasium as gym
 import numpy as np
@@ -148,19 +147,3 @@ def test_choose_batch_size_is_the_largest_divisor_not_above_the_target() -> None
 def test_settings_out_of_range_are_named(name: str, value: float) -> None:
     with pytest.raises(FlatoutError, match=f"--{name.replace('_', '-')} is {value}"):
         PPOConfig(**{name: value})  # type: ignore[arg-type]
-
-
-def test_an_older_policys_rows_are_clipped_around_the_present_one_and_weighed() -> None:
-    columns = [torch.zeros(3) for _ in range(4)]
-    batch = ppo.Minibatch((torch.zeros(3, 2),), torch.zeros(3, 1), *columns)
-    batch = replace(
-        batch, log_prob=torch.tensor([-1.0, -2.0, -3.0]), advantage=torch.tensor([1.0, -2.0, 4.0])
-    )
-    moved = torch.tensor([0.5, 2.0, 10.0]).log()
-    fit = ppo.brought_up_to_date(batch, moved, weighed=False)
-    torch.testing.assert_close(fit.log_prob, batch.log_prob + moved)
-    torch.testing.assert_close(fit.advantage, torch.tensor([0.5, -4.0, 8.0]))  # no weight above 2
-    assert torch.equal(ppo.brought_up_to_date(batch, moved, weighed=True).advantage, batch.advantage)
-    same = ppo.brought_up_to_date(batch, torch.zeros(3), weighed=False)
-    assert torch.equal(same.log_prob, batch.log_prob)
-    assert torch.equal(same.advantage, batch.advantage)
