@@ -75,7 +75,7 @@ def test_compiled_once_and_the_same_from_then_on(cache: Path) -> None:
     assert agent.summary["compiled"]
     assert agent.summary["phases"]["compile"] > 1
     torch.testing.assert_close(compiled, eager, rtol=1e-3, atol=1e-4)
-    assert [path.suffix for path in (cache / "updates").iterdir()] == [".pt2"]  # no working files left behind
+    assert [path.suffix for path in (cache / "updates").iterdir()] == [".so"]  # no working files left behind
     again, agent = learned("auto")
     assert agent.summary["compiled"]  # the kept one, at once
     assert agent.summary["phases"]["compile"] < 1
