@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
 from itertools import count
 from typing import Any
 
-from benchmarks.envs import Burn, Wait
+from benchmarks.envs import Burn, Wait, loops_for
 from benchmarks.page import conditions, table, write_section
 
 _instances = count()
@@ -141,6 +142,7 @@ def main() -> None:
         function = examine if what == "examine" else reach
         print(json.dumps(function(env, json.loads(settings))))
         return
+    os.environ["BURN_LOOPS"] = str(loops_for(300.0))  # the same cost in every process
     rows = []
     for name in args.cases.split(","):
         wanted, env, own, mended = CASES[name]

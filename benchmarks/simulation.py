@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import pickle
 import statistics
 import subprocess
@@ -17,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.envs import Burn, Wait
+from benchmarks.envs import Burn, Wait, loops_for
 from benchmarks.page import conditions, table, write_section
 
 FITTED = 16
@@ -104,6 +105,7 @@ def main() -> None:
         given |= {"net": tuple(given["net"]), "path": Path(given["path"])}
         print(json.dumps(measure(**given) if args.one[0] == "measure" else compare(**given)))
         return
+    os.environ["BURN_LOOPS"] = str(loops_for(300.0))  # the same cost in every process
     rows, errors = [], []
     with tempfile.TemporaryDirectory() as folder:
         paths: dict[Any, str] = {}

@@ -20,7 +20,7 @@ from flatout.algorithms import ppo
 from flatout.buffers.rollout import Rollout
 from flatout.collect.collector import Collector
 from flatout.diagnosis.costs import Costs, Points, Settings, UpdateCost
-from flatout.diagnosis.simulate import Forecast, simulate
+from flatout.diagnosis.simulate import Forecast, learn_seconds, simulate
 from flatout.envs.awaitable import blocking
 from flatout.envs.check import EnvInfo
 from flatout.envs.spaces import ActionLayout
@@ -214,6 +214,10 @@ def _with_store(costs: Costs, agent: PPO, info: EnvInfo) -> Costs:
     )
 
 
+def _scaled(cost: UpdateCost, factor: float) -> UpdateCost:
+    return UpdateCost(python=cost.python * factor, rows=tuple((n, s * factor) for n, s in cost.rows))
+
+
 def _rising(points: Points) -> Points:
     """The points with seconds that never fall as rows rise, whatever the noise."""
     out: list[tuple[int, float]] = []
@@ -260,11 +264,12 @@ def run_a_moment(agent: PPO, seconds: float) -> Moment:
     wall = max(last_at - first_at, 1e-9)
     summary = agent.summary
     spent = {name: s - first.phases.get(name, 0.0) for name, s in last.phases.items()}
+    busy = spent.get("advantage", 0.0) + spent.get("update", 0.0)
     return Moment(
         steps_per_second=(last.env_steps - first.env_steps) / wall,
-        learner_busy=(spent.get("advantage", 0.0) + spent.get("update", 0.0)) / wall,
+        learner_busy=busy / wall,
         collect_rate=summary["collect_rate"],
-        learn_rate=summary["learn_rate"],
+        learn_rate=(last.env_steps - first.env_steps) / busy if busy > 0 else None,
         phases={name: s / wall for name, s in spent.items()},
         extra_seconds=sum(spent.get(name, 0.0) for name in EXTRA) / max(last.iteration - first.iteration, 1),
         summary=summary,
@@ -273,9 +278,18 @@ def run_a_moment(agent: PPO, seconds: float) -> Moment:
 
 
 def fitted(costs: Costs, settings: Settings, moment: Moment) -> tuple[Costs, Forecast]:
-    """The costs with what only a real run shows: how long a step takes on its way through threads or workers."""
-    if not moment.collect_rate or settings.overlap:
+    """The costs with what only a real run in lockstep shows: shuffling and committing around updates, and how long
+    a step takes on its way through threads or workers."""
+    if not moment.collect_rate or not moment.learn_rate or settings.overlap:
         return costs, simulate(costs, settings)
+    slower = learn_seconds(costs, settings) * moment.learn_rate / settings.total_batch
+    factor = min(max(1 / slower, 0.7), 2.0)
+    costs = replace(
+        costs,
+        update=_scaled(costs.update, factor),
+        compiled=costs.compiled and _scaled(costs.compiled, factor),
+        advantage=costs.advantage * factor,
+    )
     name = {"thread": "passing", "async": "passing", "process": "handover"}.get(settings.executor)
     if name is None:
         return costs, simulate(costs, settings)
