@@ -25,10 +25,10 @@ from flatout.fields import flag
 from flatout.hardware.cards import card
 from flatout.hardware.machine import usable_memory
 from flatout.learn.learner import Learner
-from flatout.measure import fitted, measure_costs, run_a_moment, settings_of, update_seconds_of
+from flatout.measure import TINY, fitted, measure_costs, run_a_moment, settings_of, update_cost
 from flatout.models.config import NetworkConfig
 from flatout.models.policy import build
-from flatout.planning import count_params
+from flatout.planning import count_params, launch_seconds
 from flatout.trace.phases import PhaseClock
 
 MOMENT_SECONDS = 5.0
@@ -133,7 +133,7 @@ def _smaller(agent: PPO) -> tuple[tuple[int, ...], UpdateCost] | None:
     if count_params(policy) < 4 * n_params:
         return None
     learner = Learner(model.to(policy.device), config.ppo, n_envs=config.n_envs, seed=0, clock=PhaseClock())
-    return SMALLER, update_seconds_of(learner, config.ppo.batch_size)
+    return SMALLER, update_cost(learner, launch_seconds(policy, config), TINY, config.ppo.batch_size)
 
 
 def _blas_threads() -> int | None:

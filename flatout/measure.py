@@ -30,7 +30,7 @@ from flatout.hardware.threads import torch_threads
 from flatout.learn.compile import kept, load
 from flatout.learn.learner import Learner
 from flatout.pipeline.progress import Progress
-from flatout.planning import acting_seconds, count_params, fastest, update_recipe
+from flatout.planning import acting_seconds, count_params, fastest, launch_seconds, update_recipe
 from flatout.trace.phases import PhaseClock
 
 ENV_SECONDS = 3.0
@@ -41,7 +41,7 @@ USUAL = ("train/clip_fraction", "train/approx_kl")
 """Metrics that a diagnosis looks at."""
 EXTRA = ("checkpoint", "evaluate", "record")
 TINY = 8
-"""Rows of a minibatch whose update is nothing but launching operations."""
+"""Rows of the smallest minibatch that is timed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,7 +143,8 @@ def update_costs(agent: PPO) -> tuple[UpdateCost, UpdateCost | None, float]:
     threads, before = torch_threads(count_params(policy), size, n_cores), torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        eager = update_seconds_of(learner, size, min(4 * size, max(config.total_batch, size)))
+        launch = launch_seconds(policy, config)
+        eager = update_cost(learner, launch, TINY, size, min(4 * size, max(config.total_batch, size)))
         compiled = None
         path = kept(update_recipe(config, policy, "fp32", threads))
         if path.exists():
@@ -158,10 +159,10 @@ def update_costs(agent: PPO) -> tuple[UpdateCost, UpdateCost | None, float]:
     return eager, compiled, 1.5 * value
 
 
-def update_seconds_of(learner: Learner, *sizes: int) -> UpdateCost:
-    """One eager update with minibatches of such sizes."""
-    points = tuple((n, _update_seconds(learner, n)) for n in sorted({TINY, *sizes}))
-    return UpdateCost(python=min(seconds for _, seconds in points), rows=_rising(points))
+def update_cost(learner: Learner, launch: float, *sizes: int) -> UpdateCost:
+    """One eager update with minibatches of such sizes, of which `launch` seconds are launching it."""
+    points = tuple((n, _update_seconds(learner, n)) for n in sorted(set(sizes)))
+    return UpdateCost(python=min(launch, points[-1][1]), rows=_rising(points))
 
 
 @torch.no_grad()

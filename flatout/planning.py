@@ -24,10 +24,14 @@ from flatout.executors.choose import Plan, Probe, children, only_plan, plans, pr
 from flatout.hardware.cache import remembered
 from flatout.hardware.threads import torch_threads
 from flatout.learn.compile import Recipe, kept, load
-from flatout.learn.learner import Learner
+from flatout.learn.learner import TINY_BATCH, Learner
 from flatout.models.actor import make_actor
-from flatout.models.policy import ActorCritic
+from flatout.models.policy import ActorCritic, build
 from flatout.pipeline.choose import Work, decide_overlap, share_cores
+from flatout.trace.phases import PhaseClock
+
+NARROW = 8
+"""Units a layer of a network whose update is nothing but launching operations."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -151,6 +155,15 @@ class Planning:
         n_threads = torch_threads(count_params(policy), batch_size, max(self.n_cores - 1, 1))
         path = kept(update_recipe(self.config, policy, self.precision, n_threads))
         return path if path.exists() else None
+
+
+def launch_seconds(policy: Policy, config: RunConfig) -> float:
+    """Seconds that launching an update takes: of a network as deep, so narrow that it computes next to nothing."""
+    narrow = replace(config.network, network_arch=(NARROW,) * len(config.network.network_arch))
+    model = build(policy.obs, policy.action, narrow, 0, normalize_obs=config.ppo.normalize_obs)
+    learner = Learner(model.to(policy.device), config.ppo, n_envs=1, seed=0, clock=PhaseClock())
+    batch = learner.example_batch(TINY_BATCH)
+    return fastest(lambda: learner.update.run_eagerly(batch), 8)
 
 
 def update_recipe(config: RunConfig, policy: Policy, precision: str, n_threads: int) -> Recipe:

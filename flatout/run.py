@@ -36,12 +36,12 @@ from flatout.hardware.precision import choose_precision, use_matmul_precision
 from flatout.hardware.threads import torch_threads
 from flatout.learn.checkpoint import Checkpoint
 from flatout.learn.compile import Compilation
-from flatout.learn.learner import TINY_BATCH, Learner
+from flatout.learn.learner import Learner
 from flatout.pipeline.lockstep import Counted, Lockstep
 from flatout.pipeline.overlap import Overlap, Ready
 from flatout.pipeline.state import TrainState
 from flatout.pipeline.stop import StopRequest
-from flatout.planning import Planning, Policy, count_params, faster_device, fastest, update_recipe
+from flatout.planning import Planning, Policy, count_params, faster_device, launch_seconds, update_recipe
 from flatout.trace.device import DeviceClock
 from flatout.trace.phases import Lane, PhaseClock
 
@@ -285,11 +285,10 @@ class Trainer:
     def measured(self) -> dict[str, float | None]:
         """What was measured besides the phases, in seconds: an env's step, launching an update."""
         probe = self._decision.probe
-        tiny = self.learner.example_batch(TINY_BATCH)
         return {
             "step_seconds": probe.step_seconds if probe else None,
             "compute_share": probe.cpu_share if probe else None,
-            "launch_seconds": fastest(lambda: self.learner.update.run_eagerly(tiny)),
+            "launch_seconds": launch_seconds(self.policy, self.config),
         }
 
     def begin_lanes(self, *, spans: bool) -> None:

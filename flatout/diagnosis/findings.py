@@ -163,7 +163,7 @@ def learns_in_turn(case: Case) -> Finding | None:
         return None
     better = replace(settings, overlap=True)
     flags: tuple[str, ...] = ("--overlap", "on")
-    if not costs.waits and not settings.on_device:
+    if not costs.waits and not settings.on_device and settings.executor != "process":
         n = max(settings.n_cores - 1, 1)
         better = replace(better, executor="serial", children=True, n_collectors=n, n_workers=0)
         flags += ("--executor", "auto")
