@@ -81,7 +81,6 @@ CASES: dict[str, tuple[str, str, dict[str, Any], str]] = {
             "batch_size": 512,
             "n_epochs": 30,
             "network_arch": (256, 256),
-            "learning_rate": 1e-3,
         },
         "",
     ),

@@ -6,7 +6,7 @@ In: an agent. Out: costs and settings for the simulation. What is measured never
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from time import perf_counter, thread_time
 from typing import Any
@@ -37,7 +37,7 @@ ENV_SECONDS = 3.0
 MAX_ENVS = 32
 """Envs that are stepped to see whether one is slower than the others."""
 SAMPLES = 400
-USUAL = ("train/clip_fraction", "train/approx_kl")
+USUAL = ("train/clip_fraction", "train/approx_kl", "train/kl_settled")
 """Metrics that a diagnosis looks at."""
 EXTRA = ("checkpoint", "evaluate", "record")
 TINY = 8
@@ -274,8 +274,14 @@ def run_a_moment(agent: PPO, seconds: float) -> Moment:
         phases={name: s / wall for name, s in spent.items()},
         extra_seconds=sum(spent.get(name, 0.0) for name in EXTRA) / max(last.iteration - first.iteration, 1),
         summary=summary,
-        metrics={name: statistics.median(p.metrics[name] for _, p in seen) for name in USUAL},
+        metrics=_usual([progress.metrics for _, progress in seen]),
     )
+
+
+def _usual(rows: list[Mapping[str, float]]) -> dict[str, float]:
+    """The medians of what a diagnosis looks at, as far as it is there."""
+    columns = {name: [row[name] for row in rows if name in row] for name in USUAL}
+    return {name: statistics.median(column) for name, column in columns.items() if column}
 
 
 def fitted(costs: Costs, settings: Settings, moment: Moment) -> tuple[Costs, Forecast]:

@@ -21,6 +21,8 @@ GOOD_BATCH = 256
 GOOD_EPOCHS = 10
 MUCH_CLIPPED = 0.25
 """Beyond this share of clipped rows further epochs mostly push against the clip."""
+SETTLED = 0.8
+"""From here on the second half of the epochs hardly moved the policy."""
 NO_CHANGE = 1e-4
 """KL below which an iteration has hardly changed the policy."""
 DULL_SHARE = 0.02
@@ -251,9 +253,15 @@ def useless_epochs(case: Case) -> Finding | None:
     clipped, kl = metrics.get("train/clip_fraction"), metrics.get("train/approx_kl")
     if settings.n_epochs <= GOOD_EPOCHS or clipped is None or kl is None:
         return None
-    if clipped < MUCH_CLIPPED and kl > NO_CHANGE:
+    settled = metrics.get("train/kl_settled", 0.0)
+    if clipped >= MUCH_CLIPPED:
+        why = "much of what they push is clipped"
+    elif kl < NO_CHANGE:
+        why = "they hardly move the policy"
+    elif settled >= SETTLED:
+        why = f"after half of them the policy has moved {_percent(settled)} as far as after all"
+    else:
         return None
-    why = "most of what they push is clipped" if clipped >= MUCH_CLIPPED else "they hardly move the policy"
     return case.finding(
         "useless epochs",
         f"{settings.n_epochs} epochs keep the learner busy, but {why}",

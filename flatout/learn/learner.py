@@ -126,13 +126,15 @@ class Learner:
         self._enter("update")
         self.update.begin(learning_rate, clip_range)
         self._shuffle.manual_seed(self._seed * 1_000_003 + iteration)
+        sums = [self._kl_so_far()]
         for _ in range(config.n_epochs):
             if stop() or self._epoch(batch, stop):
                 break
+            sums.append(self._kl_so_far())
         with torch.no_grad():
             for i, moments in self._obs_moments.items():
                 self._renormalize(i, moments, batch.obs[i])
-        metrics = self._read_metrics(batch)
+        metrics = self._read_metrics(batch) | _settled(sums)
         if self.device_clock is not None:
             self.device_clock.enter(IDLE)
             self.device_clock.cut()
@@ -144,6 +146,10 @@ class Learner:
         self._clock.enter(phase)
         if self.device_clock is not None:
             self.device_clock.enter(phase)
+
+    def _kl_so_far(self) -> Tensor:
+        """Sum of the updates' KL and their number, left on the device."""
+        return torch.stack([self.update.metrics[ppo.KL], self.update.n_taken])
 
     def _epoch(self, batch: ppo.Minibatch, stop: Callable[[], bool]) -> bool:
         """One pass in a new order; true when the remaining epochs would change nothing."""
@@ -287,6 +293,16 @@ class Learner:
         with torch.no_grad():
             for name, tensor in self.state().items():
                 tensor.copy_(tensors[name])
+
+
+def _settled(sums: list[Tensor]) -> dict[str, float]:
+    """How far the policy had moved in the middle epoch, as a share of how far in the last: near 1, the rest did nothing."""
+    if len(sums) < 5:
+        return {}
+    kl_sums, counts = torch.stack(sums).diff(dim=0).T.tolist()
+    means = [kl / max(n, 1.0) for kl, n in zip(kl_sums, counts, strict=True)]
+    middle, last = means[len(means) // 2 - 1], means[-1]
+    return {"train/kl_settled": min(middle / last, 1.0)} if last > 0 else {}
 
 
 def _loss(

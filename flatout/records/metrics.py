@@ -28,6 +28,7 @@ COLUMNS = (
     "train/entropy_loss",
     "train/approx_kl",
     "train/clip_fraction",
+    "train/kl_settled",
     "train/clip_range",
     "train/explained_variance",
     "train/grad_norm",
