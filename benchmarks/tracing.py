@@ -1,6 +1,7 @@
-"""What spans and samples cost: CartPole training with and without them, alternating in one process.
+"""What watching costs: spans switched on and off every few iterations of one run, neighbours compared.
 
-`python -m benchmarks.tracing [--rounds 9]` → docs/benchmarks.md.
+`python -m benchmarks.tracing [--seconds 30]` → docs/benchmarks.md. In the run every span is kept in detail, which a
+real run does for a part of its time only.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import tempfile
-from importlib import import_module
+from time import perf_counter, process_time
 from typing import Any
 
 from benchmarks.page import conditions, table, write_section
@@ -20,62 +21,83 @@ SETTING: dict[str, Any] = {
     "n_epochs": 4,
     "network_arch": (64, 64),
 }
-STEPS = 100_000
+BLOCK = 1
+"""Iterations between two switches."""
 
 
-def rate(way: str, folder: str, nth: int, overlap: str) -> float:
-    """Steps/s of one run; `lanes` and `samples` are what is told apart."""
+def cost(overlap: str, seconds: float, detail: bool) -> tuple[float, float, int]:
+    """Share of CPU time that spans cost, CPU seconds of an iteration, and the number of pairs compared."""
     import flatout
-    from flatout.run import Trainer
+    from flatout.trace import phases
 
-    recorder: Any = import_module("flatout.records.recorder")
-    begin, sampler = Trainer.begin_lanes, recorder.Sampler
-    if way != "both":
-        Trainer.begin_lanes = lambda self, **_: begin(self, spans=way == "spans")  # type: ignore[method-assign]
-        recorder.Sampler = lambda *_, **__: None
-    try:
+    phases.DETAIL, phases.STRETCH = (10**9, 10**6) if detail else (1000, 300)
+    with tempfile.TemporaryDirectory() as folder:
         agent = flatout.PPO(
             "CartPole-v1",
             preset="auto",
             **SETTING,
             seed=1,
             overlap=overlap,
+            executor="serial",
             runs_dir=folder,
-            run_name=f"{way}{nth}",
+            run_name="run",
         )
-        agent.learn(STEPS)
-    finally:
-        Trainer.begin_lanes, recorder.Sampler = begin, sampler  # type: ignore
-    agent.close()
-    return float(agent.summary["steps_per_second"])
+        times: list[tuple[bool, float]] = []
+        began, last = perf_counter(), process_time()
+        on = True
+
+        def watch(progress: Any) -> bool:
+            nonlocal last, on
+            if progress.iteration % BLOCK == 0:
+                times.append((on, process_time() - last))
+                on = not on
+                switch(agent, on)
+                last = process_time()
+            return perf_counter() - began < seconds
+
+        agent.learn(10**8, callback=watch)
+        agent.close()
+    times = times[20:]
+    ratios = []
+    for (first, a), (_, b) in zip(times[::2], times[1::2], strict=False):
+        traced, plain = (a, b) if first else (b, a)
+        ratios.append(plain / traced)
+    usual = statistics.median(seconds for is_on, seconds in times if not is_on)
+    return 1 - statistics.median(ratios), usual / BLOCK, len(ratios)
+
+
+def switch(agent: Any, on: bool) -> None:
+    """Keep spans from here on, or not."""
+    trainer = agent._trainer
+    clocks = [trainer.clock, *(lane for lane in trainer._collector.lanes if hasattr(lane, "cut"))]
+    for clock in clocks:
+        clock.traced = on
+        clock._begin_fold()
+        clock._room = clock._free_room() if on else 0
+    if hasattr(trainer._collector, "_traced"):
+        trainer._collector._traced = on
 
 
 def main() -> None:
-    """Alternate and write the table."""
+    """Both pipelines, in detail and as runs do it."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--seconds", type=float, default=30.0)
     args = parser.parse_args()
     rows = []
     for overlap in ("off", "on"):
-        rates: dict[str, list[float]] = {"none": [], "spans": [], "both": []}
-        with tempfile.TemporaryDirectory() as folder:
-            for nth in range(args.rounds + 1):
-                order = list(rates) if nth % 2 else list(rates)[::-1]
-                for way in order:
-                    got = rate(way, folder, 100 * (overlap == "on") + nth, overlap)
-                    if nth:  # the first round warms up
-                        rates[way].append(got)
-        for way, name in (("spans", "spans"), ("both", "spans and samples")):
-            ratios = [a / b for a, b in zip(rates[way], rates["none"], strict=True)]
-            cost = f"{100 * (1 - statistics.median(ratios)):.1f} %"
-            row = [name, overlap, f"{statistics.median(rates['none']):,.0f}", cost]
-            row.append(f"{100 * (1 - max(ratios)):.1f} to {100 * (1 - min(ratios)):.1f} %")
+        for detail in (True, False):
+            share, usual, n = cost(overlap, args.seconds, detail)
+            what = "every span in detail" if detail else "as runs do it"
+            row = [what, overlap, f"{1e3 * usual:.1f} ms", f"{100 * share:.2f} %", str(n)]
             print(" | ".join(row), flush=True)
             rows.append(row)
+    header = ["spans", "overlap", "CPU time of an iteration", "cost, median", "pairs"]
     text = (
-        f"## What watching costs\n\n`python -m benchmarks.tracing`: PPO on CartPole-v1, 32 envs × 32 steps, batch 256, "
-        f"4 epochs, {STEPS:,} env steps, {args.rounds} rounds, alternating.\n{conditions()}\n\n"
-        + table(["written", "overlap", "steps/s without", "cost, median", "least to most"], rows)
+        "## What watching costs\n\n`python -m benchmarks.tracing`: PPO on CartPole-v1, 32 envs × 32 steps, batch 256, "
+        f"4 epochs, all in one process; spans on and off in turn, an iteration each, and the process's CPU time, in one run of {args.seconds:.0f} s.\n{conditions()}\n\n"
+        + table(header, rows)
+        + "\n\nSamples of machine and device come on top: one takes about a millisecond, twice a second (with a card five "
+        "times)."
     )
     write_section("tracing", text)
 
