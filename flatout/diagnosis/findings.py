@@ -11,7 +11,7 @@ from dataclasses import replace
 from flatout.diagnosis.case import Case
 from flatout.diagnosis.costs import Settings, UpdateCost
 from flatout.diagnosis.finding import Finding
-from flatout.diagnosis.simulate import ladder, learn_seconds, update_seconds
+from flatout.diagnosis.simulate import ladder, update_seconds
 
 WORTH = 1.05
 """A change must promise this much to be worth a line."""
@@ -423,8 +423,3 @@ def _rate(value: float) -> str:
 
 def _percent(share: float) -> str:
     return f"{100 * share:.0f} %"
-
-
-def learning_seconds(case: Case) -> float:
-    """Of one iteration, for the doctor's text."""
-    return learn_seconds(case.costs, case.settings)

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, time
 from typing import Any
 
 import torch
@@ -43,6 +43,7 @@ DONE = b"D"
 WORTH_SECONDS = 90.0
 """A run whose updates would take this long without a compiled one gets it; compiling is half a minute of a core."""
 MAX_SECONDS = 600.0
+STALE_SECONDS = 3600.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -159,6 +160,7 @@ def compile_to(path: Path, update: Update[Any], batch: Any) -> None:
 
     inputs = tuple(tensor for group in groups for tensor in group)
     path.parent.mkdir(parents=True, exist_ok=True)
+    _clear_away(path.parent)
     folder = Path(tempfile.mkdtemp(dir=path.parent))
     try:
         with warnings.catch_warnings():
@@ -171,6 +173,14 @@ def compile_to(path: Path, update: Update[Any], batch: Any) -> None:
         os.replace(_library_in(folder / "update.pt2", folder), path)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _clear_away(folder: Path) -> None:
+    """Remove what compilers left behind that were killed."""
+    for left in folder.glob("tmp*"):
+        with suppress(OSError):
+            if time() - left.stat().st_mtime > STALE_SECONDS:
+                shutil.rmtree(left, ignore_errors=True)
 
 
 def _library_in(package: Path, folder: Path) -> Path:
