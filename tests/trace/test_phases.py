@@ -14,7 +14,7 @@ import flatout
 from flatout.trace import phases
 from flatout.trace.phases import PhaseClock, Span
 from flatout.trace.sink import SpanFile
-from tests.executors.slow import AsyncCounter, Counter, Script
+from tests.executors.slow import AsyncCartPole, Counter, Script
 
 
 class Time:
@@ -134,7 +134,7 @@ def test_the_phases_of_every_lane_add_up_to_its_wall_time(
     if way.startswith("threads"):
         env = lambda: Counter(Script(seconds=(0.0005, 0.002)))  # noqa: E731
     if way.startswith("async"):
-        env = lambda: AsyncCounter(Script(seconds=(0.0005, 0.002)))  # noqa: E731
+        env = AsyncCartPole
     if way.startswith("children"):
         monkeypatch.setattr("flatout.executors.choose.START_SECONDS", -1e9)
     agent = flatout.PPO(env, **SMALL, **WAYS[way], runs_dir=tmp_path, run_name="run", seed=1)
