@@ -12,9 +12,11 @@ if TYPE_CHECKING:
     from flatout.tuning import tune
     from flatout.vector import make_vec
 
+from flatout.envs.workloads import register
 from flatout.hardware.threads import wait_without_spinning
 
 wait_without_spinning()
+register()
 
 __version__ = "0.1.0"
 __all__ = ["PPO", "EnvError", "FlatoutError", "choose_batch_size", "doctor", "load", "make_vec", "tune"]

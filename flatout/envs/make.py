@@ -30,17 +30,13 @@ from gymnasium.wrappers import HumanRendering, RenderCollection, TimeLimit
 from flatout.envs.awaitable import AsyncTimeLimit, is_async
 from flatout.envs.batched import BatchedEnvs, batched_kind
 from flatout.envs.masks import mask_from_info
+from flatout.envs.workloads import BATCHED, WORKLOADS
 from flatout.errors import EnvError, FlatoutError, did_you_mean
 
 Creator = Callable[..., gym.Env[Any, Any] | BatchedEnvs]
 EnvSource = str | Creator | BatchedEnvs
 
-SHORT_NAMES = {
-    "snake": "flatout/Snake-v0",
-    "crawl": "flatout/Crawl-v0",
-    "mission": "flatout/Mission-v0",
-    "market": "flatout/Market-v0",
-}
+SHORT_NAMES = {name: workload.env_id for name, workload in WORKLOADS.items()}
 ENGINE_FOLDERS = (f"{Path(gym.__file__).parent}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}")
 IMPORT_MACHINERY = ("<frozen", f"{Path(importlib.__file__).parent}{os.sep}")
 LIBRARY_FOLDERS = tuple(sysconfig.get_paths()[key] + os.sep for key in ("stdlib", "purelib", "platlib"))
@@ -86,6 +82,8 @@ class EnvFactory:
             target = _resolve(self.source)
             if _is_batched(target):
                 return target
+            if n_envs is not None and isinstance(target, EnvSpec) and target.id in BATCHED:
+                target = load_env_creator(BATCHED[target.id])
             env = _create(target, kwargs, self.name, n_envs)  # type: ignore[arg-type]  # not batched by now
         return mask_from_info(env) if self.mask_in_info and isinstance(env, gym.Env) else env
 
@@ -157,9 +155,6 @@ def _registered(env_id: str) -> EnvSpec:
 
 
 def _unknown(env_id: str) -> str:
-    for short, full_id in SHORT_NAMES.items():
-        if env_id == full_id:
-            return f"env '{short}' is not in this version yet"
     by_version = sorted(gym.registry, key=lambda known: (len(known), known))
     stem, _, version = env_id.rpartition("-v")
     versions = [repr(known) for known in by_version if known.rpartition("-v")[0] == stem]

@@ -156,7 +156,6 @@ def test_render_mode_that_a_factory_does_not_take_is_refused() -> None:
         ("Nowhere/Pong-v5", "'package:Nowhere/Pong-v5'"),
         ("qqqqqqqqqqqq", "give a Gymnasium id, 'module:Id-v0' or 'file.py:factory'"),
         ("", "unknown env ''"),
-        ("market", "env 'market' is not in this version yet"),
     ],
 )
 def test_unknown_id_names_what_exists(env_id: str, words: str) -> None:
