@@ -55,7 +55,7 @@ def _register() -> None:
 class _WhenImported:
     """A finder that finds nothing of its own: it sees Gymnasium being imported and registers the envs after it."""
 
-    def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
+    def find_spec(self, name: str, *_: Any) -> ModuleSpec | None:
         """Gymnasium as the other finders find it, with the envs registered once it has run."""
         if name != "gymnasium":
             return None
