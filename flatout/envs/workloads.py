@@ -59,7 +59,7 @@ class _WhenImported:
         """Gymnasium as the other finders find it, with the envs registered once it has run."""
         if name != "gymnasium":
             return None
-        sys.meta_path.remove(self)  # type: ignore[arg-type]  # it finds, which is all that is asked of a finder
+        sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
         loader = spec.loader if spec else None
         if loader is not None:
