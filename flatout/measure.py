@@ -171,16 +171,17 @@ def _values(learner: Learner, obs: tuple[torch.Tensor, ...]) -> torch.Tensor:
 
 
 def _update_seconds(learner: Learner, n_rows: int) -> float:
-    """Of one eager update with its commit; nothing is learned, since the same state is written back."""
+    """Of one eager update; nothing is learned."""
     batch: ppo.Minibatch = learner.example_batch(n_rows)
     update = learner.update
     update.parts.n_rows = max(update.parts.n_rows, n_rows)
     times: list[float] = []
     began = perf_counter()
-    while len(times) < 12 and perf_counter() - began < 1.0:
-        at = perf_counter()
-        update.run(batch)
-        times.append(perf_counter() - at)
+    with update.rehearsing():
+        while len(times) < 12 and perf_counter() - began < 1.0:
+            at = perf_counter()
+            update.step(batch)
+            times.append(perf_counter() - at)
     return statistics.median(times[1:] or times)
 
 
@@ -233,7 +234,7 @@ def settings_of(agent: PPO) -> Settings:
     plan = trainer.plan
     n_params = count_params(agent.policy)
     n_cores = agent._machine.cores
-    n_learn = max(n_cores - plan.n_collectors, 1) if trainer.overlap and plan.children else n_cores
+    n_taken = plan.n_collectors if trainer.overlap and plan.children else 0
     return Settings(
         n_envs=config.n_envs,
         n_steps=config.ppo.n_steps,
@@ -246,7 +247,7 @@ def settings_of(agent: PPO) -> Settings:
         overlap=trainer.overlap,
         compiled=trainer.compiled,
         n_cores=n_cores,
-        learn_threads=torch_threads(n_params, config.ppo.batch_size, n_learn),
+        learn_threads=torch_threads(n_params, config.ppo.batch_size, n_cores, n_taken),
         on_device=agent.policy.device.type == "cuda",
         n_params=n_params,
     )

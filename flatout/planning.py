@@ -30,6 +30,8 @@ from flatout.models.policy import ActorCritic, build
 from flatout.pipeline.choose import Work, decide_overlap, share_cores
 from flatout.trace.phases import PhaseClock
 
+ENOUGH_SECONDS = 0.5
+"""For timing one thing before a run begins."""
 NARROW = 8
 """Units a layer of a network whose update is nothing but launching operations."""
 
@@ -117,42 +119,56 @@ class Planning:
 
     def _work(self, measured: Probe) -> Work:
         config = self.config
+        beside, alone = self._threads(1), self._threads(0)
+        seconds = {n: config.updates_per_iteration * self._update_seconds(n) for n in {beside, alone}}
         return Work(
             measured=measured,
             n_envs=config.n_envs,
             n_steps=config.ppo.n_steps,
             n_cores=self.n_cores,
-            learn_seconds=config.updates_per_iteration * self._update_seconds(),
+            learn_seconds=seconds[beside],
+            learn_threads=beside,
+            alone_seconds=seconds[alone],
         )
 
+    def _threads(self, n_taken: int) -> int:
+        """The learner's threads where so many cores collect at the same time."""
+        return torch_threads(count_params(self.policy), self.config.ppo.batch_size, self.n_cores, n_taken)
+
     def _facts(self) -> dict[str, Any]:
-        """What the gain of overlap depends on, apart from the machine's mood."""
+        """What the gain of overlap depends on, apart from the machine's mood; `rule`: of how it is worked out."""
         config = self.config
         shape = (config.n_envs, config.ppo.n_steps, config.ppo.batch_size, config.ppo.n_epochs)
         network = list(config.network.network_arch)
         return {
+            "rule": 2,
             "env": [config.env, config.env_kwargs],
             "shape": shape,
             "network": network,
             "cores": self.n_cores,
             "compile": config.compile,
-            "compiled": self._compiled() is not None,
+            "compiled": self._compiled(self._threads(1)) is not None,
         }
 
-    def _update_seconds(self) -> float:
-        """Seconds of one update beside a collector, compiled if one is kept; nothing is learned."""
-        batch, path = self.learner.example_batch(self.config.ppo.batch_size), self._compiled()
-        if path is None:
-            return fastest(lambda: self.learner.update.run(batch))
-        step, inputs = load(path), self.learner.update.current_inputs(batch)
-        return fastest(lambda: step(*inputs))
+    def _update_seconds(self, n_threads: int) -> float:
+        """Seconds of one update on so many threads, compiled if one is kept; nothing is learned."""
+        batch, path = self.learner.example_batch(self.config.ppo.batch_size), self._compiled(n_threads)
+        before = torch.get_num_threads()
+        torch.set_num_threads(n_threads)
+        try:
+            if path is None:
+                with self.learner.update.rehearsing():
+                    return fastest(lambda: self.learner.update.step(batch))
+            step, inputs = load(path), self.learner.update.current_inputs(batch)
+            return fastest(lambda: step(*inputs))
+        finally:
+            torch.set_num_threads(before)
 
-    def _compiled(self) -> Path | None:
-        """The compiled update that is kept for a learner beside a collector, if one is and may be used."""
-        policy, batch_size = self.policy, self.config.ppo.batch_size
+    def _compiled(self, n_threads: int) -> Path | None:
+        """The compiled update that is kept for so many threads, if one is and may be used."""
+        policy = self.policy
         if self.config.compile == "off" or policy.device.type != "cpu":
             return None
-        n_threads = torch_threads(count_params(policy), batch_size, max(self.n_cores - 1, 1))
         path = kept(update_recipe(self.config, policy, self.precision, n_threads))
         return path if path.exists() else None
 
@@ -163,7 +179,7 @@ def launch_seconds(policy: Policy, config: RunConfig) -> float:
     model = build(policy.obs, policy.action, narrow, 0, normalize_obs=config.ppo.normalize_obs)
     learner = Learner(model.to(policy.device), config.ppo, n_envs=1, seed=0, clock=PhaseClock())
     batch = learner.example_batch(TINY_BATCH)
-    return fastest(lambda: learner.update.run_eagerly(batch), 8)
+    return fastest(lambda: learner.update.step(batch), 8)
 
 
 def update_recipe(config: RunConfig, policy: Policy, precision: str, n_threads: int) -> Recipe:
@@ -185,9 +201,9 @@ def count_params(policy: Policy) -> int:
 
 
 def fastest(call: Callable[[], Any], n_times: int = 4) -> float:
-    """Seconds of the fastest of some calls: the one that nothing else disturbed."""
-    times = []
-    for _ in range(n_times):
+    """Seconds of the fastest of some calls, of two where they are long: the one that nothing else disturbed."""
+    times: list[float] = []
+    while len(times) < n_times and (len(times) < 2 or sum(times) < ENOUGH_SECONDS):
         began = perf_counter()
         call()
         times.append(perf_counter() - began)

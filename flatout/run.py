@@ -101,8 +101,8 @@ class Trainer:
         self.state.overlapped = self.overlap
         self.plan, self._collector, rollouts = self._first_that_starts(self._decision.ways)
         n_children = self.plan.n_collectors if self.plan.children else 0
-        n_learn_cores = max(n_cores - n_children, 1) if self.overlap else n_cores
-        learn_threads = torch_threads(n_params, config.ppo.batch_size, n_learn_cores)
+        n_taken = n_children if self.overlap else 0
+        learn_threads = torch_threads(n_params, config.ppo.batch_size, n_cores, n_taken)
         self._pipeline: Lockstep[Any] | Overlap[Any]
         if self.overlap:
             self._pipeline = Overlap(

@@ -11,6 +11,8 @@ import sys
 
 SMALL_WORK = 100_000_000
 """Parameters × rows below which one thread is about as fast as several."""
+LARGE_WORK = 1_000_000_000
+"""From here on all cores pay even where collectors want some of them: a learner that slow is what the rest waits for."""
 
 
 def wait_without_spinning() -> None:
@@ -19,7 +21,11 @@ def wait_without_spinning() -> None:
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
-def torch_threads(n_params: int, n_rows: int, n_cores: int) -> int:
-    """Threads for this much work; depends on nothing that changes between runs of one machine."""
+def torch_threads(n_params: int, n_rows: int, n_cores: int, n_taken: int = 0) -> int:
+    """Threads for this much work on cores of which `n_taken` have other work too; depends on nothing that changes
+    between runs of one machine."""
     spins = os.environ.get("OMP_WAIT_POLICY", "").upper() != "PASSIVE"
-    return 1 if spins or n_params * n_rows < SMALL_WORK else n_cores
+    work = n_params * n_rows
+    if spins or work < SMALL_WORK:
+        return 1
+    return n_cores if work >= LARGE_WORK else max(n_cores - n_taken, 1)

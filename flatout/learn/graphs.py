@@ -22,17 +22,16 @@ class Captured(Generic[Batch]):
     def __init__(self, update: Update[Batch], run: Callable[[Batch], Any], batch: Batch) -> None:
         self._inputs = [tensor.clone() for tensor in batch.tensors()]
         own = batch.like(self._inputs)
-        kept = update.example_inputs(own)[0]
         stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(WARM_UPS):
-                update.commit(run(own))
-        torch.cuda.current_stream().wait_stream(stream)
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
-            update.commit(run(own))
-        update.commit(kept)  # warming up and capturing are no learning
+        with update.rehearsing():  # warming up and capturing are no learning
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for _ in range(WARM_UPS):
+                    update.commit(run(own))
+            torch.cuda.current_stream().wait_stream(stream)
+            with torch.cuda.graph(self._graph):
+                update.commit(run(own))
 
     def step(self, batch: Batch) -> None:
         """Learn from one minibatch."""

@@ -1,14 +1,14 @@
 """One optimizer step as one function: loss, gradients, clipping, Adam (Kingma and Ba 2015).
 
-The step computes a new state from the old one and changes nothing until all of it is there, so a step that runs
-out of memory leaves no trace. Nothing is read back to the host: a step that must not happen (loss or gradient not
-finite, policy moved too far) is undone on the device. The same function, traced, is what is compiled.
+The step changes nothing until everything that needs memory is there, so a step that runs out of memory leaves no
+trace. Nothing is read back to the host: a step that must not happen (loss or gradient not finite, policy moved too
+far) is left out on the device. `pure` is the same step as a function from state to state, which is what is compiled.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -85,6 +85,7 @@ class Update(Generic[Batch]):
         self._state = [flat, self.momentum, self.variance, self.n_steps, self.scale]
         self._state += [self.metrics, self.n_taken, self.n_bad, self.stopped]
         self._settings = [self.learning_rate, self.coefficient]
+        self._step_size = 0.0
         self.compiled: Step | None = None
         """The same step as a compiled function, for minibatches of `batch_size` rows; None: not (yet)."""
         self.replayed: Callable[[Batch], None] | None = None
@@ -93,6 +94,7 @@ class Update(Generic[Batch]):
 
     def begin(self, learning_rate: float, coefficient: float = 0.0) -> None:
         """Start a rollout's updates: clear the sums, set the step size and the loss's coefficient."""
+        self._step_size = learning_rate
         self.learning_rate.fill_(learning_rate)
         self.coefficient.fill_(coefficient)
         for tensor in (self.metrics, self.n_taken, self.n_bad, self.stopped):
@@ -104,10 +106,9 @@ class Update(Generic[Batch]):
             self.replayed(batch)
             return
         if self.compiled is not None and len(batch) == self._compiled_rows == self.parts.n_rows:
-            new = self.parts.attempt(lambda: self._run_compiled(batch))
+            self.commit(self.parts.attempt(lambda: self._run_compiled(batch)))
         else:
-            new = self.parts.attempt(lambda: self.run_eagerly(batch))
-        self.commit(new)
+            self._apply(*self.parts.attempt(lambda: self._change(batch)))
 
     def _run_compiled(self, batch: Batch) -> Sequence[Tensor]:
         if self.compiled is None or self.parts.n_rows < self._compiled_rows:  # it did not fit into memory
@@ -124,10 +125,48 @@ class Update(Generic[Batch]):
         with torch.no_grad():
             return self._advance(self._state, self.learning_rate, gradient, metrics)
 
+    def _change(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+        """All that a step needs memory for: gradient, what to divide it by, whether to leave it out, new counters."""
+        gradient, metrics = self._gradient(batch, self._params.leaves, self._loss, self.coefficient)
+        with torch.no_grad():
+            go, shrink, counters = self._judge(self._state, gradient, metrics)
+            return gradient, 1 / shrink, 1 - go, counters
+
+    @torch.no_grad()
+    def _apply(self, gradient: Tensor, divisor: Tensor, left_out: Tensor, counters: list[Tensor]) -> None:
+        """Adam in one pass over the parameters, in place; in what passes and memory cost, `_advance` is no match."""
+        torch._fused_adam_(
+            [self._params.flat],
+            [gradient],
+            [self.momentum],
+            [self.variance],
+            [],
+            [counters[0]],
+            lr=self._step_size,
+            beta1=BETA1,
+            beta2=BETA2,
+            weight_decay=0.0,
+            eps=EPSILON,
+            amsgrad=False,
+            maximize=False,
+            grad_scale=divisor,
+            found_inf=left_out,
+        )
+        torch._foreach_copy_(self._state[3:], counters)
+
     @torch.no_grad()
     def commit(self, new: Sequence[Tensor]) -> None:
         """Make a computed state the current one; in place, so that nothing here can run out of memory."""
         torch._foreach_copy_(self._state, list(new))
+
+    @contextmanager
+    def rehearsing(self) -> Iterator[None]:
+        """Steps taken inside leave nothing behind: for timing and warming up."""
+        kept = [tensor.detach().clone() for tensor in self._state]
+        try:
+            yield
+        finally:
+            self.commit(kept)
 
     def buffers(self) -> list[Tensor]:
         """The model's own tensors that change between rollouts, such as observation statistics."""
@@ -187,8 +226,10 @@ class Update(Generic[Batch]):
             with self._precision():
                 loss, metrics = loss_of(part, coefficient)
             share = len(part) / n
-            part_grads = torch.autograd.grad(loss * (scale * share), leaves)
-            grads.append(self._params.flatten(part_grads) / scale)
+            scaled = self._autocast is torch.float16
+            part_grads = torch.autograd.grad(loss * (scale * share if scaled else share), leaves)
+            flat = self._params.flatten(part_grads)
+            grads.append(flat / scale if scaled else flat)
             means.append(metrics * share)
             if len(grads) == 2:
                 grads, means = [grads[0] + grads[1]], [means[0] + means[1]]
@@ -203,22 +244,29 @@ class Update(Generic[Batch]):
         self, state: Sequence[Tensor], learning_rate: Tensor, grad: Tensor, metrics: Tensor
     ) -> list[Tensor]:
         """The state after one step with this gradient."""
-        flat, momentum, variance, n_steps, scale, sums, n_taken, n_bad, stopped = state
+        flat, momentum, variance = state[:3]
+        go, shrink, counters = self._judge(state, grad, metrics)
+        grad = torch.where(go > 0, grad * shrink, 0.0)
+        momentum = torch.lerp(momentum, grad, (1 - BETA1) * go)
+        variance = torch.lerp(variance, grad.square(), (1 - BETA2) * go)
+        n_steps = counters[0]
+        step_size = go * learning_rate / (1 - BETA1**n_steps).clamp(min=1 - BETA1)
+        divisor = (1 - BETA2**n_steps).clamp(min=1 - BETA2).sqrt()
+        flat = flat - step_size * momentum / (variance.sqrt() / divisor + EPSILON)
+        return [flat, momentum, variance, *counters]
+
+    def _judge(
+        self, state: Sequence[Tensor], grad: Tensor, metrics: Tensor
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """Whether this step counts (1.0 or 0.0), what clipping multiplies the gradient by, and the counters after."""
+        n_steps, scale, sums, n_taken, n_bad, stopped = state[3:]
         norm = torch.linalg.vector_norm(grad)
         finite = torch.isfinite(norm) & torch.isfinite(metrics[0])
         if self._kl_limit is not None:
             stopped = stopped | (metrics[self._kl_index] > self._kl_limit)
-        # 1.0 where this step counts, 0.0 where it must leave no trace.
         go = (finite & ~stopped).float()
-        grad = torch.where(go > 0, grad * (self._max_grad_norm / (norm + 1e-6)).clamp(max=1.0), 0.0)
-
         n_steps = n_steps + go
-        momentum = torch.lerp(momentum, grad, (1 - BETA1) * go)
-        variance = torch.lerp(variance, grad.square(), (1 - BETA2) * go)
-        step_size = go * learning_rate / (1 - BETA1**n_steps).clamp(min=1 - BETA1)
-        divisor = (1 - BETA2**n_steps).clamp(min=1 - BETA2).sqrt()
-        flat = flat - step_size * momentum / (variance.sqrt() / divisor + EPSILON)
-
+        shrink = (self._max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
         seen = torch.cat([metrics, norm.view(1)])
         sums = sums + torch.where(go > 0, seen, 0.0)
         bad = ~finite
@@ -226,17 +274,7 @@ class Update(Generic[Batch]):
             bad = bad & (scale <= 1.0)
             grown = torch.where(n_steps % GROWTH_STEPS == GROWTH_STEPS - 1, scale * 2, scale)
             scale = torch.where(finite, grown, (scale / 2).clamp(min=1.0))
-        return [
-            flat,
-            momentum,
-            variance,
-            n_steps,
-            scale.clone(),
-            sums,
-            n_taken + go,
-            n_bad + bad.float(),
-            stopped.clone(),
-        ]
+        return go, shrink, [n_steps, scale.clone(), sums, n_taken + go, n_bad + bad.float(), stopped.clone()]
 
     def state(self) -> dict[str, Tensor]:
         """The optimizer's state, for a checkpoint."""

@@ -63,15 +63,19 @@ class Work:
     n_steps: int
     n_cores: int
     learn_seconds: float
+    """Learning beside collectors, on `learn_threads` threads."""
+    learn_threads: int
+    alone_seconds: float
+    """Learning while nobody collects."""
 
     def seconds(self, n_collectors: int) -> float:
         """Of an iteration with so many collectors beside the learner."""
         plan = children(self.measured, self.n_envs, n_collectors)
         collect = self.n_envs * self.n_steps / plan.steps_per_second
-        # With a collector on every core the learner shares its core, and all of them finish together.
-        everywhere = plan.n_collectors == self.n_cores
-        shared = (collect * self.n_cores + self.learn_seconds) / self.n_cores if everywhere else 0.0
-        return max(collect, self.learn_seconds, shared)
+        # Where there are not cores enough for all, they are shared, and all finish together.
+        crowded = plan.n_collectors + self.learn_threads > self.n_cores
+        work = collect * plan.n_collectors + self.learn_seconds * self.learn_threads
+        return max(collect, self.learn_seconds, work / self.n_cores if crowded else 0.0)
 
     def best(self) -> int:
         """The number of collectors that suits the cores best."""
@@ -80,7 +84,7 @@ class Work:
     def gain(self, lockstep: Plan) -> float:
         """How much faster overlap is than collecting that way in turn with learning."""
         collect = self.n_envs * self.n_steps / lockstep.steps_per_second
-        return (collect + self.learn_seconds) / self.seconds(self.best())
+        return (collect + self.alone_seconds) / self.seconds(self.best())
 
 
 def share_cores(ranked: list[Plan], work: Work) -> list[Plan]:

@@ -9,8 +9,10 @@ import pytest
 import torch
 
 import flatout
+from flatout.executors.choose import Plan, Probe
 from flatout.hardware.cache import remembered
-from flatout.pipeline.choose import MIN_UPDATES, decide_overlap
+from flatout.hardware.threads import torch_threads
+from flatout.pipeline.choose import MIN_UPDATES, Work, decide_overlap
 from flatout.pipeline.overlap import KL_BOUND, Overlap
 from flatout.run import Trainer
 from tests.executors.slow import Counter, Script
@@ -118,7 +120,12 @@ def test_an_old_policys_data_is_measured_and_weighed(vtrace: bool) -> None:
 def test_a_policy_that_moves_too_fast_falls_back_to_lockstep() -> None:
     rows: list[dict[str, float]] = []
     agent = flatout.PPO(
-        "CartPole-v1", **(SMALL | {"n_epochs": 20}), overlap="on", learning_rate=0.05, clip_range=5.0
+        "CartPole-v1",
+        **(SMALL | {"n_epochs": 20}),
+        overlap="on",
+        learning_rate=0.02,
+        clip_range=5.0,
+        ent_coef=0.5,  # keeps it from settling on one action for good
     )
     agent.learn(STEPS * 3, callback=lambda progress: rows.append(dict(progress.metrics)))
     assert agent.summary["overlap"]["fell_back"]
@@ -187,3 +194,51 @@ def test_an_env_that_fails_while_the_learner_works_ends_the_run_with_its_error()
     trainer._collector.collect = collect  # type: ignore[assignment,method-assign]
     with pytest.raises(RuntimeError, match="the site is gone"):
         agent.learn(STEPS)
+
+
+@pytest.mark.parametrize(
+    ("alone", "beside", "threads", "gain"),
+    [
+        # One of 2 cores collects for 1 s; learning takes as long on either number of threads.
+        (1.0, 1.0, 1, 2.0),
+        # On both cores learning would take half as long: taking turns loses nothing.
+        (4.0, 8.0, 1, 5.0 / 8.0),
+        # On both cores also beside the collector: then they are shared.
+        (4.0, 4.0, 2, 5.0 / 4.5),
+    ],
+)
+def test_the_gain_of_overlap_counts_the_cores_that_learning_loses(
+    alone: float, beside: float, threads: int, gain: float
+) -> None:
+    step = 0.97 / 64  # of which child collectors lose 3 %
+    measured = Probe(
+        step_seconds=step,
+        step_spread=0.0,
+        cpu_share=1.0,
+        reset_seconds=0.0,
+        obs_bytes=4,
+        picklable=True,
+        act_seconds=lambda n: 0.0,
+    )
+    work = Work(
+        measured=measured,
+        n_envs=8,
+        n_steps=8,
+        n_cores=2,
+        learn_seconds=beside,
+        learn_threads=threads,
+        alone_seconds=alone,
+    )
+    lockstep = Plan(kind="serial", steps_per_second=64.0)
+    assert (lockstep.steps_per_second, work.best()) == (64.0, 1)
+    assert work.gain(lockstep) == pytest.approx(gain)
+
+
+def test_threads_depend_on_the_work_and_on_who_else_wants_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+    assert torch_threads(10_000, 256, 8) == 1
+    assert torch_threads(1_000_000, 256, 8) == 8
+    assert torch_threads(1_000_000, 256, 8, n_taken=3) == 5
+    assert torch_threads(1_000_000, 4096, 8, n_taken=3) == 8
+    monkeypatch.delenv("OMP_WAIT_POLICY")
+    assert torch_threads(1_000_000, 4096, 8) == 1
