@@ -59,7 +59,7 @@ def test_checkpoints_at_every_iteration_are_noticed() -> None:
 def test_what_if_tells_of_other_machines() -> None:
     here = flatout.doctor(waiting, **SMALL, n_envs=8, overlap="off", what_if="n_envs=64")
     assert here.what_if is not None
-    assert here.what_if["steps_per_second"] > 2 * here.steps_per_second
+    assert here.what_if["steps_per_second"] > 1.2 * here.steps_per_second
     assert "what if n_envs 64" in str(here)
     card = flatout.doctor(
         "CartPole-v1", **(SMALL | {"network_arch": (512, 512)}), n_envs=8, what_if="gpu=a100,cores=16"

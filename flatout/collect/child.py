@@ -133,6 +133,9 @@ class ChildCollectors:
         self.version += 1
         self._block.publish(self.version)
 
+    def offer(self, rollout: Rollout) -> None:
+        """Nothing: all envs are done at the same time."""
+
     def reset(self) -> None:
         """Begin new episodes in every env."""
         self._ask([RESET] * len(self._jobs))

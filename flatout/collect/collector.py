@@ -1,23 +1,29 @@
 """Executor + policy → rollout. Three verbs a step: act, step the envs, store.
 
 While all envs step together a whole time step is stored at once; when an executor returns fewer envs than it
-runs, lost one, or one only began an episode, each env goes on with a cursor of its own. T: time steps, N: envs.
+runs, lost one, or one only began an episode, each env goes on with a cursor of its own. Envs that wait need not wait
+for the slowest of them: those that are done begin the next rollout as soon as its policy is known, which is the
+learner's after the rollout before, so that what is collected with which policy never depends on time.
+T: time steps, N: envs.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
 
 from flatout.buffers.rollout import Rollout
+from flatout.collect.filling import Filling
 from flatout.collect.noise import ActionNoise
 from flatout.envs.spaces import ActionLayout, Array, Leaves
 from flatout.executors.base import Episode, Executor, Step
-from flatout.models.actor import make_actor
+from flatout.executors.waiting import WaitingExecutor
+from flatout.models.actor import Actor, make_actor
 from flatout.models.policy import ActorCritic, copy_parameters
 from flatout.trace.phases import Lane, PhaseClock
 
@@ -49,6 +55,10 @@ class Collects(Protocol[R_contra]):
     def publish(self) -> None:
         """Let the next rollout be collected with the policy as it is now; nothing may be collecting."""
 
+    def offer(self, rollout: R_contra) -> None:
+        """The next rollout, to be collected with the policy as it is now: envs that are done with the one under way
+        may begin it."""
+
     def reset(self) -> None:
         """Begin new episodes in every env."""
 
@@ -66,6 +76,12 @@ class Collects(Protocol[R_contra]):
 
     def close(self) -> None:
         """Close every env."""
+
+
+@dataclass(slots=True)
+class _Policy:
+    model: ActorCritic
+    actor: Actor
 
 
 class Collector:
@@ -88,9 +104,17 @@ class Collector:
         self.model, self._head = model, model.head
         # Only executors of batched envs say it: no env of theirs can wait until the others are done.
         self._together = bool(getattr(executor, "steps_together", False))
+        self._waiting = executor if isinstance(executor, WaitingExecutor) else None
+        self._away = np.zeros(executor.n_envs, bool)
+        """Which envs were sent an action and are not back."""
         self._noise = ActionNoise(layout, executor.env_ids, seed)
         self._all = np.arange(executor.n_envs)
-        self._actor = make_actor(model, executor.n_envs, device)
+        self._policy, self._device = _Policy(model, make_actor(model, executor.n_envs, device)), device
+        self._spare: _Policy | None = None
+        self._offered: tuple[Rollout, _Policy] | None = None
+        """The next rollout and its policy, while no env has begun it. Set by the thread that learns."""
+        self._ahead: Filling | None = None
+        """The next rollout, once some env has begun it."""
         self.n_steps = 0
         """Steps each env has taken for finished rollouts: where its noise stream stands."""
 
@@ -105,12 +129,27 @@ class Collector:
         self._clock.restart({}, "slot")
 
     def publish(self) -> None:
-        """Act with the learner's parameters as they are now."""
-        if self._source is not None:
-            copy_parameters(self._source, self.model)
+        """Act with the learner's parameters as they are now, which are also those of what was offered."""
+        if self._ahead is not None or self._offered is not None:
+            assert self._spare is not None, "who offers has made one"
+            self._policy, self._spare, self._offered = self._spare, self._policy, None
+        elif self._source is not None:
+            copy_parameters(self._source, self._policy.model)
+
+    def offer(self, rollout: Rollout) -> None:
+        """Let envs that are done begin this rollout, where they can and acting has parameters of its own."""
+        if self._source is None or self._waiting is None:
+            return
+        if self._spare is None:
+            model = copy.deepcopy(self._policy.model)
+            self._spare = _Policy(model, make_actor(model, self.executor.n_envs, self._device))
+        copy_parameters(self._source, self._spare.model)
+        self._spare.actor.bind()
+        self._offered = rollout, self._spare
 
     def reset(self) -> None:
         """Begin new episodes in every env."""
+        self._forget_next()
         self.executor.reset()
 
     def snapshot(self) -> dict[str, Array]:
@@ -119,7 +158,12 @@ class Collector:
 
     def restore(self, snapshot: Mapping[str, Array]) -> list[int]:
         """Bring the envs back to a snapshot, whoever took it; returns those that began a new episode."""
+        self._forget_next()
         return self.executor.restore(snapshot)
+
+    def _forget_next(self) -> None:
+        self._offered = self._ahead = None
+        self._away[:] = False
 
     def close(self) -> None:
         """Close every env."""
@@ -128,36 +172,50 @@ class Collector:
     def collect(self, rollout: Rollout, stop: Callable[[], bool] = lambda: False) -> list[Episode]:
         """Fill the rollout from where the envs stand; returns the episodes that ended."""
         clock, executor = self._clock, self.executor
-        episodes: list[Episode] = []
         clock.enter("act")
-        self._actor.bind()
-        noise = self._noise.draw(self.n_steps, rollout.n_steps).numpy()
-        for leaf, obs in zip(rollout.obs, executor.current.obs, strict=True):
-            leaf[0] = obs
+        if self._ahead is not None:
+            filling, self._ahead = self._ahead, None
+            assert filling.rollout is rollout, "another rollout was begun already"
+            self._go_on(filling, self._all[:0], stop)
+        else:
+            filling = self._filling(rollout, self._policy, self.n_steps)
+            self._policy.actor.bind()
+            filling.begin(executor.current, self._all)
+            self._fill(filling, stop)
+        self.n_steps += rollout.n_steps
+        executor.mark()
+        clock.enter("slot")
+        clock.cut()
+        return filling.episodes
+
+    def _filling(self, rollout: Rollout, policy: _Policy, first_step: int) -> Filling:
+        noise = self._noise.draw(first_step, rollout.n_steps).numpy()
+        return Filling(rollout, policy.actor, noise, np.zeros(self.executor.n_envs, np.int64))
+
+    def _fill(self, filling: Filling, stop: Callable[[], bool]) -> None:
+        """All envs step by step together, for as long as they come back together."""
+        clock, executor, rollout = self._clock, self.executor, filling.rollout
         for t in range(rollout.n_steps):
             seen = tuple(leaf[t] for leaf in rollout.obs)
-            actions = self._act(seen, noise[t], rollout.action[t], rollout.log_prob[t])
+            actions = self._act(filling.actor, seen, filling.noise[t], rollout.action[t], rollout.log_prob[t])
             clock.enter("env")
             executor.send(actions, self._all)
             now = executor.recv()
             clock.enter("store")
             if len(now.rows) < executor.n_envs or now.restarted:
-                self._collect_ragged(rollout, t, now, noise, episodes, stop)
-                break
+                filling.cursor[:] = t
+                self._away[:] = True
+                self._go_on(filling, self._take(filling, now), stop)
+                return
             self._store_all(rollout, t, now)
-            episodes += now.ended
+            filling.episodes += now.ended
             if stop():
                 raise Interrupted
             clock.enter("act")
-        self.n_steps += rollout.n_steps
-        executor.mark()
-        clock.enter("slot")
-        clock.cut()
-        return episodes
 
-    def _act(self, obs: Leaves, noise: Array, rows_out: Array, log_prob_out: Array) -> Array:
+    def _act(self, actor: Actor, obs: Leaves, noise: Array, rows_out: Array, log_prob_out: Array) -> Array:
         """Draw actions for `obs`, keep them with their log-probabilities, and return them for the envs."""
-        self._actor.act(obs, noise, rows_out, log_prob_out)
+        actor.act(obs, noise, rows_out, log_prob_out)
         if self._head.squashes:
             rows_out = self._head.to_action(torch.from_numpy(rows_out)).numpy()
         return self._layout.to_env(rows_out)
@@ -173,84 +231,79 @@ class Collector:
             for leaf, final in zip(rollout.final_obs, now.final_obs, strict=True):
                 leaf[t, cut] = final[cut]
 
-    def _collect_ragged(
-        self,
-        rollout: Rollout,
-        t: int,
-        now: Step,
-        noise: Array,
-        episodes: list[Episode],
-        stop: Callable[[], bool],
-    ) -> None:
-        """Go on from step `t`, of which `now` has come back, until every env has its `n_steps`."""
+    def _go_on(self, filling: Filling, ready: Array, stop: Callable[[], bool]) -> None:
+        """Until every env has its steps; those that have theirs begin the next rollout when it is offered."""
         clock, executor = self._clock, self.executor
-        cursor = np.full(executor.n_envs, t)
-        some_are_done = False
         while True:
-            episodes += now.ended
-            self._store_rows(rollout, cursor, self._still_wanted(now, cursor < rollout.n_steps))
             if stop():
                 raise Interrupted
-            ready = now.rows[cursor[now.rows] < rollout.n_steps]
-            if len(ready):
-                clock.enter("act")
-                if self._together:
-                    self._act_together(rollout, cursor, now, noise)
-                else:
-                    self._act_rows(rollout, cursor[ready], ready, noise)
-            elif (cursor == rollout.n_steps).all():
+            clock.enter("act")
+            if self._together:
+                self._act_together(filling)
+            elif len(ready):
+                self._act_rows(filling, ready)
+            self._go_ahead(filling)
+            if not filling.open.any():
                 return
-            some_are_done = some_are_done or bool((cursor == rollout.n_steps).any())
-            clock.enter("tail" if some_are_done else "env")
+            clock.enter("env" if self._ahead is not None or filling.open.all() else "tail")
             now = executor.recv()
             clock.enter("store")
+            ready = self._take(filling, now)
 
-    def _act_rows(self, rollout: Rollout, at: Array, rows: Array, noise: Array) -> None:
+    def _take(self, filling: Filling, now: Step) -> Array:
+        """Store what came back, in the rollout that each env is at; returns those that have more to do in this one."""
+        self._away[now.rows] = False
+        is_open = filling.open
+        own = is_open[now.rows]
+        rows, others = now.rows[own], now.rows[~own]
+        filling.store(now, rows, [n for n in now.restarted if is_open[n]])
+        if self._ahead is None:  # batched envs go on, even those that are done
+            filling.episodes += now.ended
+        else:
+            self._ahead.store(now, others, [n for n in now.restarted if not is_open[n]])
+            env_ids = set(self.executor.env_ids[others].tolist())
+            filling.episodes += [e for e in now.ended if e.env_id not in env_ids]
+            self._ahead.episodes += [e for e in now.ended if e.env_id in env_ids]
+        return rows[filling.open[rows]]
+
+    def _go_ahead(self, filling: Filling) -> None:
+        """Act in the next rollout in those envs that are done with this one."""
+        if self._waiting is None:
+            return
+        if self._ahead is None and self._offered is not None:
+            (rollout, policy), self._offered = self._offered, None
+            self._ahead = self._filling(rollout, policy, self.n_steps + filling.rollout.n_steps)
+        ahead = self._ahead
+        if ahead is None:
+            return
+        rows = np.flatnonzero(~filling.open & ~self._away & ahead.open)
+        new = rows[ahead.cursor[rows] == 0]
+        if len(new):
+            self._waiting.remember(new)
+            ahead.begin(self.executor.current, new)
+        if len(rows):
+            self._act_rows(ahead, rows)
+
+    def _act_rows(self, filling: Filling, rows: Array) -> None:
+        rollout, at = filling.rollout, filling.cursor[rows]
         obs = tuple(leaf[at, rows] for leaf in rollout.obs)
         action, log_prob = rollout.action[at, rows], rollout.log_prob[at, rows]
-        actions = self._act(obs, noise[at, rows], action, log_prob)
+        actions = self._act(filling.actor, obs, filling.noise[at, rows], action, log_prob)
         rollout.action[at, rows], rollout.log_prob[at, rows] = action, log_prob
         self._clock.enter("env")
+        self._away[rows] = True
         self.executor.send(actions, rows)
 
-    def _still_wanted(self, now: Step, filling: Array) -> Step:
-        """The step without those envs that have their `n_steps` and only went on because others had not."""
-        if not self._together or filling.all():
-            return now
-        restarted = [n for n in now.restarted if filling[n]]
-        return replace(now, rows=np.flatnonzero(filling), restarted=restarted)
-
-    def _act_together(self, rollout: Rollout, cursor: Array, now: Step, noise: Array) -> None:
-        """Act in all envs; what those do that have their `n_steps` is not stored."""
-        at, rows = np.minimum(cursor, rollout.n_steps - 1), np.flatnonzero(cursor < rollout.n_steps)
+    def _act_together(self, filling: Filling) -> None:
+        """Act in all envs; what those do that have their steps is not stored."""
+        rollout, rows = filling.rollout, np.flatnonzero(filling.open)
+        if not len(rows):
+            return
+        at = np.minimum(filling.cursor, rollout.n_steps - 1)
         action, log_prob = rollout.action[at, self._all], rollout.log_prob[at, self._all]
-        actions = self._act(now.obs, noise[at, self._all], action, log_prob)
+        seen, noise = self.executor.current.obs, filling.noise[at, self._all]
+        actions = self._act(filling.actor, seen, noise, action, log_prob)
         rollout.action[at[rows], rows] = action[rows]
         rollout.log_prob[at[rows], rows] = log_prob[rows]
         self._clock.enter("env")
         self.executor.send(actions, self._all)
-
-    def _store_rows(self, rollout: Rollout, cursor: Array, now: Step) -> None:
-        """Store each env at its own cursor; a step that was lost with its env is never stored."""
-        for n in now.restarted:
-            self._cut_before(rollout, int(cursor[n]), n, now)
-        rows = now.rows[~np.isin(now.rows, now.restarted)] if now.restarted else now.rows
-        at = cursor[rows]
-        rollout.reward[at, rows] = now.reward[rows]
-        rollout.terminated[at, rows] = now.terminated[rows]
-        rollout.truncated[at, rows] = now.truncated[rows]
-        for leaf, obs in zip(rollout.obs, now.obs, strict=True):
-            leaf[at + 1, rows] = obs[rows]
-        cut = now.truncated[rows]
-        for leaf, final in zip(rollout.final_obs, now.final_obs, strict=True):
-            leaf[at[cut], rows[cut]] = final[rows[cut]]
-        cursor[rows] += 1
-
-    def _cut_before(self, rollout: Rollout, t: int, n: int, now: Step) -> None:
-        """End env n's episode with its last whole step, and begin at `t` with the new episode."""
-        if t > 0 and not rollout.terminated[t - 1, n] and not rollout.truncated[t - 1, n]:
-            rollout.truncated[t - 1, n] = True
-            for leaf, obs in zip(rollout.final_obs, rollout.obs, strict=True):
-                leaf[t - 1, n] = obs[t, n]
-        for leaf, obs in zip(rollout.obs, now.obs, strict=True):
-            leaf[t, n] = obs[n]

@@ -105,6 +105,9 @@ class TensorCollector:
         if self._source is not None:
             copy_parameters(self._source, self._model)
 
+    def offer(self, rollout: TensorRollout) -> None:
+        """Nothing: all envs are done at the same time."""
+
     def reset(self) -> None:
         """Begin new episodes in every env."""
         self.executor.reset()

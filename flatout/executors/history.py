@@ -6,12 +6,21 @@ In: seeds used, actions taken. Out: snapshots of the same form as the serial exe
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from flatout.envs.spaces import Array, Leaves
 from flatout.executors.serial import MAX_LOG, RESEED_STEPS, env_seed
+
+
+@dataclass(slots=True)
+class _Moment:
+    """One env as a mark describes it."""
+
+    values: dict[str, Any]
+    log: tuple[list[Any], int]
 
 
 class History:
@@ -27,6 +36,7 @@ class History:
         self._coming: dict[int, int] = {}
         self._mark: dict[str, Array] = {}
         self._marked: list[tuple[list[Any], int]] = []
+        self._remembered: dict[int, _Moment] = {}
 
     def next_seed(self, i: int) -> int:
         """The seed of a new seeded episode of env i, which begins now."""
@@ -62,6 +72,20 @@ class History:
         ages = np.array(self._ages) if self.replayable else np.ones(len(self._ages), np.int64)
         self._mark |= {"seed_counts": np.array(self._counts), "ages": ages}
         self._marked = [(log, len(log)) for log in self._logs]
+        for i, then in self._remembered.items():
+            for name, value in then.values.items():
+                self._mark[name][i] = value
+            self._marked[i] = then.log
+        self._remembered = {}
+
+    def remember(self, rows: Array, obs: Leaves, returns: list[float], lengths: list[int]) -> None:
+        """Let the next mark describe these envs as they are now; the first word counts."""
+        for i in rows.tolist():
+            if i not in self._remembered:
+                values: dict[str, Any] = {f"obs.{k}": leaf[i].copy() for k, leaf in enumerate(obs)}
+                values |= {"returns": returns[i], "lengths": lengths[i], "seed_counts": self._counts[i]}
+                values |= {"ages": self._ages[i]} if self.replayable else {}
+                self._remembered[i] = _Moment(values, (self._logs[i], len(self._logs[i])))
 
     def snapshot(self) -> dict[str, Array]:
         """The last mark, each env's actions aligned at their end."""

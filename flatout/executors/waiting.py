@@ -188,6 +188,10 @@ class WaitingExecutor(ABC):
         """Remember this moment as the one that `snapshot` describes; steps on their way come after it."""
         self._history.mark(self._step.obs, np.array(self._returns), np.array(self._lengths))
 
+    def remember(self, rows: Array) -> None:
+        """Let the next mark describe these envs as they stand now, wherever they are by then."""
+        self._history.remember(rows, self._step.obs, self._returns, self._lengths)
+
     def snapshot(self) -> dict[str, Array]:
         """The envs' state at the last mark: how each was seeded and, if replayable, the actions since."""
         return self._history.snapshot()

@@ -1,7 +1,8 @@
 """Collect the next rollout while learning from this one: two slots, lag exactly 1, the same run after run.
 
 Rollout k+1 is collected with the parameters that learning from rollout k begins with. Between two iterations
-nothing is under way: the next rollout lies ready, so checkpoints and evaluation need no care.
+the next rollout lies ready, so checkpoints and evaluation need no care. Where envs wait, some of them may by then
+have begun the rollout after it, which a checkpoint forgets.
 """
 
 from __future__ import annotations
@@ -87,10 +88,12 @@ class Overlap(Generic[R]):
         state.n_updates = self._learner.n_updates
         state.lag_sum += now.lag
         state.lag_max = max(state.lag_max, now.lag)
+        self._fall_back_if_far(metrics)
         if ahead:
+            if not state.fell_back and state.env_steps + rollout.n_transitions < total_steps:
+                self._collector.offer(rollout)  # which was learned from, and is free
             self._finish(1 - now.slot, 1, stop)
         self._bad.count(metrics)
-        self._fall_back_if_far(metrics)
         return metrics
 
     def _begin(self, slot: int, stop: StopRequest) -> None:

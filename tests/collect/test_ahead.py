@@ -1,0 +1,135 @@
+"""Envs that wait: those that are done begin the next rollout, and what is collected is what it would be in turn."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import torch
+
+import flatout
+from flatout.buffers.rollout import Rollout
+from flatout.collect.collector import Collector
+from flatout.envs.spaces import ActionLayout, ObsLayout
+from flatout.executors.serial import SerialExecutor
+from flatout.executors.thread import ThreadExecutor
+from flatout.models.config import NetworkConfig
+from flatout.models.policy import build
+from flatout.trace.phases import PhaseClock
+from tests.executors.slow import Counter, Script
+
+N_ENVS, N_STEPS = 4, 8
+OBS, ACTION = ObsLayout(Counter.observation_space), ActionLayout(Counter.action_space)
+
+
+def collector(executor: Any) -> tuple[Collector, list[Rollout]]:
+    """A collector with a policy of its own, and two rollouts."""
+    source = build(OBS, ACTION, NetworkConfig(network_arch=(8,)), 0)
+    model = build(OBS, ACTION, NetworkConfig(network_arch=(8,)), 0)
+    made = Collector(
+        executor, model, ACTION, device=torch.device("cpu"), seed=1, clock=PhaseClock(), source=source
+    )
+    return made, [Rollout.alloc(OBS, ACTION, N_STEPS, N_ENVS) for _ in range(2)]
+
+
+def change(policy: Any, by: float) -> None:
+    with torch.no_grad():
+        for p in policy.parameters():
+            p.add_(by)
+
+
+def collect_three(executor: Any, *, early: bool, script: Script) -> tuple[list[dict[str, Any]], list[int]]:
+    """Three rollouts, each with a policy of its own; the arrays, and steps that env 0 had taken after the first."""
+    made, rollouts = collector(executor)
+    made.reset()
+    out, taken = [], []
+    try:
+        made.publish()
+        for k in range(3):
+            if early:  # what learning from the rollout before has led to
+                change(made._source, 0.1)
+                made.offer(rollouts[(k + 1) % 2])
+            made.collect(rollouts[k % 2])
+            out.append({name: array.copy() for name, array in rollouts[k % 2].arrays.items()})
+            taken.append(script.made[0].n_steps)
+            if not early:
+                change(made._source, 0.1)
+            made.publish()
+    finally:
+        made.close()
+    return out, taken
+
+
+def run(kind: Any, *, early: bool) -> tuple[list[dict[str, Any]], list[int]]:
+    script = Script(length=5, on_step=lambda made, t: 0.02 if made == N_ENVS - 1 else 0.001)
+    options = {"replayable": False}
+    executor = kind(lambda: Counter(script), OBS, np.arange(N_ENVS), 7, **options)
+    return collect_three(executor, early=early, script=script)
+
+
+def test_those_that_are_done_go_ahead_and_the_rollouts_are_the_same() -> None:
+    in_turn, taken = run(SerialExecutor, early=False)
+    assert taken == [N_STEPS, 2 * N_STEPS, 3 * N_STEPS]
+    ahead, taken_ahead = run(ThreadExecutor, early=True)
+    assert all(n > k * N_STEPS for k, n in enumerate(taken_ahead, 1))  # it did not wait for the slow one
+    assert taken_ahead[0] <= 2 * N_STEPS  # nor did it begin a third
+    for a, b in zip(in_turn, ahead, strict=True):
+        for name in a:
+            # Last observations are written only where an episode was cut.
+            where = a["truncated"] if name.startswith("final_obs") else slice(None)
+            assert np.array_equal(a[name][where], b[name][where]), name
+
+
+def test_without_an_offer_nobody_goes_ahead() -> None:
+    _, taken = run(ThreadExecutor, early=False)
+    assert taken == [N_STEPS, 2 * N_STEPS, 3 * N_STEPS]
+
+
+def test_a_mark_describes_the_end_of_the_rollout_wherever_envs_are_by_then() -> None:
+    script = Script(length=100, on_step=lambda made, t: 0.02 if made == N_ENVS - 1 else 0.0)
+    executor = ThreadExecutor(lambda: Counter(script), OBS, np.arange(N_ENVS), 7, replayable=True)
+    made, rollouts = collector(executor)
+    made.reset()
+    try:
+        made.publish()
+        made.offer(rollouts[1])
+        made.collect(rollouts[0])
+        assert script.made[0].n_steps > N_STEPS
+        snapshot = made.snapshot()
+        assert (snapshot["ages"] == N_STEPS).all()
+        assert (snapshot["obs.0"] == N_STEPS).all()
+        assert np.array_equal(snapshot["actions"], rollouts[0].action[..., 0])
+        assert made.restore(snapshot) == []
+        made.publish()
+        made.collect(rollouts[1])
+        assert (np.arange(N_STEPS, 2 * N_STEPS + 1) == rollouts[1].obs[0][:, :, 0].T).all()
+    finally:
+        made.close()
+
+
+class Dawdling(gym.Wrapper[Any, Any, Any, Any]):
+    """CartPole whose steps take from one to four milliseconds, now the one env, now the other."""
+
+    def __init__(self) -> None:
+        super().__init__(gym.make("CartPole-v1"))
+
+    def step(self, action: Any) -> Any:
+        time.sleep(float(np.random.default_rng().choice([0.001, 0.004])))
+        return self.env.step(action)
+
+
+def test_a_run_with_envs_that_wait_is_the_same_as_one_in_turn() -> None:
+    def learned(executor: str) -> torch.Tensor:
+        settings: dict[str, Any] = {"n_envs": 4, "n_steps": 8, "batch_size": 16, "n_epochs": 1}
+        agent = flatout.PPO(
+            Dawdling, preset="auto", **settings, seed=5, overlap="on", compile="off", executor=executor
+        )
+        agent.learn(4 * 8 * 6)
+        assert agent.summary["env_steps"] == 4 * 8 * 6
+        assert agent.summary["policy_lag_max"] == 1
+        assert agent.summary["executor"]["kind"] == executor
+        return torch.cat([p.detach().reshape(-1) for p in agent.policy.model.parameters()])
+
+    assert torch.equal(learned("thread"), learned("serial"))
