@@ -80,6 +80,10 @@ class _Pipeline:
         self._scale = self._n_steps / settings.n_steps
         self._slowness = np.resize(np.array(costs.slowness), settings.n_envs)
         self._edges = np.linspace(0, settings.n_envs, settings.n_collectors + 1).astype(int)
+        self._may_begin = -1
+        """The last rollout that envs which wait may begin."""
+        self._n_collected = 0
+        self._some = Signal()
 
     def run(self, *, collect: bool, learn: bool) -> tuple[float, float]:
         """Seconds of an iteration, and the share of them in which the learner works."""
@@ -93,25 +97,45 @@ class _Pipeline:
         return seconds / self._scale, sum(self._busy[1:]) / max(last - first, 1e-12)
 
     def _iterate(self, *, collect: bool, learn: bool) -> Activity:
-        ahead = self._settings.overlap and collect and learn
-        done = Signal()
-        if ahead:
-            self._cores.start(self._collect(done))
-        for _ in range(N_ITERATIONS + 1):
+        waiting = self._settings.executor in ("thread", "async")
+        begin, done = self._let_begin if waiting else self._start_collecting, Signal()
+        self._done = done
+        if collect and waiting:
+            self._cores.start(self._collect_ready())
+        ahead = self._settings.overlap and collect
+        for k in range(N_ITERATIONS + 1):
             if collect:
-                if not ahead:
-                    self._cores.start(self._collect(done))
-                yield done
+                begin(k)
+                while self._n_collected <= k:
+                    yield done
             if ahead:
-                self._cores.start(self._collect(done))
+                begin(k + 1)
             began = self._cores.now
             if learn:
                 yield from self._learn()
             self._busy.append(self._cores.now - began)
+            if ahead and waiting:  # those that are done need not wait for the others
+                begin(k + 2)
             if learn:
                 yield Compute(self._scale * (self._costs.iteration + self._settings.extra_seconds), MAIN)
             self._marks.append(self._cores.now)
         self._cores.stopped = True
+
+    def _start_collecting(self, k: int) -> None:
+        """Collect rollout k, unless that is under way."""
+        if k > self._may_begin:
+            self._may_begin = k
+            self._cores.start(self._collect())
+
+    def _let_begin(self, k: int) -> None:
+        """Let envs that wait begin rollout k as soon as they are done with the one before."""
+        if k > self._may_begin:
+            self._may_begin = k
+            self._cores.fire(self._some)
+
+    def _collected(self) -> None:
+        self._n_collected += 1
+        self._cores.fire(self._done)
 
     def _learn(self) -> Activity:
         """All updates of an iteration: the part that holds the lock and the part that only computes."""
@@ -128,17 +152,15 @@ class _Pipeline:
             else:
                 yield Compute(native / CHUNKS, None, settings.learn_threads)
 
-    def _collect(self, done: Signal) -> Activity:
+    def _collect(self) -> Activity:
         kind = self._settings.executor
-        if kind in ("thread", "async"):
-            yield from self._collect_ready()
-        elif kind == "process":
+        if kind == "process":
             yield from self._collect_with_workers()
         elif kind == "batched" or not self._settings.children:
             yield from self._collect_in_turn(0, self._settings.n_envs, MAIN)
         else:
             yield from self._collect_in_children()
-        self._cores.fire(done)
+        self._collected()
 
     def _collect_in_turn(self, first: int, end: int, lock: int) -> Activity:
         """Envs one after the other in one process, or all at once if batched."""
@@ -171,38 +193,41 @@ class _Pipeline:
             yield Compute(own + n * costs.handover / 2, MAIN)
 
     def _collect_ready(self) -> Activity:
-        """Envs that wait side by side; the policy acts on whichever are ready."""
-        costs, settings = self._costs, self._settings
-        wait, compute = self._samples(0, settings.n_envs)
-        sent = [Signal() for _ in range(settings.n_envs)]
-        some, ready = Signal(), list[int]()
-        for i in range(settings.n_envs):
-            self._cores.start(self._one_env(i, wait[:, i], compute[:, i], sent[i], some, ready))
-        left = np.full(settings.n_envs, self._n_steps)
+        """Envs that wait side by side, rollout after rollout; the policy acts on whichever are ready."""
+        costs, n_envs, n_steps = self._costs, self._settings.n_envs, self._n_steps
+        sent, ready = [Signal() for _ in range(n_envs)], list[int]()
+        taken = np.zeros(n_envs, np.int64)
         hold = costs.hold * costs.step_seconds
-        while left.any():
-            if not ready:
-                yield some
-                if len(ready) < np.count_nonzero(left):
+        idle = list(range(n_envs))
+        for i in idle:
+            self._cores.start(self._one_env(i, sent[i], ready))
+        while True:
+            if not ready and not any(taken[i] // n_steps <= self._may_begin for i in idle):
+                yield self._some
+                if 0 < len(ready) < n_envs - len(idle):
                     yield Wait(hold)
             now, ready[:] = list(ready), []
-            if not now:
-                continue
-            left[now] -= 1
-            yield Compute(at(costs.act, len(now)) + costs.store, MAIN)
-            for i in now:
-                self._cores.fire(sent[i])
+            taken[now] += 1
+            while taken.min() >= (self._n_collected + 1) * n_steps:
+                self._collected()
+            idle += now
+            go = [i for i in idle if taken[i] // n_steps <= self._may_begin]
+            if go:
+                idle = [i for i in idle if taken[i] // n_steps > self._may_begin]
+                yield Compute(at(costs.act, len(go)) + costs.store, MAIN)
+                for i in go:
+                    self._cores.fire(sent[i])
 
-    def _one_env(
-        self, i: int, wait: np.ndarray, compute: np.ndarray, sent: Signal, some: Signal, ready: list[int]
-    ) -> Activity:
-        for slept, worked in zip(wait.tolist(), compute.tolist(), strict=True):
-            yield Wait(slept)
-            yield Compute(worked + self._costs.passing, MAIN)
-            ready.append(i)
-            if len(ready) == 1:
-                self._cores.fire(some)
-            yield sent
+    def _one_env(self, i: int, sent: Signal, ready: list[int]) -> Activity:
+        while True:
+            wait, compute = self._samples(i, i + 1)
+            for slept, worked in zip(wait[:, 0].tolist(), compute[:, 0].tolist(), strict=True):
+                yield sent
+                yield Wait(slept)
+                yield Compute(worked + self._costs.passing, MAIN)
+                ready.append(i)
+                if len(ready) == 1:
+                    self._cores.fire(self._some)
 
     def _samples(self, first: int, end: int) -> tuple[np.ndarray, np.ndarray]:
         """Waiting and computing seconds (steps, envs) of a rollout."""

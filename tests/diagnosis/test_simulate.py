@@ -132,3 +132,13 @@ def test_a_card_speeds_up_a_big_network_only() -> None:
     big = costs(update=UpdateCost(python=1e-3, rows=((64, 50e-3),)))
     there, on = on_card(big, settings(n_params=2_000_000), teraflops=20)
     assert simulate(there, on).learn_rate > 10 * simulate(big, SETTINGS).learn_rate
+
+
+def test_beside_learning_envs_that_wait_do_not_wait_for_each_other() -> None:
+    uneven = costs(wait=(5e-3, 15e-3), compute=(0.0,), act=((1, 1e-6),), passing=0.0, hold=0.0)
+    quick = UpdateCost(python=1e-5, rows=((64, 1e-5),))
+    threads = settings(executor="thread", n_workers=8, n_steps=8)
+    in_turn = simulate(replace(uneven, update=quick), threads)
+    assert in_turn.steps_per_second < 0.9 * 8 / 10e-3
+    beside = simulate(replace(uneven, update=quick), replace(threads, overlap=True))
+    assert beside.steps_per_second > 1.1 * in_turn.steps_per_second
