@@ -135,7 +135,7 @@ def test_a_card_speeds_up_a_big_network_only() -> None:
 
 
 def test_beside_learning_envs_that_wait_do_not_wait_for_each_other() -> None:
-    uneven = costs(wait=(5e-3, 15e-3), compute=(0.0,), act=((1, 1e-6),), passing=0.0, hold=0.0)
+    uneven = costs(wait=(5e-3, 15e-3), compute=(0.0, 0.0), act=((1, 1e-6),), passing=0.0, hold=0.0)
     quick = UpdateCost(python=1e-5, rows=((64, 1e-5),))
     threads = settings(executor="thread", n_workers=8, n_steps=8)
     in_turn = simulate(replace(uneven, update=quick), threads)
