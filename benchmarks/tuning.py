@@ -48,15 +48,16 @@ def grid(case: str) -> list[dict[str, Any]]:
     """Every number of envs with the same total batch × every executor × overlap."""
     _, own = CASES[case]
     total = own["n_envs"] * own["n_steps"]
-    out = []
     # In turn, slow envs would take a minute for each of some rollouts, in one process or in two.
     in_turn = [{"executor": "serial"}, *({"executor": "auto", "n_collectors": n} for n in (1, 2))]
     ways = [{"executor": "process"}, *(in_turn if case == "CartPole-v1" else [{"executor": "thread"}])]
-    for n_envs in (8, 16, 32, 64) if case == "CartPole-v1" else (8, 16, 32, 64, 128):
-        for way in ways:
-            for overlap in ("off", "on"):
-                out.append({"n_envs": n_envs, "n_steps": total // n_envs, "overlap": overlap, **way})
-    return out
+    numbers = (8, 16, 32, 64) if case == "CartPole-v1" else (8, 16, 32, 64, 128)
+    return [
+        {"n_envs": n, "n_steps": total // n, "overlap": overlap, **way}
+        for n in numbers
+        for way in ways
+        for overlap in ("off", "on")
+    ]
 
 
 def reach(case: str, settings: dict[str, Any]) -> float:
