@@ -131,3 +131,20 @@ class TensorPoles:
 
     def close(self) -> None:
         """Nothing to close."""
+
+
+class Remote(gym.Wrapper[Any, Any, Any, Any]):
+    """An env whose steps wait 3 ± 2 ms before they are taken, as one behind a network does."""
+
+    def __init__(self, env: gym.Env[Any, Any]) -> None:
+        super().__init__(env)
+        self._rng = np.random.default_rng()
+
+    def step(self, action: Any) -> Any:
+        time.sleep(self._rng.uniform(0.001, 0.005))
+        return self.env.step(action)
+
+
+def remote_cartpole() -> gym.Env[Any, Any]:
+    """CartPole behind a network."""
+    return Remote(gym.make("CartPole-v1"))
