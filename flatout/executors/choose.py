@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import count
 from time import perf_counter, thread_time
 from typing import Any, Literal
 
@@ -19,6 +20,11 @@ from flatout.envs.make import EnvFactory
 from flatout.envs.spaces import ActionLayout, Array
 from flatout.errors import FlatoutError
 from flatout.executors.process import WORKERS_PER_CORE
+
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None  # type: ignore[assignment]
 
 Kind = Literal["serial", "process", "thread", "async", "batched"]
 
@@ -32,6 +38,7 @@ COROUTINE_SECONDS = 35e-6
 """A step's way through the event loop."""
 WORTH = 1.1
 """A way that is more complicated must promise to be this much faster."""
+_UNKNOWN = count()
 WAITING_SHARE = 0.5
 """An env that computes less than this share of its step time is one that waits."""
 
@@ -93,12 +100,14 @@ def probe(
         cpu = 0.0
         while len(times) < max_steps and perf_counter() - began < max_seconds:
             choice = action.to_env(random_row(action, rng))[0]
-            wall, used = perf_counter(), thread_time()
+            wall, used, slept = perf_counter(), thread_time(), _times_slept()
             obs, _, terminated, truncated, _ = env.step(choice)
             if terminated or truncated:
                 env.reset()
-            cpu += thread_time() - used
-            times.append(perf_counter() - wall)
+            computed = thread_time() - used
+            cpu += computed
+            # A step that never let go of its core has not waited: what it lacks was taken by others.
+            times.append(perf_counter() - wall if _times_slept() > slept else computed)
     finally:
         env.close()
     return Probe(
@@ -110,6 +119,13 @@ def probe(
         picklable=_is_picklable(factory),
         act_seconds=act_seconds,
     )
+
+
+def _times_slept() -> int:
+    """How often this thread has given its core away by itself; where nobody counts, always once more."""
+    if not hasattr(resource, "RUSAGE_THREAD"):
+        return next(_UNKNOWN)
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
 
 
 def plans(
