@@ -27,7 +27,7 @@ class Tables:
 
     bars: Bars
     observed: Array
-    """(T, A x F), float32: every asset's features."""
+    """(T, A x F + A + 2), float32: every asset's features, and room for what differs between accounts."""
     moves: Array
     """(3, A, T): the gap before a bar, the move within it, and how dear its orders are, known a bar before."""
 
@@ -44,8 +44,11 @@ def tables(bars: Bars) -> Tables:
     moves[0, :, 1:] = (bars.open[1:] / bars.close[:-1]).T
     moves[1] = (bars.close / bars.open).T
     moves[2, :, 1:] = dearness[:-1].T
-    observed = np.clip(np.stack(_features(bars, log_close, steps, long), 2), -CLIP, CLIP)
-    return Tables(bars, observed.reshape(len(bars), -1).astype(np.float32), moves)
+    features = np.clip(np.stack(_features(bars, log_close, steps, long), 2), -CLIP, CLIP)
+    n_assets, n = features.shape[1], features[0].size
+    observed = np.zeros((len(bars), n + n_assets + 2), np.float32)
+    observed[:, :n] = features.reshape(len(bars), n)
+    return Tables(bars, observed, moves)
 
 
 def _features(bars: Bars, log_close: Array, steps: Array, long: Array) -> list[Array]:

@@ -26,7 +26,7 @@ class Ledger:
         self.config, self._tables, self._n = config, tables, n_accounts
         self.bars, self.n_assets = tables.bars, len(tables.bars.names)
         self.first, self.last = config.starts(len(tables.bars))
-        self.n_observed = tables.observed.shape[1] + self.n_assets + 2
+        self.n_observed = tables.observed.shape[1]
         self.bar = np.full(n_accounts, self.first)
         self.end = self.bar + config.window
         self.holdings = np.zeros((self.n_assets, n_accounts))
@@ -54,7 +54,7 @@ class Ledger:
         gap, within, dearness = self._tables.moves.take(self.bar, axis=2, out=self._moves, mode="clip")
         before = np.maximum(self.equity, LEAST * config.cash)
         self.holdings *= gap
-        self._fill(actions.T, dearness)
+        self._fill(np.array(actions.T, np.float64, order="C"), dearness)
         self.holdings *= within
         np.add(self.cash, self.holdings.sum(axis=0), out=self.equity)
         np.maximum(self.peak, self.equity, out=self.peak)
@@ -102,12 +102,11 @@ class Ledger:
     def observe(self, which: Array | None = None) -> Array:
         """What the accounts see, all of them or those that `which` marks: a new array, float32."""
         pick: Array | slice = slice(None) if which is None else which
-        bar, equity = self.bar[pick], np.maximum(self.equity[pick], LEAST * self.config.cash)
-        out = np.empty((len(bar), self.n_observed), np.float32)
-        n = self.n_observed - self.n_assets - 2
-        out[:, :n] = self._tables.observed.take(bar, axis=0, mode="clip")
-        out[:, n:-2] = (self.holdings[:, pick] / equity).T
-        out[:, -2] = self.cash[pick] / equity
-        out[:, -1] = self.equity[pick] / self.peak[pick] - 1
-        np.clip(out[:, n:], -BOUND, BOUND, out=out[:, n:])
+        out = self._tables.observed.take(self.bar[pick], axis=0, mode="clip")
+        floored = np.maximum(self.equity[pick], LEAST * self.config.cash)
+        own = np.concatenate([self.holdings[:, pick], self.cash[None, pick], self.equity[None, pick]])
+        own[:-1] /= floored
+        own[-1] /= self.peak[pick]
+        own[-1] -= 1
+        out[:, -len(own) :] = np.clip(own, -BOUND, BOUND, out=own).T
         return out
