@@ -24,7 +24,7 @@ class PlainAccount(gym.Env[Array, Array]):
         self.config = MarketConfig.of(settings)
         self.tables = self.config.tables()
         bars = self.tables.bars
-        self.open, self.close = bars.open.tolist(), bars.close.tolist()
+        self.opens, self.closes = bars.open.tolist(), bars.close.tolist()
         self.n_assets = len(bars.names)
         self.first, self.last = self.config.starts(len(bars))
         self.dearness = self.tables.moves[2].T.tolist()
@@ -45,7 +45,7 @@ class PlainAccount(gym.Env[Array, Array]):
     def step(self, action: Array) -> tuple[Array, float, bool, bool, dict[str, Any]]:
         config, assets, before = self.config, range(self.n_assets), self.equity
         self.bar += 1
-        opened, closed, last = self.open[self.bar], self.close[self.bar], self.close[self.bar - 1]
+        opened, closed, last = self.opens[self.bar], self.closes[self.bar], self.closes[self.bar - 1]
         money = [self.holdings[a] * opened[a] / last[a] for a in assets]
         equity = max(self.cash + sum(money), config.cash / 1000)
 
@@ -82,7 +82,7 @@ class PlainAccount(gym.Env[Array, Array]):
         return self.observe(), reward, terminated, self.bar >= self.end and not terminated, info
 
     def observe(self) -> Array:
-        out = self.tables.observed[self.bar].copy()
+        out: Array = self.tables.observed[self.bar].copy()
         floored = max(self.equity, self.config.cash / 1000)
         own = [h / floored for h in self.holdings] + [self.cash / floored, self.equity / self.peak - 1]
         out[-len(own) :] = np.clip(own, -10, 10)

@@ -181,12 +181,16 @@ def test_the_future_does_not_matter(kind: str) -> None:
         for one, same in zip(before, after, strict=True):
             np.testing.assert_array_equal(one, same)
         last = changed(bars, future - 1, rng.permutation(future))
-        assert not np.array_equal(play(last, start, n_steps, window=150)[-2:], before[-2:]), "t itself matters"
+        assert not np.array_equal(play(last, start, n_steps, window=150)[-2:], before[-2:]), (
+            "t itself matters"
+        )
 
 
 def test_training_and_held_out_bars_do_not_touch() -> None:
     bars = generate("regime", 1_000, 4, 0)
-    train, test = (MarketAccounts(1, data=bars, split=split, window=100).ledger for split in ("train", "test"))
+    train, test = (
+        MarketAccounts(1, data=bars, split=split, window=100).ledger for split in ("train", "test")
+    )
     assert (train.first, train.last + 100) == (LONGEST, 749)
     assert (test.first, test.last + 100) == (750 + LONGEST, 999)
     old, new = np.arange(750), np.arange(750, 1_000)
@@ -242,12 +246,14 @@ def test_what_was_observed_is_not_overwritten() -> None:
     np.testing.assert_array_equal(second, again)
 
 
-def predictability(kind: str) -> float:
-    """How a linear forecast of the next bar, fitted on training bars, correlates with held-out ones, in deviations."""
+def predictability(kind: str, leak: int = 0) -> float:
+    """How a linear forecast of the next bar, fitted on training bars, correlates with held-out ones, in deviations.
+
+    With a `leak`, features are those of so many bars later."""
     accounts = MarketAccounts(1, data=kind)
     ledger = accounts.ledger
     tables, cut = ledger._tables, ledger.last + ledger.config.window
-    features = tables.observed[:, :44].reshape(-1, 4, len(FEATURES))
+    features = np.roll(tables.observed[:, :44].reshape(-1, 4, len(FEATURES)), -leak, axis=0)
     gains = np.log(tables.moves[0, :, 1:] * tables.moves[1, :, 1:]).T
     x, y = features[LONGEST:cut].reshape(-1, len(FEATURES)), gains[LONGEST:cut].reshape(-1)
     weights = np.linalg.lstsq(np.c_[x, np.ones(len(x))], y, rcond=None)[0]
@@ -260,6 +266,7 @@ def predictability(kind: str) -> float:
 def test_the_past_tells_something_of_regimes_and_nothing_of_a_walk() -> None:
     assert predictability("regime") > 6
     assert abs(predictability("walk")) < 3
+    assert predictability("walk", leak=1) > 100, "a leak would be noticed"
 
 
 @pytest.mark.parametrize(

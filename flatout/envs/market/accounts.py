@@ -35,7 +35,7 @@ class MarketAccounts(VectorEnv[Array, Array, Array]):
         self.observation_space = batch_space(self.single_observation_space, num_envs)
         self.action_space = batch_space(self.single_action_space, num_envs)
 
-    def reset(  # type: ignore[override]  # one seed is enough for all
+    def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Array, dict[str, Any]]:
         """Begin an episode in every account."""
@@ -48,9 +48,12 @@ class MarketAccounts(VectorEnv[Array, Array, Array]):
         ledger = self.ledger
         reward, terminated, truncated = ledger.trade(np.asarray(actions))
         obs = ledger.observe()
-        infos = {"equity": ledger.equity / ledger.config.cash, "costs": ledger.costs / ledger.config.cash}
+        infos: dict[str, Any] = {
+            "equity": ledger.equity / ledger.config.cash,
+            "costs": ledger.costs / ledger.config.cash,
+        }
         ended = terminated | truncated
-        n_ended = np.count_nonzero(ended)
+        n_ended = int(np.count_nonzero(ended))
         if n_ended:
             infos |= {"final_obs": obs, "_final_obs": ended}
             ledger.begin(ended, ledger.draw(self.np_random, n_ended))
@@ -88,7 +91,13 @@ class Market(gym.Env[Array, Array]):
         reward, terminated, truncated = self.ledger.trade(np.asarray(action)[None])
         if self._journal is not None:
             self._journal.note()
-        return self.ledger.observe()[0], float(reward[0]), bool(terminated[0]), bool(truncated[0]), self._info()
+        return (
+            self.ledger.observe()[0],
+            float(reward[0]),
+            bool(terminated[0]),
+            bool(truncated[0]),
+            self._info(),
+        )
 
     def render(self) -> Any:
         """The episode so far: a chart, or a line of text."""

@@ -56,6 +56,9 @@ def first_fault(rows: Array) -> tuple[int, str] | None:
         if not np.isfinite(value):
             return row, f"{name} is {value}, not a number to trade on"
         if value < 0 or (value == 0 and name != "volume"):
-            return row, f"{name} is {value:g}; {'volumes are 0 or more' if name == 'volume' else 'prices are above 0'}"
+            return (
+                row,
+                f"{name} is {value:g}; {'volumes are 0 or more' if name == 'volume' else 'prices are above 0'}",
+            )
     wrong = "high" if values["high"] < max(values["open"], values["close"]) else "low"
     return row, f"{wrong} is {values[wrong]:g}, with open {values['open']:g} and close {values['close']:g}"

@@ -97,7 +97,10 @@ class _Panel:
         for k, color in enumerate(colors):
             for bar in range(1, len(weights)):
                 if weights[bar, k]:
-                    corners = [self._x(bar - 1), *sorted((self._y(edges[bar, k]), self._y(edges[bar, k + 1])))]
+                    corners = [
+                        self._x(bar - 1),
+                        *sorted((self._y(edges[bar, k]), self._y(edges[bar, k + 1]))),
+                    ]
                     self._pen.rectangle((corners[0], corners[1], self._x(bar), corners[2]), color)
 
     def labels(self, values: dict[str, float], colors: list[str]) -> None:
@@ -118,4 +121,4 @@ def _ticks(low: float, high: float) -> list[float]:
     rough = (high - low) / 4
     power = 10.0 ** np.floor(np.log10(rough))
     step = min((m * power for m in (1, 2, 5, 10)), key=lambda step: abs(step - rough))
-    return (step * np.arange(np.ceil(low / step), np.floor(high / step) + 1)).tolist()
+    return [float(step * k) for k in range(int(np.ceil(low / step)), int(np.floor(high / step)) + 1)]

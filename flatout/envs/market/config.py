@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import lru_cache
-from numbers import Real
 from pathlib import Path
 from typing import Any, Literal
 
@@ -63,10 +62,11 @@ class MarketConfig:
             value = getattr(self, name)
             if value is None and name in ("assets", "bars"):
                 continue
-            whole = name in ("assets", "bars", "market_seed", "window")
-            if not isinstance(value, int if whole else Real) or isinstance(value, bool) or not low <= value <= high:
-                kind = "a whole number" if whole else "a number"
-                raise FlatoutError(f"{name} is {value!r}; it must be {kind} from {low:g} to {high:g}")
+            whole = name in _WHOLE
+            kind = int if whole else int | float
+            if not isinstance(value, kind) or isinstance(value, bool) or not low <= value <= high:
+                wanted = "a whole number" if whole else "a number"
+                raise FlatoutError(f"{name} is {value!r}; it must be {wanted} from {low:g} to {high:g}")
         for name, choices in (("split", ("train", "test")), ("short", (False, True))):
             if getattr(self, name) not in choices:
                 given = getattr(self, name)
@@ -80,7 +80,9 @@ class MarketConfig:
         known = [field.name for field in fields(MarketConfig)]
         for name in settings:
             if name not in known:
-                raise FlatoutError(f"Market takes no '{name}'{did_you_mean(name, known) or '; ' + ', '.join(known)}")
+                raise FlatoutError(
+                    f"Market takes no '{name}'{did_you_mean(name, known) or '; ' + ', '.join(known)}"
+                )
         return MarketConfig(**settings)
 
     def tables(self) -> Tables:
@@ -93,7 +95,9 @@ class MarketConfig:
         if path.suffix.lower() not in SUFFIXES:
             choices = ", ".join(GENERATED)
             hint = did_you_mean(self.data, GENERATED)
-            raise FlatoutError(f"data is '{self.data}'; it must be {choices}, a .csv or a .parquet file{hint}")
+            raise FlatoutError(
+                f"data is '{self.data}'; it must be {choices}, a .csv or a .parquet file{hint}"
+            )
         if not path.is_file():
             raise FlatoutError(f"{self.data}: there is no such file")
         changed = path.stat()
@@ -132,6 +136,7 @@ _RANGES = (
     ("ruin", 0.001, 0.99),
     ("reward_scale", 1e-6, 1e6),
 )
+_WHOLE = ("assets", "bars", "market_seed", "window")
 
 
 @lru_cache(maxsize=4)

@@ -78,7 +78,9 @@ def _places(header: list[str], shown: str) -> dict[str, int]:
     for name in NEEDED:
         if name not in header:
             there = ", ".join(header) or "nothing"
-            raise FlatoutError(f"{shown} has no column '{name}'; it has {there} and needs {', '.join(NEEDED)}")
+            raise FlatoutError(
+                f"{shown} has no column '{name}'; it has {there} and needs {', '.join(NEEDED)}"
+            )
     return {name: header.index(name) for name in (*NEEDED, "asset") if name in header}
 
 
