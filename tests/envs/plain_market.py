@@ -6,6 +6,7 @@ Also the way accounts are written as a rule, one env each, to compare the speed 
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import Any
 
 import gymnasium as gym
@@ -13,8 +14,14 @@ import numpy as np
 from gymnasium import spaces
 
 from flatout.envs.market.config import MarketConfig
-from flatout.envs.market.features import LONGEST, TRENDS
+from flatout.envs.market.features import LONGEST, TRENDS, Tables
 from flatout.envs.spaces import Array
+
+
+@lru_cache(maxsize=4)
+def as_lists(tables: Tables) -> tuple[list[list[float]], ...]:
+    """Open and close prices and the dearness of orders, by bar and asset; accounts share them."""
+    return tables.bars.open.tolist(), tables.bars.close.tolist(), tables.moves[2].T.tolist()
 
 
 class PlainAccount(gym.Env[Array, Array]):
@@ -24,10 +31,9 @@ class PlainAccount(gym.Env[Array, Array]):
         self.config = MarketConfig.of(settings)
         self.tables = self.config.tables()
         bars = self.tables.bars
-        self.opens, self.closes = bars.open.tolist(), bars.close.tolist()
+        self.opens, self.closes, self.dearness = as_lists(self.tables)
         self.n_assets = len(bars.names)
         self.first, self.last = self.config.starts(len(bars))
-        self.dearness = self.tables.moves[2].T.tolist()
         self.observation_space = spaces.Box(-10, 10, (self.tables.observed.shape[1],))
         self.action_space = spaces.Box(-1.0 if self.config.short else 0.0, 1.0, (self.n_assets,))
 
