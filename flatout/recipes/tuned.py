@@ -88,16 +88,16 @@ def pendulum() -> Recipe:
 def market() -> Recipe:
     """Orders cost little and prices forget: a short horizon keeps the noise of later bars out."""
     return Recipe(
-        timesteps=4_000_000,
+        timesteps=3_000_000,
         n_envs=1024,
         ppo=PPOConfig(
             n_steps=32,
             batch_size=4096,
-            n_epochs=4,
-            learning_rate=1e-3,
+            n_epochs=2,
+            learning_rate=3e-3,
             learning_rate_schedule="linear",
             gamma=0.9,
-            gae_lambda=0.9,
+            gae_lambda=0.5,
         ),
         network=NetworkConfig(network_arch=(64, 64), log_std_init=-0.5),
     )
