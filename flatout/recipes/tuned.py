@@ -1,4 +1,6 @@
-"""Settings per known env, used when no preset is given. Every one is reproduced by benchmarks/returns.py."""
+"""Settings per known env, used when no preset is given. Every one is reproduced by benchmarks/returns.py,
+those of flatout's own envs by benchmarks/workloads_*.py.
+"""
 
 from __future__ import annotations
 
