@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
 from time import time
@@ -203,13 +204,19 @@ class PPO:
         return (actions[0] if single else actions), state
 
     def evaluate(
-        self, n_episodes: int = 100, *, deterministic: bool = True, seed: int | None = None
+        self,
+        n_episodes: int = 100,
+        *,
+        deterministic: bool = True,
+        seed: int | None = None,
+        env_kwargs: Mapping[str, Any] | None = None,
     ) -> Evaluation:
-        """Play whole episodes in envs of its own; of a batched env given as such there is only that one, in which
-        learning then goes on with new episodes."""
+        """Play whole episodes in envs of its own, made with other `env_kwargs` where some are given; of a batched
+        env given as such there is only that one, in which learning then goes on with new episodes."""
         seed = self.config.seed + EVAL_SEED if seed is None else seed
         n_envs = min(n_episodes, MAX_EVAL_ENVS)
-        executor = eval_executor(self._env_info(), self.policy.obs, n_envs, seed)
+        env = self._checked_env(self.config.env_kwargs | dict(env_kwargs)) if env_kwargs else self._env_info()
+        executor = eval_executor(env, self.policy.obs, n_envs, seed)
         try:
             return evaluate(
                 executor,
@@ -283,16 +290,20 @@ class PPO:
 
     def _env_info(self) -> EnvInfo:
         if self._env is None:
-            config = self.config
-            factory = env_factory(self._source, config.env_kwargs)
-            info = check_env(factory, seed=config.seed, n_envs=config.n_envs)
-            for kind, known in (("observation", self.policy.obs), ("action", self.policy.action)):
-                if getattr(info, f"{kind}_space") != known.space:
-                    raise FlatoutError(f"the env's {kind} space is not the one this agent was trained with")
-            if info.n_envs is not None:
-                _refuse_other_n_envs(factory.name, info.n_envs, config.n_envs)
-            self._env = info
+            self._env = self._checked_env(self.config.env_kwargs)
         return self._env
+
+    def _checked_env(self, kwargs: Mapping[str, Any]) -> EnvInfo:
+        """The env with these keywords; refused unless this agent can act in it."""
+        config = self.config
+        factory = env_factory(self._source, kwargs)
+        info = check_env(factory, seed=config.seed, n_envs=config.n_envs)
+        for kind, known in (("observation", self.policy.obs), ("action", self.policy.action)):
+            if getattr(info, f"{kind}_space") != known.space:
+                raise FlatoutError(f"the env's {kind} space is not the one this agent was trained with")
+        if info.n_envs is not None:
+            _refuse_other_n_envs(factory.name, info.n_envs, config.n_envs)
+        return info
 
     def _started(self, n_steps: int | None = None) -> Trainer:
         """The trainer; made on first use, for about `n_steps` env steps."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from flatout.cli.parser import Parser
+from flatout.cli.parser import Parser, settings
 from flatout.cli.resume import run_path
 from flatout.errors import FlatoutError
 
@@ -22,12 +23,16 @@ def run(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--episodes", type=int, default=100, metavar="N", help="episodes to play (100)")
     parser.add_argument("--seed", type=int, metavar="N", help="seed of the episodes; never a training one")
+    parser.add_argument(
+        "--env-kwargs", metavar="JSON", default=argparse.SUPPRESS, help="keywords that differ from training's"
+    )
     parser.add_argument("--best", action="store_true", help="the best checkpoint instead of the newest")
     parser.add_argument("--stochastic", action="store_true", help="draw actions instead of the likeliest")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     args = parser.parse(argv)
     if args.episodes < 1:
         raise FlatoutError(f"--episodes is {args.episodes}; it must be at least 1")
+    env_kwargs = settings(args).get("env_kwargs")
     path = run_path(args.run, args.runs_dir)
     if args.best:
         path = path / "checkpoints" / "best.flatout"
@@ -35,7 +40,9 @@ def run(argv: Sequence[str]) -> int:
     from flatout.agent import load
 
     agent = load(path)
-    result = agent.evaluate(args.episodes, deterministic=not args.stochastic, seed=args.seed)
+    result = agent.evaluate(
+        args.episodes, deterministic=not args.stochastic, seed=args.seed, env_kwargs=env_kwargs
+    )
     if args.json:
         keys = {"return_mean": result.return_mean, "return_std": result.return_std}
         print(json.dumps(keys | {"length_mean": result.length_mean, "episodes": len(result.returns)}))

@@ -57,6 +57,8 @@ def settings(args: argparse.Namespace) -> dict[str, Any]:
             given["env_kwargs"] = json.loads(given["env_kwargs"])
         except ValueError as error:
             raise FlatoutError(f"--env-kwargs is not JSON: {error}") from error
+        if not isinstance(given["env_kwargs"], dict):
+            raise FlatoutError(f"--env-kwargs is {json.dumps(given['env_kwargs'])}; it must be a JSON object")
     return given
 
 

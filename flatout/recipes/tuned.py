@@ -1,4 +1,6 @@
-"""Settings per known env, used when no preset is given. Every one is reproduced by benchmarks/returns.py."""
+"""Settings per known env, used when no preset is given. Every one is reproduced by benchmarks/returns.py,
+those of flatout's own envs by benchmarks/workloads_*.py.
+"""
 
 from __future__ import annotations
 
@@ -85,10 +87,29 @@ def pendulum() -> Recipe:
     )
 
 
+def market() -> Recipe:
+    """Orders cost little and prices forget: a short horizon keeps the noise of later bars out."""
+    return Recipe(
+        timesteps=3_000_000,
+        n_envs=1024,
+        ppo=PPOConfig(
+            n_steps=32,
+            batch_size=4096,
+            n_epochs=2,
+            learning_rate=3e-3,
+            learning_rate_schedule="linear",
+            gamma=0.9,
+            gae_lambda=0.5,
+        ),
+        network=NetworkConfig(network_arch=(64, 64), log_std_init=-0.5),
+    )
+
+
 TUNED: dict[str, Callable[[], Recipe]] = {
     "CartPole-v1": cartpole,
     "Acrobot-v1": acrobot,
     "MountainCar-v0": mountain_car,
     "LunarLander-v3": lunar_lander,
     "Pendulum-v1": pendulum,
+    "flatout/Market-v0": market,
 }

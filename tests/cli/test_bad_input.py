@@ -132,6 +132,7 @@ def assert_refused(
         ("train CartPole-v1 --network-arch 0", "--network-arch"),
         ("train CartPole-v1 --env-kwargs {", "--env-kwargs is not JSON"),
         ('train CartPole-v1 --env-kwargs {"sped":1}', "'sped'"),
+        ("evaluate nowhere --env-kwargs [1]", "--env-kwargs is [1]; it must be a JSON object"),
         ("train CartPole-v1 --device cuda", "--device cuda"),
         ("train CartPole-v1 --device tpu", "tpu"),
         ("train CartPole-v1 --config bad.json", "'n_env'; did you mean 'n_envs'"),
