@@ -1,0 +1,99 @@
+"""A page as the crawler sees it: links, what it is made of, whether it is a target. HTML comes in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from selectolax.lexbor import LexborHTMLParser, SelectolaxError
+
+from flatout.errors import FlatoutError
+
+MAX_LINKS = 500
+MAX_TEXT = 120
+AROUND = "nav a[href], header a[href], footer a[href], aside a[href]"
+"""Links that belong to the site's frame rather than to the page."""
+
+
+class Anchor(NamedTuple):
+    """A link as it stands on a page."""
+
+    href: str
+    text: str
+    in_frame: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """What a page's HTML says."""
+
+    anchors: tuple[Anchor, ...]
+    marks: frozenset[str]
+    """Its elements' tags with their classes, whichever way they are repeated or ordered: what a template leaves."""
+    is_target: bool
+    n_elements: int
+    n_characters: int
+    title: str
+
+
+def read(html: str, target: str) -> Page:
+    """The page in some HTML, broken or not; `target` is the CSS selector that targets match."""
+    tree = LexborHTMLParser(html)
+    body = tree.body
+    frame = {node.mem_id for node in tree.css(AROUND)}
+    anchors = tuple(
+        Anchor(href, " ".join(node.text()[:MAX_TEXT].split()), node.mem_id in frame)
+        for node in tree.css("a[href]")[:MAX_LINKS]
+        if (href := node.attributes["href"])
+    )
+    elements = tree.css("body *")
+    marks = frozenset(
+        f"{node.tag}.{classes}" if (classes := node.attributes.get("class")) else str(node.tag)
+        for node in elements
+        if node.tag != "a"
+    )
+    title = tree.css_first("title")
+    return Page(
+        anchors,
+        marks,
+        tree.css_first(target) is not None,
+        len(elements),
+        len(body.text()) if body is not None else 0,
+        " ".join(title.text()[:MAX_TEXT].split()) if title is not None else "",
+    )
+
+
+def check_selector(target: Any) -> str:
+    """The selector, or a FlatoutError of one line if it is none."""
+    try:
+        LexborHTMLParser("<p></p>").css_first(target)
+    except (SelectolaxError, TypeError, ValueError) as error:
+        raise FlatoutError(f"target {target!r} is not a CSS selector: {error}") from error
+    return str(target)
+
+
+class Templates:
+    """The kinds of pages met so far: a page is of a known kind if it is made of nearly the same elements."""
+
+    SAME = 0.8
+    """Share of all marks that two pages of one kind have in common."""
+
+    def __init__(self) -> None:
+        self._kinds: list[frozenset[str]] = []
+        self._exact: dict[frozenset[str], int] = {}
+
+    def __len__(self) -> int:
+        return len(self._kinds)
+
+    def number(self, marks: frozenset[str]) -> int:
+        """The number of the page's kind, a new one where it is of none that is known."""
+        known = self._exact.get(marks)
+        if known is not None:
+            return known
+        for number, kind in enumerate(self._kinds):
+            if len(marks & kind) >= self.SAME * len(marks | kind):
+                self._exact[marks] = number
+                return number
+        self._kinds.append(marks)
+        self._exact[marks] = len(self._kinds) - 1
+        return len(self._kinds) - 1
