@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from math import cos, pi, sin
 
 import numpy as np
@@ -42,11 +43,15 @@ def image(exploration: Exploration, trail: Sequence[Visited], budget: int) -> ND
     graph = exploration.graph
     places = _places(graph)
     path = [visited.link.url for visited in trail]
-    steps = set(zip(path, path[1:], strict=False))
+    steps = set(pairwise(path))
     for url, node in graph.nodes.items():
         if node.parent in places:
             on_trail = (node.parent, url) in steps
-            pen.line([places[node.parent], places[url]], GOLD if on_trail else FAINT, (3 if on_trail else 1) * SCALE)
+            pen.line(
+                [places[node.parent], places[url]],
+                GOLD if on_trail else FAINT,
+                (3 if on_trail else 1) * SCALE,
+            )
     for url, node in graph.nodes.items():
         x, y = places[url]
         if node.template < 0:

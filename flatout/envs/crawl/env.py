@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, TypeAlias
 
 import gymnasium as gym
 import numpy as np
@@ -48,7 +48,7 @@ _reached: set[str] = set()
 class AsyncCrawl(gym.Env[Obs, Any]):
     """The env with `async def reset` and `async def step`."""
 
-    metadata: ClassVar[dict[str, Any]] = {"render_modes": ["rgb_array", "ansi"], "render_fps": 4}
+    metadata = {"render_modes": ["rgb_array", "ansi"], "render_fps": 4}  # noqa: RUF012  # as Gymnasium has it
 
     def __init__(
         self,
@@ -79,7 +79,9 @@ class AsyncCrawl(gym.Env[Obs, Any]):
         if record and replay:
             raise FlatoutError(f"record '{record}' and replay '{replay}': give one of the two")
         if len(sites) != 2 or not 0 <= sites[0] < sites[1] <= 10**12:
-            raise FlatoutError(f"sites is {list(sites)}; it must be the first seed and the one after the last")
+            raise FlatoutError(
+                f"sites is {list(sites)}; it must be the first seed and the one after the last"
+            )
         if isinstance(hosts, str):
             hosts = (hosts,)
         self._url, self._hosts, self._target = url, tuple(hosts), check_selector(target)
@@ -105,6 +107,7 @@ class AsyncCrawl(gym.Env[Obs, Any]):
             }
         )
         self._network: Network | None = None
+        self._joined = ""
         self._exploration: Exploration | None = None
         self._trail: list[Visited] = []
         self._slots: list[Link] = []
@@ -115,6 +118,11 @@ class AsyncCrawl(gym.Env[Obs, Any]):
         if self._exploration is None:
             raise EnvError("the crawl has not begun; call reset() first")
         return self._exploration
+
+    @property
+    def budget(self) -> int:
+        """Requests that an episode has."""
+        return self._budget
 
     @property
     def graph(self) -> LinkGraph:
@@ -129,9 +137,12 @@ class AsyncCrawl(gym.Env[Obs, Any]):
     async def reset(  # type: ignore[override]  # Gymnasium knows no async envs
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Obs, dict[str, Any]]:
-        """Begin at the start page, of another site for each episode where sites are generated."""
+        """Begin at the start page, of another site for each episode where sites are generated.
+
+        `options={"site": 7}` chooses the generated site by its seed.
+        """
         super().reset(seed=seed)
-        number = int(self.np_random.integers(*self._sites))
+        number = int((options or {}).get("site", self.np_random.integers(*self._sites)))
         url = self._url or f"{self._origin()}/{number}/"
         rules = Rules(url, self._hosts)
         network = await self._join(rules.origin)
@@ -235,7 +246,7 @@ class AsyncCrawl(gym.Env[Obs, Any]):
 class Crawl(gym.Env[Obs, Any]):
     """The same env for anyone who blocks: each call waits for its coroutine on a loop of the env's own."""
 
-    metadata: ClassVar[dict[str, Any]] = AsyncCrawl.metadata
+    metadata = AsyncCrawl.metadata
 
     def __init__(self, **kwargs: Any) -> None:
         self.inner = AsyncCrawl(**kwargs)

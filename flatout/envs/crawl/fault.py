@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-Kind = Literal["refused", "robots", "busy", "timeout", "connection", "garbage", "size", "type", "redirects", "status"]
+Kind = Literal[
+    "refused", "robots", "busy", "timeout", "connection", "garbage", "size", "type", "redirects", "status"
+]
 
 
 class Fault(Exception):

@@ -33,7 +33,8 @@ def code(text: str) -> Row:
     for word in words:
         bits = blake2b(word.encode(), digest_size=1).digest()[0]
         out += [1.0 if bits >> i & 1 else -1.0 for i in range(CODE)]
-    return np.clip(out / max(len(words), 1) ** 0.5, -1, 1)
+    clipped: Row = np.clip(out / max(len(words), 1) ** 0.5, -1, 1)
+    return clipped
 
 
 def slots(visited: Visited, n_slots: int) -> list[Link]:

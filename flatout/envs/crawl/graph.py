@@ -57,7 +57,7 @@ class LinkGraph:
                 if link not in graph:
                     graph.add_node(link, visited=False)
                 graph.add_edge(url, link)
-        return graph  # type: ignore[no-any-return]
+        return graph
 
     def write_graphml(self, path: str | Path) -> None:
         """Write the graph to a file that Gephi, yEd and NetworkX read."""

@@ -49,7 +49,7 @@ class LeanClient:
 
     async def _connect(self, url: str) -> Connection:
         parts = urlsplit(url)
-        host = "127.0.0.1" if parts.hostname == "localhost" else parts.hostname
+        host = "127.0.0.1" if parts.hostname == "localhost" else str(parts.hostname)
         loop = asyncio.get_running_loop()
         try:
             _, connection = await loop.create_connection(Connection, host, parts.port or 80)
@@ -113,7 +113,7 @@ class Connection(asyncio.Protocol):
         except Fault as fault:
             self._fail(fault)
 
-    def connection_lost(self, exc: Exception | None) -> None:
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
         """The end of a body without a length, or of a response that never came."""
         self.is_open = False
         if self._waiter is None:

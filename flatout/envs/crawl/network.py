@@ -122,4 +122,3 @@ def _client(origin: str, record: Path | None, replay: Path | None) -> Client:
     if replay is not None:
         return Replayer(Folder(replay, origin))
     return Recorder(Live(), Folder(record, origin)) if record is not None else Live()
-

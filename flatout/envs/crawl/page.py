@@ -11,7 +11,7 @@ from flatout.errors import FlatoutError
 
 MAX_LINKS = 500
 MAX_TEXT = 120
-AROUND = "nav a[href], header a[href], footer a[href], aside a[href]"
+AROUND = "header a, footer a, nav a, aside a"
 """Links that belong to the site's frame rather than to the page."""
 
 
@@ -32,33 +32,28 @@ class Page:
     """Its elements' tags with their classes, whichever way they are repeated or ordered: what a template leaves."""
     is_target: bool
     n_elements: int
-    n_characters: int
     title: str
 
 
 def read(html: str, target: str) -> Page:
     """The page in some HTML, broken or not; `target` is the CSS selector that targets match."""
     tree = LexborHTMLParser(html)
-    body = tree.body
     frame = {node.mem_id for node in tree.css(AROUND)}
-    anchors = tuple(
-        Anchor(href, " ".join(node.text()[:MAX_TEXT].split()), node.mem_id in frame)
-        for node in tree.css("a[href]")[:MAX_LINKS]
-        if (href := node.attributes["href"])
-    )
     elements = tree.css("body *")
-    marks = frozenset(
-        f"{node.tag}.{classes}" if (classes := node.attributes.get("class")) else str(node.tag)
-        for node in elements
-        if node.tag != "a"
-    )
+    anchors: list[Anchor] = []
+    marks: set[str] = set()
+    for node in elements:
+        tag, attributes = node.tag, node.attributes
+        if tag != "a":
+            marks.add(f"{tag}.{attributes['class']}" if "class" in attributes else str(tag))
+        elif (href := attributes.get("href")) and len(anchors) < MAX_LINKS:
+            anchors.append(Anchor(href, " ".join(node.text()[:MAX_TEXT].split()), node.mem_id in frame))
     title = tree.css_first("title")
     return Page(
-        anchors,
-        marks,
+        tuple(anchors),
+        frozenset(marks),
         tree.css_first(target) is not None,
         len(elements),
-        len(body.text()) if body is not None else 0,
         " ".join(title.text()[:MAX_TEXT].split()) if title is not None else "",
     )
 

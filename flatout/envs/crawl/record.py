@@ -76,6 +76,8 @@ class Replayer:
             data = json.loads(head)
             if "fault" in data:
                 raise Fault(data["fault"], data["message"])
+            if len(body) > max_bytes:
+                raise Fault("size", f"{len(body)} bytes, more than {max_bytes}")
             return Response(data["status"], data["headers"], body)
         except FileNotFoundError as error:
             raise Fault("connection", f"{url} is not in the recording {self._folder.path}") from error

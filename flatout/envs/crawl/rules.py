@@ -27,7 +27,8 @@ CHANGES = re.compile(
 NOT_PAGES = re.compile(
     r"\.(?:jpe?g|png|gif|svg|webp|ico|css|js|json|xml|pdf|zip|gz|tar|exe|dmg|mp[34]|avi|mov|woff2?|docx?|xlsx?|pptx?|csv)$"
 )
-PLAIN = re.compile(r"/(?![/\\])[A-Za-z0-9_\-./?=&%~+,:@!;*]*")
+UNSAFE = re.compile(r"""[^!-~]|[\\<>"{}|^`]""")
+PLAIN = re.compile(r"/(?!/)[A-Za-z0-9_\-./?=&%~+,:@!;*]*")
 """A link that needs no resolving."""
 
 
@@ -134,7 +135,7 @@ def _origin(url: str) -> str:
 def _shape_refusal(url: str) -> str | None:
     if len(url) > MAX_URL:
         return f"{url[:60]}… is longer than {MAX_URL} characters"
-    if not url.isascii() or not url.isprintable() or " " in url:
+    if UNSAFE.search(url):
         return f"{url[:60]!r} holds characters that a URL has to escape"
     path = url.partition("?")[0]
     if path.count("/") - 2 > MAX_DEPTH:

@@ -60,8 +60,8 @@ class WebClient:
                         raise Fault("size", f"more than {max_bytes} bytes")
                 kept = {name.lower(): value for name, value in response.headers.items()}
                 return Response(response.status, kept, bytes(body))
-        except aiohttp.ClientConnectionError as error:
-            raise Fault("connection", str(error) or type(error).__name__) from error
+        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
+            raise Fault("connection", " ".join(str(error).split())[:200] or type(error).__name__) from error
         except (aiohttp.ClientError, ValueError) as error:
             raise Fault("garbage", " ".join(str(error).split())[:200] or type(error).__name__) from error
 
@@ -81,4 +81,3 @@ class WebClient:
                 auto_decompress=False,
             )
         return self._session
-

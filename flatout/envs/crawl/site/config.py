@@ -36,13 +36,19 @@ class SiteConfig:
         for name, low, high in _RANGES:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-                raise FlatoutError(f"site config: {name} is {value!r}; it must be a number from {low} to {high}")
+                raise FlatoutError(
+                    f"site config: {name} is {value!r}; it must be a number from {low} to {high}"
+                )
         for name in ("size", "depth"):
             if not isinstance(getattr(self, name), int):
-                raise FlatoutError(f"site config: {name} is {getattr(self, name)!r}; it must be a whole number")
+                raise FlatoutError(
+                    f"site config: {name} is {getattr(self, name)!r}; it must be a whole number"
+                )
         for name in ("traps", "robots"):
             if not isinstance(getattr(self, name), bool):
-                raise FlatoutError(f"site config: {name} is {getattr(self, name)!r}; it must be true or false")
+                raise FlatoutError(
+                    f"site config: {name} is {getattr(self, name)!r}; it must be true or false"
+                )
 
     def to_json(self) -> str:
         """One line that `read_site` takes back."""
@@ -73,7 +79,9 @@ def read_site(source: Mapping[str, Any] | str | Path | None) -> SiteConfig:
     except ValueError as error:
         raise FlatoutError(f"site config {path} is not JSON: {error}") from error
     if not isinstance(data, dict):
-        raise FlatoutError(f"site config {path} holds a {type(data).__name__}; it must be an object of settings")
+        raise FlatoutError(
+            f"site config {path} holds a {type(data).__name__}; it must be an object of settings"
+        )
     return _from_mapping(data, f"site config {path}")
 
 

@@ -56,7 +56,9 @@ class Connection(asyncio.Protocol):
     def _answer(self, request: bytes) -> None:
         method, _, rest = request.partition(b" ")
         if method not in (b"GET", b"HEAD"):
-            self._transport.write(b"HTTP/1.1 405 Method Not Allowed\r\nAllow: GET, HEAD\r\nContent-Length: 0\r\n\r\n")
+            self._transport.write(
+                b"HTTP/1.1 405 Method Not Allowed\r\nAllow: GET, HEAD\r\nContent-Length: 0\r\n\r\n"
+            )
             return
         path = rest.partition(b" ")[0].decode("latin-1")
         found = ATTEMPT.search(request)

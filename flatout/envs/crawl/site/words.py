@@ -18,7 +18,9 @@ DATA = ["data", "statistics", "figures", "indicators", "measurements"]
 """What the list of targets is called."""
 RECORDS = ["series", "dataset", "table", "records"]
 """What a target is called."""
-TOPICS = "climate water energy soil traffic health housing forest ocean air trade schools farming crime".split()
+TOPICS = (
+    "climate water energy soil traffic health housing forest ocean air trade schools farming crime".split()
+)
 SUBJECTS = "rainfall prices births harvest noise rivers wages output visitors storage density yields".split()
 BESIDES = ["papers", "essays", "methods", "partners", "history", "glossary"]
 """What a topic holds besides its data."""
