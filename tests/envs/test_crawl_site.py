@@ -230,3 +230,37 @@ def test_a_config_that_is_fine_goes_through_json() -> None:
     server = SiteServer(config)
     server.close()
     server.close()
+
+
+@pytest.mark.parametrize(
+    ("selector", "html", "matches"),
+    [
+        (SELECTOR, '<i ITEMTYPE="https://schema.org/Dataset">', True),
+        (SELECTOR, '<i itemtype="https://schema.org/&#68;ataset">', True),
+        (SELECTOR, '<i itemtype="https://schema.org/Person">', False),
+        ("table.values, form[action]", "<form action=x>", True),
+        ("p:not([hidden])", "<p>", True),
+        ("a[title='[x']", '<a title="[x">', True),
+        ("h1", "", False),
+    ],
+)
+def test_targets_are_what_the_selector_matches(selector: str, html: str, matches: bool) -> None:
+    assert read(html, selector).is_target == matches
+
+
+def test_broken_pages_are_read() -> None:
+    for html in (
+        "",
+        "<",
+        "\x00\xff",
+        "<a href>",
+        "<frameset><frame></frameset>",
+        "<a href='x'><a href=y>" * 2000,
+    ):
+        page = read(html, "p")
+        assert len(page.anchors) <= 500
+    page = read("<title>A <b>b</title><nav><a href=1>\n n </a></nav><a href=2>m</a>", "p")
+    assert [(anchor.href, anchor.text, anchor.in_frame) for anchor in page.anchors] == [
+        ("1", "n", True),
+        ("2", "m", False),
+    ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from math import cos, pi, sin
 
 import numpy as np
@@ -19,6 +18,8 @@ COLORS = [
     (76, 114, 176), (85, 168, 104), (129, 114, 179), (100, 181, 205), (196, 120, 90), (140, 140, 140),
     (218, 139, 195), (122, 160, 60), (60, 150, 150), (170, 110, 60), (90, 90, 200), (180, 180, 90),
 ]  # fmt: skip
+TRAIL = 4
+"""How many of the last pages the agent's way is drawn through."""
 Point = tuple[float, float]
 
 
@@ -26,7 +27,7 @@ def text(exploration: Exploration, trail: Sequence[Visited], slots: Sequence[Lin
     """The page, its links by slot, and how the exploration stands."""
     here = trail[-1] if trail else None
     lines = [
-        f"{here.link.url if here else exploration.start_url}  {here.page.title if here else '(not there)'}",
+        f"{here.link.url if here else exploration.start_url}  {here.title if here else '(not there)'}",
         f"requests {exploration.n_requests}/{budget}  targets {exploration.n_targets}  "
         f"kinds of pages {len(exploration.templates)}  faults {exploration.n_faults}",
     ]
@@ -43,15 +44,12 @@ def image(exploration: Exploration, trail: Sequence[Visited], budget: int) -> ND
     graph = exploration.graph
     places = _places(graph)
     path = [visited.link.url for visited in trail]
-    steps = set(pairwise(path))
     for url, node in graph.nodes.items():
         if node.parent in places:
-            on_trail = (node.parent, url) in steps
-            pen.line(
-                [places[node.parent], places[url]],
-                GOLD if on_trail else FAINT,
-                (3 if on_trail else 1) * SCALE,
-            )
+            pen.line([places[node.parent], places[url]], FAINT, SCALE)
+    walked = [places[url] for url in path[-TRAIL:]]
+    if len(walked) > 1:
+        pen.line(walked, GOLD, 2 * SCALE, joint="curve")
     for url, node in graph.nodes.items():
         x, y = places[url]
         if node.template < 0:
@@ -77,9 +75,9 @@ def _places(graph: LinkGraph) -> dict[str, Point]:
     for url, node in graph.nodes.items():
         parent = node.parent if node.parent in graph.nodes and node.parent != url else None
         children.setdefault(parent, []).append(url)
-    weight: dict[str, int] = {}
+    weight: dict[str, float] = {}
     for url in reversed(list(graph.nodes)):
-        weight[url] = 1 + sum(weight.get(child, 1) for child in children.get(url, ()))
+        weight[url] = max(1.0, sum(weight.get(child, 1.0) for child in children.get(url, ())))
     middle, out = ((WIDTH - PANEL) * SCALE / 2, HEIGHT * SCALE / 2), {}
     depth = _depth(children)
     ring = (min(WIDTH - PANEL, HEIGHT) * SCALE / 2 - 24 * SCALE) / max(depth, 1)

@@ -164,8 +164,7 @@ class AsyncCrawl(gym.Env[Obs, Any]):
         reward = 0.0
         outcome: Outcome | None = None
         if choice < len(self._slots):
-            here = self.here
-            outcome = await exploration.follow(self._slots[choice], here.link.url if here else None)
+            outcome = await exploration.follow(self._slots[choice])
         elif not self._trail:
             outcome = await exploration.follow(exploration.start)
         elif choice == self._n_links and len(self._trail) > 1:

@@ -42,6 +42,8 @@ class Link:
     """Its path below the start page, in parts."""
     has_query: bool
     shape: Shape
+    source: str | None = None
+    """The page it was first seen on."""
     code: Any = None
     """What its words say, once somebody has asked."""
     tries: int = 0
@@ -53,9 +55,11 @@ class Visited:
     """A page that was got."""
 
     link: Link
-    page: Page
-    template: int
     links: tuple[Link, ...]
+    template: int
+    is_target: bool
+    n_elements: int
+    title: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +98,7 @@ class Exploration:
         """The link to the start page."""
         return self.links.get(self.start_url) or self._link(self.start_url, "", in_frame=False)
 
-    async def follow(self, link: Link, parent: str | None = None) -> Outcome:
+    async def follow(self, link: Link) -> Outcome:
         """Go where a link leads: to a page known already without asking again, else by a request."""
         if link.page is not None:
             return Outcome(link.page, is_repeat=True)
@@ -104,28 +108,31 @@ class Exploration:
         if attempt.html is None:
             assert attempt.fault is not None
             self.n_faults += 1
-            self.graph.add(Node(link.url, len(self.graph.nodes), fault=attempt.fault.kind, parent=parent), [])
+            self.graph.add(
+                Node(link.url, len(self.graph.nodes), fault=attempt.fault.kind, parent=link.source), []
+            )
             return Outcome(None, attempt.n_requests, fault=attempt.fault)
         end = self.links.get(attempt.url) or self._link(attempt.url, link.text, link.in_frame)
         if end.page is not None:  # another way to a page that was got before
             link.page = end.page
             return Outcome(end.page, attempt.n_requests, is_repeat=True)
-        return await self._arrive(link, end, attempt.html, attempt.n_requests, parent)
+        return await self._arrive(link, end, attempt.html, attempt.n_requests)
 
-    async def _arrive(self, link: Link, end: Link, html: str, n_requests: int, parent: str | None) -> Outcome:
+    async def _arrive(self, link: Link, end: Link, html: str, n_requests: int) -> Outcome:
         page = read(html, self.target)
         n_before = len(self.templates)
         template = self.templates.number(page.marks)
         is_new = template == n_before
         self.template_visits[template] = self.template_visits.get(template, 0) + 1
-        visited = Visited(end, page, template, await self._links(end.url, page))
+        links = await self._links(end.url, page)
+        visited = Visited(end, links, template, page.is_target, page.n_elements, page.title)
         link.page = end.page = visited
         for shape in {link.shape.name: link.shape, end.shape.name: end.shape}.values():
             shape.n_got += 1
             shape.n_targets += page.is_target
             shape.n_templates += is_new
         self.n_targets += page.is_target
-        node = Node(end.url, len(self.graph.nodes), template, page.is_target, page.title, parent=parent)
+        node = Node(end.url, len(self.graph.nodes), template, page.is_target, page.title, parent=link.source)
         self.graph.add(node, [each.url for each in visited.links])
         return Outcome(visited, n_requests, new_template=is_new, new_target=page.is_target)
 
@@ -141,7 +148,7 @@ class Exploration:
             if link is None:
                 if not allows(url) or not self._is_worth(url):
                     continue
-                link = self._link(url, anchor.text, anchor.in_frame)
+                link = self._link(url, anchor.text, anchor.in_frame, base)
             out[url] = link
         return tuple(out.values())
 
@@ -160,13 +167,13 @@ class Exploration:
         self._variants[path] = self._variants.get(path, 0) + 1
         return self._variants[path] <= MAX_VARIANTS
 
-    def _link(self, url: str, text: str, in_frame: bool) -> Link:
+    def _link(self, url: str, text: str, in_frame: bool, source: str | None = None) -> Link:
         path, query, _ = url.removeprefix(self.start_url).partition("?")
         tokens = tuple(token for token in path.split("/") if token)
         name = shape_name(tokens) + query
         shape = self.shapes.setdefault(name, Shape(name))
         shape.n_links += 1
-        link = self.links[url] = Link(url, text, in_frame, tokens, bool(query), shape)
+        link = self.links[url] = Link(url, text, in_frame, tokens, bool(query), shape, source)
         return link
 
 

@@ -103,12 +103,12 @@ def page_row(
                 out[CODE : 2 * CODE] = code(tokens[-2])
         out[2 * CODE : 2 * CODE + 8] = (
             1.0,
-            here.page.is_target,
+            here.is_target,
             min(len(tokens) / 6, 1.0),
             min(log1p(len(here.links)) / 5, 1.0),
             min(log1p(n_new) / 4, 1.0),
             min(log1p(exploration.template_visits.get(here.template, 0)) / 4, 1.0),
-            min(log1p(here.page.n_elements) / 8, 1.0),
+            min(log1p(here.n_elements) / 8, 1.0),
             here.link.shape.n_targets / max(here.link.shape.n_got, 1),
         )
     out[-4:] = (

@@ -22,7 +22,7 @@ class Node:
     title: str = ""
     fault: str = ""
     parent: str | None = None
-    """The page it was first reached from."""
+    """The page that its link was first seen on."""
 
 
 @dataclass(slots=True)

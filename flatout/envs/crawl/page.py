@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from selectolax.lexbor import LexborHTMLParser, SelectolaxError
@@ -11,8 +13,8 @@ from flatout.errors import FlatoutError
 
 MAX_LINKS = 500
 MAX_TEXT = 120
-AROUND = "header a, footer a, nav a, aside a"
-"""Links that belong to the site's frame rather than to the page."""
+AROUND = ("header", "footer", "nav", "aside")
+"""Elements whose links belong to the site's frame rather than to the page."""
 
 
 class Anchor(NamedTuple):
@@ -38,24 +40,39 @@ class Page:
 def read(html: str, target: str) -> Page:
     """The page in some HTML, broken or not; `target` is the CSS selector that targets match."""
     tree = LexborHTMLParser(html)
-    frame = {node.mem_id for node in tree.css(AROUND)}
-    elements = tree.css("body *")
+    frame = {node.mem_id for tag in AROUND for part in tree.tags(tag) for node in part.traverse()}
     anchors: list[Anchor] = []
     marks: set[str] = set()
-    for node in elements:
+    n_elements = 0
+    for node in tree.body.traverse() if tree.body is not None else ():
+        n_elements += 1
         tag, attributes = node.tag, node.attributes
         if tag != "a":
             marks.add(f"{tag}.{attributes['class']}" if "class" in attributes else str(tag))
         elif (href := attributes.get("href")) and len(anchors) < MAX_LINKS:
             anchors.append(Anchor(href, " ".join(node.text()[:MAX_TEXT].split()), node.mem_id in frame))
-    title = tree.css_first("title")
+    titles = tree.tags("title")
     return Page(
         tuple(anchors),
         frozenset(marks),
-        tree.css_first(target) is not None,
-        len(elements),
-        " ".join(title.text()[:MAX_TEXT].split()) if title is not None else "",
+        # Setting up a tree's selectors takes as long as parsing a small page.
+        _may_match(html, target) and tree.css_first(target) is not None,
+        n_elements,
+        " ".join(titles[0].text()[:MAX_TEXT].split()) if titles else "",
     )
+
+
+def _may_match(html: str, selector: str) -> bool:
+    needed = _needed(selector)
+    lowered = html.lower() if needed else ""
+    return all(name in lowered for name in needed)
+
+
+@lru_cache(64)
+def _needed(selector: str) -> tuple[str, ...]:
+    """Names of attributes without which no element can match; none where that is not plain to see."""
+    bare = re.sub(r"\"[^\"]*\"|'[^']*'", "", selector.lower())
+    return () if re.search(r"[,:\\]", bare) else tuple(re.findall(r"\[\s*([a-z-]+)", bare))
 
 
 def check_selector(target: Any) -> str:

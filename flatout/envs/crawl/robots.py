@@ -23,9 +23,8 @@ class Robots:
 
     def allows(self, path: str) -> bool:
         """Whether a path with its query may be asked for."""
-        if not self._rules:
-            return True
-        path = unquote(path)
+        if "%" in path:
+            path = unquote(path)
         return next((allows for _, allows, pattern in self._rules if pattern.match(path)), True)
 
 

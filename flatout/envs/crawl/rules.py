@@ -25,9 +25,10 @@ CHANGES = re.compile(
     r"cancel|checkout|add[-_]to[-_]cart|buy[-_]?now|reset[-_]password)(?:$|[^a-z])"
 )
 NOT_PAGES = re.compile(
-    r"\.(?:jpe?g|png|gif|svg|webp|ico|css|js|json|xml|pdf|zip|gz|tar|exe|dmg|mp[34]|avi|mov|woff2?|docx?|xlsx?|pptx?|csv)$"
+    r"\.(?:jpe?g|png|gif|svg|webp|ico|css|js|json|xml|pdf|zip|gz|tar|exe|dmg|mp[34]?|avi|mov|woff2?|docx?|xlsx?|pptx?|csv)$"
 )
 UNSAFE = re.compile(r"""[^!-~]|[\\<>"{}|^`]""")
+NO_DIGITS = {ord(digit): None for digit in "0123456789"}
 PLAIN = re.compile(r"/(?!/)[A-Za-z0-9_\-./?=&%~+,:@!;*]*")
 """A link that needs no resolving."""
 
@@ -117,15 +118,21 @@ class Rules:
         href = href.partition("#")[0].strip()
         if not href or len(href) > MAX_URL:
             return None
-        if PLAIN.fullmatch(href) and "/." not in href:
-            url = f"{_origin(base)}{href}"
-            return None if _shape_refusal(url) else url
+        if href[0] == "/" and _is_plain(href.translate(NO_DIGITS)):
+            return f"{_origin(base)}{href}"
         try:
             url = urljoin(base, href)
             self.check(url)
         except (Fault, ValueError):
             return None
         return url
+
+
+@lru_cache(65_536)
+def _is_plain(href: str) -> bool:
+    """Whether a link, without its digits, needs no resolving and has nothing that is refused."""
+    plain = PLAIN.fullmatch(href) is not None and "/." not in href and len(href) < MAX_URL // 2
+    return plain and _shape_refusal(f"http://host{href}") is None
 
 
 def _origin(url: str) -> str:

@@ -58,7 +58,7 @@ def answer(config: SiteConfig, path: str, attempt: int = 0) -> Answer:
         return Answer(500, b"<html><body><h1>Something broke</h1></body></html>")
     plan = site(config, int(seed))
     if parts[:1] == ["go"]:
-        return Answer(302, location=f"{plan.root}{'/'.join(parts[1:])}")
+        return Answer(302, location=path.replace("/go/", "/", 1))
     return _Writer(config, plan, path).page([part for part in parts if part])
 
 
