@@ -26,6 +26,8 @@ from flatout.envs.crawl.response import Response
 
 N_BLOCKING = 32
 N_ASYNC = 512
+HOLD = 0.004
+"""Seconds that envs wait for others to be acted on with: next to nothing while hundreds are on their way."""
 UNSEEN = (2_000_000, 3_000_000)
 """Sites that no training has met."""
 EPISODES = 100
@@ -138,11 +140,13 @@ def _links(html: str) -> list[str]:
 def blocking(latency: float, make: Callable[[str], Any]) -> tuple[Callable[[], int], Callable[[], None]]:
     """32 processes, each with one env that blocks."""
     envs = gym.vector.AsyncVectorEnv([partial(make, _origin(latency))] * N_BLOCKING)
-    envs.reset(seed=1)
+    obs, _ = envs.reset(seed=1)
     rng = np.random.default_rng(0)
 
     def step_all() -> int:
-        envs.step(rng.integers(17, size=N_BLOCKING))
+        nonlocal obs
+        mask = obs["action_mask"] if isinstance(obs, dict) else np.ones((N_BLOCKING, 17))
+        obs = envs.step(_random(mask, rng))[0]
         return N_BLOCKING
 
     return step_all, envs.close
@@ -152,9 +156,8 @@ def awaiting(latency: float, n_envs: int = N_ASYNC) -> tuple[Callable[[], int], 
     """flatout's env as coroutines in this process: the policy acts on whichever are ready."""
     import flatout
 
-    envs = flatout.make_vec(
-        "crawl", n_envs=n_envs, executor="async", env_kwargs={"site": {"latency": latency}}
-    )
+    options = {"site": {"latency": latency}}
+    envs = flatout.make_vec("crawl", n_envs=n_envs, executor="async", env_kwargs=options, batch_seconds=HOLD)
     obs, _ = envs.reset(seed=1)
     rng = np.random.default_rng(0)
     envs.send(_random(obs["action_mask"], rng))

@@ -20,6 +20,8 @@ CODE = 8
 """Numbers in a word's code."""
 N_LINK = 3 * CODE + 12
 N_PAGE = 2 * CODE + 12
+SEEN = [min(log1p(n) / 5, 1.0) for n in range(200)]
+GOT = [min(log1p(n) / 3, 1.0) for n in range(200)]
 WORD = re.compile(r"[a-z]+")
 
 Row = NDArray[np.float32]
@@ -73,8 +75,8 @@ def link_rows(links: list[Link], here: Visited | None, n_slots: int) -> NDArray[
             min(len(link.tokens) / 6, 1.0),
             "#" in link.shape.name,
             link.shape is shape_here,
-            min(log1p(link.shape.n_links) / 5, 1.0),
-            min(log1p(link.shape.n_got) / 3, 1.0),
+            SEEN[min(link.shape.n_links, 199)],
+            GOT[min(link.shape.n_got, 199)],
             link.shape.n_targets / max(link.shape.n_got, 1),
             link.shape.n_templates / max(link.shape.n_got, 1),
         )

@@ -20,11 +20,15 @@ class Robots:
             ((len(pattern), allows, _compiled(pattern)) for pattern, allows in rules if pattern),
             key=lambda rule: (-rule[0], not rule[1]),
         )
+        # One look that is enough for nearly all links; without rules it matches nothing.
+        self._any = re.compile("|".join(rule.pattern for _, _, rule in self._rules) or r"(?!)", re.DOTALL)
 
     def allows(self, path: str) -> bool:
         """Whether a path with its query may be asked for."""
         if "%" in path:
             path = unquote(path)
+        if not self._any.match(path):
+            return True
         return next((allows for _, allows, pattern in self._rules if pattern.match(path)), True)
 
 

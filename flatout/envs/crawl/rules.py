@@ -25,10 +25,10 @@ CHANGES = re.compile(
     r"cancel|checkout|add[-_]to[-_]cart|buy[-_]?now|reset[-_]password)(?:$|[^a-z])"
 )
 NOT_PAGES = re.compile(
-    r"\.(?:jpe?g|png|gif|svg|webp|ico|css|js|json|xml|pdf|zip|gz|tar|exe|dmg|mp[34]?|avi|mov|woff2?|docx?|xlsx?|pptx?|csv)$"
+    r"\.(?:jpe?g|png|gif|svg|webp|ico|css|js|json|xml|pdf|zip|gz|tar|exe|dmg|mp[034]|avi|mov|woff2?|docx?|xlsx?|pptx?|csv)$"
 )
 UNSAFE = re.compile(r"""[^!-~]|[\\<>"{}|^`]""")
-NO_DIGITS = {ord(digit): None for digit in "0123456789"}
+SAME_DIGITS = {ord(digit): "0" for digit in "123456789"}
 PLAIN = re.compile(r"/(?!/)[A-Za-z0-9_\-./?=&%~+,:@!;*]*")
 """A link that needs no resolving."""
 
@@ -118,7 +118,7 @@ class Rules:
         href = href.partition("#")[0].strip()
         if not href or len(href) > MAX_URL:
             return None
-        if href[0] == "/" and _is_plain(href.translate(NO_DIGITS)):
+        if href[0] == "/" and _is_plain(href.translate(SAME_DIGITS)):
             return f"{_origin(base)}{href}"
         try:
             url = urljoin(base, href)
@@ -130,7 +130,7 @@ class Rules:
 
 @lru_cache(65_536)
 def _is_plain(href: str) -> bool:
-    """Whether a link, without its digits, needs no resolving and has nothing that is refused."""
+    """Whether a link, its digits all made alike, needs no resolving and has nothing that is refused."""
     plain = PLAIN.fullmatch(href) is not None and "/." not in href and len(href) < MAX_URL // 2
     return plain and _shape_refusal(f"http://host{href}") is None
 
