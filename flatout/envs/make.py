@@ -30,7 +30,7 @@ from gymnasium.wrappers import HumanRendering, RenderCollection, TimeLimit
 from flatout.envs.awaitable import AsyncTimeLimit, is_async
 from flatout.envs.batched import BatchedEnvs, batched_kind
 from flatout.envs.masks import mask_from_info
-from flatout.envs.workloads import BATCHED, WORKLOADS
+from flatout.envs.workloads import AWAITABLE, BATCHED, WORKLOADS
 from flatout.errors import EnvError, FlatoutError, did_you_mean
 
 Creator = Callable[..., gym.Env[Any, Any] | BatchedEnvs]
@@ -151,7 +151,8 @@ def _registered(env_id: str) -> EnvSpec:
         raise FlatoutError(_unknown(env_id))
     spec = gym.spec(env_id)
     # Both wrappers cost time at every step and find nothing that the check has not found.
-    return replace(spec, order_enforce=False, disable_env_checker=True)
+    spec = replace(spec, order_enforce=False, disable_env_checker=True)
+    return replace(spec, entry_point=AWAITABLE[env_id]) if env_id in AWAITABLE else spec
 
 
 def _unknown(env_id: str) -> str:

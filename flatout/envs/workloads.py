@@ -22,11 +22,15 @@ class Workload:
     """Makes one env, for anyone."""
     batched: str | None = None
     """Makes `num_envs` of them at once, which is how they are trained; None: only one at a time."""
+    awaitable: str | None = None
+    """Makes one that awaits, with `async def reset` and `step`, which is how it is trained; None: there is none."""
 
 
 WORKLOADS = {
     "snake": Workload("flatout/Snake-v0", "flatout.envs.snake:Snake", "flatout.envs.snake:SnakeGames"),
-    "crawl": Workload("flatout/Crawl-v0", "flatout.envs.crawl:Crawl"),
+    "crawl": Workload(
+        "flatout/Crawl-v0", "flatout.envs.crawl:Crawl", awaitable="flatout.envs.crawl:AsyncCrawl"
+    ),
     "mission": Workload("flatout/Mission-v0", "flatout.envs.mission:Mission"),
     "market": Workload(
         "flatout/Market-v0", "flatout.envs.market:Market", "flatout.envs.market:MarketAccounts"
@@ -34,6 +38,7 @@ WORKLOADS = {
 }
 """By short name."""
 BATCHED = {workload.env_id: workload.batched for workload in WORKLOADS.values() if workload.batched}
+AWAITABLE = {workload.env_id: workload.awaitable for workload in WORKLOADS.values() if workload.awaitable}
 
 
 def register() -> None:

@@ -105,6 +105,25 @@ def market() -> Recipe:
     )
 
 
+def crawl() -> Recipe:
+    """Many sites at once, because waiting for pages is free; what a word promises is learned across them."""
+    return Recipe(
+        timesteps=300_000,
+        n_envs=64,
+        ppo=PPOConfig(
+            n_steps=32,
+            batch_size=256,
+            n_epochs=6,
+            learning_rate=1e-3,
+            learning_rate_schedule="linear",
+            gamma=0.97,
+            gae_lambda=0.9,
+            ent_coef=0.01,
+        ),
+        network=NetworkConfig(network_arch=(128, 128)),
+    )
+
+
 TUNED: dict[str, Callable[[], Recipe]] = {
     "CartPole-v1": cartpole,
     "Acrobot-v1": acrobot,
@@ -112,4 +131,5 @@ TUNED: dict[str, Callable[[], Recipe]] = {
     "LunarLander-v3": lunar_lander,
     "Pendulum-v1": pendulum,
     "flatout/Market-v0": market,
+    "flatout/Crawl-v0": crawl,
 }
