@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from time import time
@@ -71,6 +72,7 @@ class PPO:
         self._source: EnvSource = env if env is not None else self.config.env
         if factory is None or self.config.env_kwargs != factory.kwargs:
             factory = env_factory(self._source, self.config.env_kwargs)
+        factory = replace(factory, device=resolve_device(self.config.device))
         self._env: EnvInfo | None = check_env(factory, seed=self.config.seed, n_envs=self.config.n_envs)
         if self._env.n_envs not in (None, self.config.n_envs):
             self.config = self._resolve(name, settings, config_file, self._env.n_envs)
@@ -284,7 +286,7 @@ class PPO:
     def _env_info(self) -> EnvInfo:
         if self._env is None:
             config = self.config
-            factory = env_factory(self._source, config.env_kwargs)
+            factory = replace(env_factory(self._source, config.env_kwargs), device=self.device)
             info = check_env(factory, seed=config.seed, n_envs=config.n_envs)
             for kind, known in (("observation", self.policy.obs), ("action", self.policy.action)):
                 if getattr(info, f"{kind}_space") != known.space:

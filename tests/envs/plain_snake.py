@@ -82,7 +82,7 @@ class PlainSnake:
         view = np.zeros((3, self.height, self.width), np.uint8)
         view[0][self.body[-1]] = 255
         for i, place in enumerate(self.body):
-            view[1][place] = 55 + 200 * (i + 1) // len(self.body)
+            view[1][place] = 55 + min(i + 1, 200)
         if self.food is not None:
             view[2][self.food] = 255 - 200 * self.hunger // self.starve_after
         return view

@@ -7,6 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 import gymnasium as gym
+import numpy as np
 import torch
 from gymnasium import spaces
 from torch import Tensor
@@ -97,24 +98,10 @@ class _Kernel:
         self._run, self._n_step = kernel.step, state.n_step.numpy()
         self._settings = rules.limit, kernel.F(rules.death_reward), autoreset
         games = [getattr(state, f.name).numpy() for f in fields(State) if f.name != "n_step"]
-        short = [
-            table.astype(kind)
-            for table, kind in (
-                (tables.ahead, "uint16"),
-                (tables.around, "uint16"),
-                (tables.row, "int64"),
-                (tables.column, "int64"),
-            )
-        ]
-        self._bound = (
-            *games,
-            *short,
-            tables.down,
-            tables.right,
-            tables.start,
-            tables.start_head,
-            tables.start_free,
-        )
+        cells = [table.astype(np.uint16) for table in (tables.ahead, tables.around)]
+        scratch = np.zeros(tables.around.shape[1], np.int32)
+        where = [scratch, tables.row, tables.column, tables.down, tables.right]
+        self._bound = (*games, *cells, *where, tables.start, tables.start_head, tables.start_free)
         self._sets = [_Results(state, rules) for _ in range(2)]
 
     def step(self, actions: Tensor) -> tuple[dict[str, Tensor], Tensor, Tensor, Tensor, dict[str, Any]]:

@@ -155,7 +155,7 @@ class Steps:
         cells = torch.arange(rules.n_cells, device=s.board.device)
         left = s.board[:, :-1] - (s.moves - s.length)[:, None]
         head = cells == s.head[:, None]
-        body = torch.where(left > 0, 55 + 200 * left // s.length[:, None], 0)
+        body = torch.where(left > 0, 55 + left.clamp(max=200), 0)
         food = (cells == s.food[:, None]) & (s.food != s.head)[:, None]
         fresh = 255 - 200 * s.hunger // rules.limit
         planes = torch.stack([head * 255, body, food * fresh[:, None]], 1)
