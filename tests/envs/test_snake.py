@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
@@ -12,6 +14,7 @@ import torch
 from gymnasium.utils.env_checker import check_env
 
 import flatout
+from flatout.cli.main import run as main
 from flatout.envs.snake import Snake, SnakeGames
 from flatout.errors import FlatoutError
 from tests.envs.plain_snake import PlainSnake
@@ -379,3 +382,33 @@ def test_pictures() -> None:
     assert lines[3].split()[3:5] == ["■", "▶"]
     assert lines[1 + y].split()[1 + x] == "●"
     assert Snake().render() is None
+
+
+def test_the_command_trains_evaluates_and_tells_the_food_eaten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    command = "train snake --timesteps 163840 --eval-every 80000 --compile off --device cpu --run-name r --quiet --json"
+    assert main(command.split()) == 0
+    summary = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert summary["env"] == "flatout/Snake-v0"
+    assert summary["executor"]["reason"] == "the env steps 256 at once as tensors on cpu"
+    assert summary["return_mean"] > 2, "a random snake eats about 0.3"
+    assert main("evaluate r --episodes 20 --json".split()) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result["episodes"] == 20
+    assert result["return_mean"] > 2
+    assert result["length_mean"] > 10
+
+
+def test_an_agent_of_many_games_plays_one(tmp_path: Path) -> None:
+    agent = flatout.PPO("snake", n_envs=8, n_steps=16, seed=1, device="cpu").learn(1_000)
+    agent.save(tmp_path / "snake.flatout")
+    env = gym.make("flatout/Snake-v0")
+    obs, _ = env.reset(seed=1)
+    for _ in range(20):
+        action, _ = flatout.load(tmp_path / "snake.flatout").predict(obs, deterministic=True)
+        assert obs["action_mask"][action] == 1
+        obs, _, terminated, _, _ = env.step(action)
+        if terminated:
+            obs, _ = env.reset()
