@@ -94,7 +94,7 @@ def snake() -> Recipe:
             n_steps=32,
             batch_size=2048,
             n_epochs=2,
-            learning_rate=1e-3,
+            learning_rate=2e-3,
             learning_rate_schedule="linear",
             ent_coef=0.01,
         ),
