@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -47,27 +48,25 @@ def snake_games(n_games: int, **kwargs: Any) -> tuple[Callable[[], int], Callabl
 
 def jumanji_games(n_games: int) -> tuple[Callable[[], int], Callable[[], None]]:
     """Jumanji's Snake-v1 (12 × 12), compiled, on all cores; observations are kept alive as those of flatout are."""
-    import jax
-    import jumanji
-    from jumanji.wrappers import VmapAutoResetWrapper
-
-    env = VmapAutoResetWrapper(jumanji.make("Snake-v1"))
+    jax: Any = import_module("jax")
+    jumanji: Any = import_module("jumanji")
+    env = import_module("jumanji.wrappers").VmapAutoResetWrapper(jumanji.make("Snake-v1"))
     state, first = jax.jit(env.reset)(jax.random.split(jax.random.PRNGKey(0), n_games))
 
     def one(carry: Any, actions: Any) -> Any:
         state, now = env.step(carry[0], actions)
         return (state, now.observation), now.reward
 
-    @jax.jit
     def many(carry: Any, key: Any) -> Any:
         return jax.lax.scan(one, carry, jax.random.randint(key, (SCAN, n_games), 0, 4))[0]
 
+    many_compiled = jax.jit(many)
     carry, n_calls = (state, first.observation), 0
 
     def step_all() -> int:
         nonlocal carry, n_calls
         n_calls += 1
-        carry = jax.block_until_ready(many(carry, jax.random.PRNGKey(n_calls)))
+        carry = jax.block_until_ready(many_compiled(carry, jax.random.PRNGKey(n_calls)))
         return SCAN * n_games
 
     return step_all, lambda: None

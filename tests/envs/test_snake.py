@@ -206,7 +206,7 @@ def test_turning_in_a_circle_starves_exactly_at_the_limit(compiled: bool) -> Non
         _, reward, ended, _, _ = games.step(torch.full((64,), [UP, LEFT, DOWN, RIGHT][(t - 1) % 4]))
         if t <= 12:
             assert ended[away].tolist() == [t == 12] * int(away.sum())
-            assert (reward[away] == (-0.5 if t == 12 else 0.0)).all()
+            assert reward[away].tolist() == [-0.5 if t == 12 else 0.0] * int(away.sum())
 
 
 def put(env: Snake, body: list[tuple[int, int]], facing: int, food: tuple[int, int]) -> None:

@@ -23,7 +23,7 @@ FINE = 4
 """Drawn so much larger and then shrunk, which smooths the edges."""
 GROUND, GROUND_2, EDGE = (22, 27, 34), (26, 32, 40), (56, 66, 80)
 HEAD, TAIL = (126, 231, 135), (35, 112, 61)
-FOOD, SHINE, EYE, DEAD = (255, 107, 107), (255, 190, 180), (13, 17, 23), (139, 148, 158)
+FOOD, SHINE, EYE = (255, 107, 107), (255, 190, 180), (13, 17, 23)
 
 
 @dataclass(frozen=True, slots=True)
