@@ -22,7 +22,6 @@ from flatout.models.actor import KernelActor, is_small
 from flatout.models.policy import ActorCritic, copy_parameters
 from flatout.trace.phases import Lane, PhaseClock
 
-
 KERNEL_ROWS = 512
 """Envs up to which the compiled policy acts faster on the CPU than torch, whose matrix products like many rows."""
 
