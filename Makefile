@@ -20,7 +20,7 @@ $(VENV)/.installed-bench: $(VENV)/.installed
 	@touch $@
 
 train: install
-	@$(BIN)/flatout train CartPole-v1
+	@$(BIN)/flatout train snake
 
 check: install
 	@$(BIN)/ruff format --check --quiet . || { echo "run 'make format'"; exit 1; }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from time import time
@@ -72,6 +73,7 @@ class PPO:
         self._source: EnvSource = env if env is not None else self.config.env
         if factory is None or self.config.env_kwargs != factory.kwargs:
             factory = env_factory(self._source, self.config.env_kwargs)
+        factory = replace(factory, device=resolve_device(self.config.device))
         self._env: EnvInfo | None = check_env(factory, seed=self.config.seed, n_envs=self.config.n_envs)
         if self._env.n_envs not in (None, self.config.n_envs):
             self.config = self._resolve(name, settings, config_file, self._env.n_envs)
@@ -296,7 +298,7 @@ class PPO:
     def _checked_env(self, kwargs: Mapping[str, Any]) -> EnvInfo:
         """The env with these keywords; refused unless this agent can act in it."""
         config = self.config
-        factory = env_factory(self._source, kwargs)
+        factory = replace(env_factory(self._source, kwargs), device=self.device)
         info = check_env(factory, seed=config.seed, n_envs=config.n_envs)
         for kind, known in (("observation", self.policy.obs), ("action", self.policy.action)):
             if getattr(info, f"{kind}_space") != known.space:

@@ -75,6 +75,19 @@ def test_a_factory_without_num_envs_says_itself_how_many() -> None:
             flatout.PPO(envs, n_envs=6)
 
 
+def test_a_factory_that_takes_a_device_is_told_the_learners() -> None:
+    told: list[str] = []
+
+    def make(num_envs: int, device: str = "auto") -> MatchTensors:
+        told.append(device)
+        return MatchTensors(num_envs)
+
+    flatout.PPO(make, n_envs=4, n_steps=32, device="cpu").learn(100)
+    flatout.PPO(partial(make, device="mine"), n_envs=4, n_steps=32, device="cpu")
+    flatout.PPO(make, n_envs=4, n_steps=32, device="cpu", env_kwargs={"device": "his"})
+    assert told == ["cpu", "cpu", "mine", "his"]
+
+
 def test_gymnasiums_own_batched_cartpole_learns() -> None:
     envs = gym.make_vec("CartPole-v1", num_envs=8, vectorization_mode="vector_entry_point")
     agent = flatout.PPO(envs, seed=1, n_steps=128, batch_size=256, learning_rate=1e-3).learn(30_000)

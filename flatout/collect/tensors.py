@@ -18,8 +18,12 @@ from flatout.envs.spaces import ActionLayout, Array
 from flatout.errors import EnvError
 from flatout.executors.base import Episode
 from flatout.executors.tensors import TensorExecutor
+from flatout.models.actor import KernelActor, is_small
 from flatout.models.policy import ActorCritic, copy_parameters
 from flatout.trace.phases import Lane, PhaseClock
+
+KERNEL_ROWS = 512
+"""Envs up to which the compiled policy acts faster on the CPU than torch, whose matrix products like many rows."""
 
 
 class TensorActions:
@@ -85,6 +89,8 @@ class TensorCollector:
         self._source = source
         self._actions = TensorActions(layout, executor.device)
         self._noise = DeviceNoise(layout, executor.n_envs, seed, executor.device)
+        small = executor.n_envs <= KERNEL_ROWS and is_small(model, executor.device)
+        self._actor = KernelActor(model) if small else None
         self._returns = torch.zeros(executor.n_envs, dtype=torch.float64, device=executor.device)
         self._lengths = torch.zeros(executor.n_envs, dtype=torch.int64, device=executor.device)
         self.n_steps = 0
@@ -135,12 +141,13 @@ class TensorCollector:
         clock, executor, model = self._clock, self.executor, self._model
         on_host = executor.device.type == "cpu"
         clock.enter("act")
+        if self._actor is not None:
+            self._actor.bind()
         noise = self._noise.draw(self.n_steps, rollout.n_steps)
         _copy(rollout.obs_rows[0], executor.current.obs)
         for t in range(rollout.n_steps):
-            rows, rollout.log_prob[t] = model.sample(rollout.obs_rows[t], noise[t])
-            rollout.action[t] = rows
-            actions = self._actions.to_env(model.head.to_action(rows))
+            self._act(rollout.obs_rows[t], noise[t], rollout.action[t], rollout.log_prob[t])
+            actions = self._actions.to_env(model.head.to_action(rollout.action[t]))
             clock.enter("env")
             now = executor.step(actions)
             clock.enter("store")
@@ -159,6 +166,15 @@ class TensorCollector:
         clock.enter("slot")
         clock.cut()
         return episodes
+
+    def _act(self, obs: tuple[Tensor, ...], noise: Tensor, rows_out: Tensor, log_prob_out: Tensor) -> None:
+        if self._actor is None:
+            rows, log_prob = self._model.sample(obs, noise)
+            rows_out.copy_(rows)
+            log_prob_out.copy_(log_prob)
+        else:
+            seen = tuple(leaf.numpy() for leaf in obs)
+            self._actor.act(seen, noise.numpy(), rows_out.numpy(), log_prob_out.numpy())
 
     def _read_episodes(self, rollout: TensorRollout) -> list[Episode]:
         """What ended in the rollout: the only time in it that the host waits for the device."""

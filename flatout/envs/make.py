@@ -50,6 +50,8 @@ class EnvFactory:
     source: EnvSource
     kwargs: dict[str, Any] = field(default_factory=dict)
     mask_in_info: bool = False
+    device: str | None = None
+    """Where batched envs are made that step as tensors and let choose; None: where they like."""
 
     def __call__(self, render_mode: str | None = None) -> gym.Env[Any, Any]:
         """A new env, or a FlatoutError of one line that says why there is none."""
@@ -84,7 +86,7 @@ class EnvFactory:
                 return target
             if n_envs is not None and isinstance(target, EnvSpec) and target.id in BATCHED:
                 target = load_env_creator(BATCHED[target.id])
-            env = _create(target, kwargs, self.name, n_envs)  # type: ignore[arg-type]  # not batched by now
+            env = _create(target, kwargs, self.name, n_envs, self.device)  # type: ignore[arg-type]  # not batched by now
         return mask_from_info(env) if self.mask_in_info and isinstance(env, gym.Env) else env
 
 
@@ -229,7 +231,7 @@ def _load(path: Path, shown: str) -> ModuleType:
 
 
 def _create(
-    target: EnvSpec | Creator, kwargs: dict[str, Any], name: str, n_envs: int | None
+    target: EnvSpec | Creator, kwargs: dict[str, Any], name: str, n_envs: int | None, device: str | None
 ) -> gym.Env[Any, Any] | BatchedEnvs:
     try:
         if isinstance(target, EnvSpec) and target.entry_point is None:
@@ -244,7 +246,9 @@ def _create(
             _refuse_bad_kwargs(creator, {**target.kwargs, **kwargs}, name, _MAKE_KWARGS)
             env = _awaitable(gym.make(target, **kwargs), target)
         else:
-            if n_envs is not None and _lets_choose(target, kwargs):
+            if n_envs is not None and _lets_choose(target, kwargs, "num_envs"):
+                if device is not None and _lets_choose(target, kwargs, "device"):
+                    kwargs = {**kwargs, "device": device}
                 kwargs = {**kwargs, "num_envs": n_envs}
             _refuse_bad_kwargs(target, kwargs, name)
             env = target(**kwargs)
@@ -255,13 +259,13 @@ def _create(
     return _verified(env, name)
 
 
-def _lets_choose(creator: Creator, kwargs: dict[str, Any]) -> bool:
-    """Whether the creator asks how many envs to step at once, and nobody has told it yet."""
+def _lets_choose(creator: Creator, kwargs: dict[str, Any], setting: str) -> bool:
+    """Whether the creator asks for a setting, such as how many envs to step at once, and nobody has told it yet."""
     told = kwargs | (creator.keywords if isinstance(creator, functools.partial) else {})
-    if "num_envs" in told:
+    if setting in told:
         return False
     try:
-        return "num_envs" in inspect.signature(creator).parameters
+        return setting in inspect.signature(creator).parameters
     except (TypeError, ValueError):
         return False
 

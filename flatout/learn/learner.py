@@ -116,6 +116,8 @@ class Learner:
         log_ratio = self._value_parts.attempt(lambda: self._log_ratio(data)) if lag else None
         weigh_by = log_ratio if config.vtrace else None
         batch = self._value_parts.attempt(lambda: ppo.advantages(self._values, data, config, weigh_by))
+        # Before anything is compared: at a clip range of 0 rounding alone would decide about gradients.
+        self.update.begin(learning_rate, clip_range)
         if self.compilation is not None and self.update.compiled is None:
             self._enter("compile")
             first = batch.take(slice(0, config.batch_size))
@@ -124,7 +126,6 @@ class Learner:
             self._capture(batch.take(slice(0, config.batch_size)))
 
         self._enter("update")
-        self.update.begin(learning_rate, clip_range)
         self._shuffle.manual_seed(self._seed * 1_000_003 + iteration)
         sums = [self._kl_so_far()]
         for _ in range(config.n_epochs):

@@ -36,11 +36,14 @@ class Actor(Protocol):
 
 def make_actor(model: ActorCritic, n_rows: int, device: torch.device) -> Actor:
     """The fastest way of acting on up to `n_rows` observations at once."""
+    return KernelActor(model) if is_small(model, device) else TorchActor(model, n_rows, device)
+
+
+def is_small(model: ActorCritic, device: torch.device) -> bool:
+    """Whether one compiled function may act for the model."""
     images = any(leaf.kind == "image" for leaf in model.obs.leaves)
     n_weights = sum(layer.weight.numel() for layer in _layers(model))
-    if device.type == "cpu" and not images and n_weights <= SMALL_NETWORK:
-        return KernelActor(model)
-    return TorchActor(model, n_rows, device)
+    return device.type == "cpu" and not images and n_weights <= SMALL_NETWORK
 
 
 class TorchActor:
@@ -80,9 +83,10 @@ class KernelActor:
         widths = [layers[0].in_features, *(layer.out_features for layer in layers)]
         n_params = sum(layer.weight.numel() + layer.out_features for layer in layers)
         self._params = np.zeros(n_params, np.float32)
-        only = obs.leaves[0]
-        self._plain = len(obs.leaves) == 1 and only.kind == "vector"
-        normalized = self._plain and model.normalizes
+        seen = [i for i, leaf in enumerate(obs.leaves) if leaf.kind != "mask"]
+        self._only = seen[0] if len(seen) == 1 and obs.leaves[seen[0]].kind == "vector" else None
+        """The vector that is all there is to see, if so."""
+        normalized = self._only is not None and model.normalizes
         self._shift = np.zeros((2 if normalized else 0, widths[0]), np.float32)
         if isinstance(model.head, GaussianHead):
             self._sample: Callable[..., None] = kernel.sample_normals
@@ -111,14 +115,14 @@ class KernelActor:
                 self._params[start:end] = tensor.numpy().reshape(-1)
                 start = end
         if len(self._shift):
-            mean, scale = self._model.get_buffer("obs_mean_0"), self._model.get_buffer("obs_scale_0")
+            mean, scale = (self._model.get_buffer(f"obs_{name}_{self._only}") for name in ("mean", "scale"))
             self._shift[0], self._shift[1] = mean.numpy().reshape(-1), scale.numpy().reshape(-1)
         if isinstance(self._model.head, GaussianHead):
             self._log_std[:] = self._model.head.log_std.detach().numpy()
 
     def act(self, obs: Leaves, noise: Array, rows_out: Array, log_prob_out: Array) -> None:
         """Write the rows drawn with the given noise, and their log-probabilities."""
-        x = obs[0].reshape(len(noise), -1) if self._plain else self._features(obs)
+        x = self._features(obs) if self._only is None else obs[self._only].reshape(len(noise), -1)
         head = self._head
         if self._mask_index is not None:
             head = head[0], obs[self._mask_index]

@@ -124,6 +124,23 @@ def crawl() -> Recipe:
     )
 
 
+def snake() -> Recipe:
+    """256 games at once on 10 × 10; few, large updates, because games are cheaper than learning."""
+    return Recipe(
+        timesteps=10_000_000,
+        n_envs=256,
+        ppo=PPOConfig(
+            n_steps=32,
+            batch_size=2048,
+            n_epochs=2,
+            learning_rate=2e-3,
+            learning_rate_schedule="linear",
+            ent_coef=0.01,
+        ),
+        network=NetworkConfig(network_arch=(64, 64)),
+    )
+
+
 TUNED: dict[str, Callable[[], Recipe]] = {
     "CartPole-v1": cartpole,
     "Acrobot-v1": acrobot,
@@ -132,4 +149,5 @@ TUNED: dict[str, Callable[[], Recipe]] = {
     "Pendulum-v1": pendulum,
     "flatout/Market-v0": market,
     "flatout/Crawl-v0": crawl,
+    "flatout/Snake-v0": snake,
 }

@@ -146,6 +146,24 @@ def test_a_step_that_computes_something_else_is_refused() -> None:
         check_same(update, wrong, batch)
 
 
+def test_a_library_is_tried_at_the_step_size_and_clip_range_it_is_for() -> None:
+    """At a clip range of 0 rounding would decide which rows have a gradient, and the same code would seem another."""
+    seen: list[tuple[float, float]] = []
+
+    class Watch:
+        notes: list[str] = []  # noqa: RUF012
+
+        def visit(self, update: Any, batch: Any, *, seconds_left: float) -> None:
+            seen.append((float(update.learning_rate), float(update.coefficient)))
+
+        def close(self) -> None: ...
+
+    agent = flatout.PPO("CartPole-v1", **SETTINGS, learning_rate=0.5, clip_range=0.25, compile="off")
+    agent._started().learner.compilation = Watch()
+    agent.learn(64)
+    assert seen == [(0.5, 0.25)]
+
+
 def test_the_pure_step_is_the_update_to_the_bit() -> None:
     learner = make_learner(make_recipe(ppo=PPOConfig(batch_size=32, target_kl=0.01, clip_range_vf=0.2)))
     batch, update = learner.example_batch(32), learner.update

@@ -1,0 +1,167 @@
+"""All of a step on the CPU, game by game, as one compiled function; `tensors` does the same everywhere else.
+
+A board holds, for each cell, at which of its moves the snake's head came there. The body is what is younger than
+`moves - length`, so a step changes one cell, whatever the length, and the tail's cell is free as the head arrives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import numpy as np
+import numpy.typing as npt
+from numba import njit
+
+Array = npt.NDArray[Any]
+Function = TypeVar("Function", bound=Callable[..., Any])
+F, S, U = np.float32, np.int32, np.uint64
+
+_WEYL, _MIX1, _MIX2 = U(0x9E3779B97F4A7C15), U(0xBF58476D1CE4E5B9), U(0x94D049BB133111EB)
+_ONE, _HALF = F(1), F(0.5)
+
+
+def _compiled(function: Function) -> Function:
+    """Compiled at its first call, then kept on disk; no liberties with floats, so that tensors give the same."""
+    return cast(Function, njit(cache=True, error_model="numpy", nogil=True)(function))
+
+
+@_compiled
+def draw(key: Any, n_step: Any, n_choices: int) -> Any:
+    """A number below `n_choices`, by SplitMix64 of a game's key and the number of the step."""
+    x = U(key) + U(n_step) * _WEYL
+    x = (x ^ (x >> U(30))) * _MIX1
+    x = (x ^ (x >> U(27))) * _MIX2
+    x = x ^ (x >> U(31))
+    return np.int64(((x >> U(33)) * U(n_choices)) >> U(31))
+
+
+@_compiled
+def _free_cell(board: Array, i: Any, gone: Any, k: Any) -> Any:
+    """The free cell of game i that k free ones come before."""
+    for cell in range(board.shape[1] - 1):
+        k -= board[i, U(cell)] <= gone
+        if k < 0:
+            return cell
+    return board.shape[1] - 1
+
+
+@_compiled
+def _see_around(
+    i: Any, board: Array, gone: Any, head: Any, facing: int, food: Any, length: int, hunger: int, limit: int,
+    around: Array, scratch: Array, row: Array, column: Array, down: Array, right: Array, view: Array,
+) -> None:  # fmt: skip
+    n_cells, n_seen = S(board.shape[1] - 1), U(around.shape[1])
+    unit = _HALF / F(n_cells)
+    # In two loops: gathering goes cell by cell, computing by eight cells; sums of 32 bits would be 64 bits wide.
+    for j in range(n_seen):
+        scratch[j] = board[i, around[head, j]]
+    for j in range(n_seen):
+        left = S(min(max(S(scratch[j] - gone), S(0)), n_cells))
+        view[i, j] = F(S(left + (n_cells if left > 0 else S(0)))) * unit
+    y, x = row[head], column[head]
+    height, width = (len(down) + 1) // 2, (len(right) + 1) // 2
+    to_y, to_x = down[U(row[food] - y + height - 1)], right[U(column[food] - x + width - 1)]
+    view[i, n_seen] = to_y
+    view[i, n_seen + U(1)] = to_x
+    view[i, n_seen + U(2)] = F(to_y > 0) - F(to_y < 0)
+    view[i, n_seen + U(3)] = F(to_x > 0) - F(to_x < 0)
+    for d in range(4):
+        view[i, n_seen + U(4 + d)] = F(facing == d)
+    view[i, n_seen + U(8)] = F(y) / F(height)
+    view[i, n_seen + U(9)] = F(x) / F(width)
+    view[i, n_seen + U(10)] = F(length) / F(n_cells)
+    view[i, n_seen + U(11)] = F(hunger) / F(limit)
+
+
+@_compiled
+def _see_board(
+    i: Any, board: Array, gone: Any, head: Any, food: Any, hunger: int, limit: int, view: Array
+) -> None:
+    for cell in range(U(view.shape[2])):
+        left = S(board[i, cell] - gone)
+        view[i, 0, cell] = 0
+        view[i, 1, cell] = S(min(left, S(200)) + S(55)) if left > 0 else S(0)
+        view[i, 2, cell] = 0
+    view[i, 0, head] = 255
+    if food != head:
+        view[i, 2, food] = 255 - 200 * hunger // limit
+
+
+@_compiled
+def step(
+    actions: Array, n_step: int, limit: int, death_reward: Any, autoreset: bool,
+    keys: Array, board: Array, heads: Array, facings: Array, lengths: Array, moves: Array, hungers: Array, foods: Array,
+    ahead: Array, around: Array, scratch: Array, row: Array, column: Array, down: Array, right: Array,
+    start: Array, start_head: int, start_free: Array,
+    vector: Array, final_vector: Array, planes: Array, final_planes: Array, mask: Array, final_mask: Array,
+    reward: Array, terminated: Array, eaten: Array,
+) -> None:  # fmt: skip
+    """Step every game, observe it, and begin a new one where it ended. One of `vector` and `planes` has no columns."""
+    # Indices are unsigned: others would be looked at for being negative, each time.
+    n_cells, n_start = len(ahead), np.int64(start[start_head])
+    sees_planes = planes.shape[2] > 0
+    for i in range(U(len(heads))):
+        head, food, facing, length, now, hunger = (
+            heads[i],
+            foods[i],
+            facings[i],
+            lengths[i],
+            moves[i],
+            hungers[i],
+        )
+        direction = actions[i] & 3
+        if direction != facing ^ 2:
+            facing = direction
+        cell = ahead[U(head), U(facing)]
+        ate = cell == food
+        crashed = board[i, cell] > now + 1 - length
+        hungry = 0 if ate else hunger + 1
+        if not crashed:
+            now += 1
+            length += ate
+            head, hunger = np.int64(cell), hungry
+            board[i, cell] = now
+        full = length == n_cells
+        died = crashed or (hungry >= limit and not full)
+        ended = died or full
+        reward[i] = death_reward if died else F(ate)
+        terminated[i] = ended
+        eaten[i] = length - n_start
+        if ate:
+            food = head
+            if not full:
+                food = _free_cell(board, i, S(now - length), draw(keys[i], n_step, n_cells - length))
+        if ended and autoreset:
+            gone = S(now - length)
+            if sees_planes:
+                _see_board(i, board, gone, U(head), U(food), hunger, limit, final_planes)
+            else:
+                _see_around(
+                    i, board, gone, U(head), facing, U(food), length, hunger, limit,
+                    around, scratch, row, column, down, right, final_vector,
+                )  # fmt: skip
+            for d in range(4):
+                final_mask[i, U(d)] = d != facing ^ 2
+            for j in range(U(len(start))):
+                board[i, j] = start[j]
+            head, facing, length, now, hunger = start_head, 1, n_start, n_start, 0
+            food = start_free[U(draw(keys[i], n_step, len(start_free)))]
+        heads[i], foods[i], facings[i], lengths[i], moves[i], hungers[i] = (
+            head,
+            food,
+            facing,
+            length,
+            now,
+            hunger,
+        )
+        gone = S(now - length)
+        if sees_planes:
+            _see_board(i, board, gone, U(head), U(food), hunger, limit, planes)
+        else:
+            _see_around(
+                i, board, gone, U(head), facing, U(food), length, hunger, limit,
+                around, scratch, row, column, down, right, vector,
+            )  # fmt: skip
+        for d in range(4):
+            mask[i, U(d)] = d != facing ^ 2
