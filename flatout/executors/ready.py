@@ -15,6 +15,8 @@ HOLD_SHARE = 0.025
 """Time the first env of a batch is held back when nobody set it, as a share of a step's duration."""
 MEMORY_STEPS = 500
 """Over about how many steps durations are averaged."""
+ENV_MEMORY_STEPS = 30
+"""The same for one env's own."""
 
 T = TypeVar("T")
 
@@ -22,8 +24,8 @@ T = TypeVar("T")
 class ReadyQueue(Generic[T]):
     """Batches of what many threads put and one takes.
 
-    Holding the envs of a batch back by w costs an env whose steps take d the share w/d of its steps; over all
-    steps that is w times the mean of 1/d. An untuned w is HOLD_SHARE over that mean: the first env of a batch
+    Holding the envs of a batch back by w costs an env whose steps take d on average the share w/d of its steps; over
+    all envs' steps that is w times the mean of 1/d. An untuned w is HOLD_SHARE over that mean: the first env of a batch
     loses 2.5 %, the average one half of that. Untuned, a batch has no size at which it closes early, other
     than all envs that are on their way: a policy that takes long finds more envs ready when it returns.
     """
@@ -35,6 +37,8 @@ class ReadyQueue(Generic[T]):
         self._first_at = 0.0
         self._wake_at = 0
         self._rate = 0.0
+        self._means: dict[int, float] = {}
+        """Seconds of each env's steps: one that now and then answers at once is not a fast one."""
 
     @property
     def hold_seconds(self) -> float:
@@ -64,9 +68,13 @@ class ReadyQueue(Generic[T]):
             items, self._items = self._items, []
             return items
 
-    def learn(self, durations: Iterable[float]) -> None:
-        """Take notice of how long steps took."""
-        rates = [1.0 / max(seconds, 1e-6) for seconds in durations]
+    def learn(self, steps: Iterable[tuple[int, float]]) -> None:
+        """Take notice of which envs' steps took how long."""
+        means, rates = self._means, []
+        for env, seconds in steps:
+            before = means.get(env, seconds)
+            means[env] = before + (seconds - before) / ENV_MEMORY_STEPS
+            rates.append(1.0 / max(means[env], 1e-6))
         if rates:
             kept = (1.0 - 1.0 / MEMORY_STEPS) ** len(rates) if self._rate else 0.0
             self._rate = kept * self._rate + (1.0 - kept) * sum(rates) / len(rates)

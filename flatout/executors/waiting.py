@@ -181,7 +181,7 @@ class WaitingExecutor(ABC):
             done = np.array([o.row for o in outcomes if o.final_obs is not None])
             self._refuse_nan("observation", out.final_obs, done)
         self._refuse_nan("observation", out.obs, out.rows)
-        self._ready.learn(o.seconds for o in outcomes if o.done == "step")
+        self._ready.learn((o.row, o.seconds) for o in outcomes if o.done == "step")
         return out
 
     def mark(self) -> None:

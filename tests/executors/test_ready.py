@@ -44,17 +44,24 @@ def test_the_first_waits_no_longer_than_told() -> None:
 def test_the_untuned_wait_is_a_share_of_a_step_and_goes_by_the_fast_envs() -> None:
     ready: ReadyQueue[int] = ReadyQueue()
     assert ready.hold_seconds == 0.0
-    ready.learn([0.01] * 10)
+    ready.learn([(0, 0.01)] * 10)
     assert ready.hold_seconds == pytest.approx(HOLD_SHARE * 0.01)
     # One env of 10 s among hundred of 10 ms: its few steps change nothing.
-    ready.learn([10.0])
+    ready.learn([(1, 10.0)])
     assert ready.hold_seconds == pytest.approx(HOLD_SHARE * 0.01, rel=0.01)
     for _ in range(100):
-        ready.learn([0.001] * 50)
+        ready.learn([(2, 0.001)] * 50)
     assert ready.hold_seconds == pytest.approx(HOLD_SHARE * 0.001, rel=0.01)
 
 
 def test_a_set_wait_is_not_tuned() -> None:
     ready: ReadyQueue[int] = ReadyQueue(batch_seconds=0.3)
-    ready.learn([0.01] * 100)
+    ready.learn([(0, 0.01)] * 100)
     assert ready.hold_seconds == 0.3
+
+
+def test_an_env_that_now_and_then_answers_at_once_is_not_a_fast_one() -> None:
+    ready: ReadyQueue[int] = ReadyQueue()
+    for _ in range(2000):
+        ready.learn([(0, 0.02), (0, 0.02), (0, 0.0001)])
+    assert ready.hold_seconds == pytest.approx(HOLD_SHARE * 0.0134, rel=0.1)
