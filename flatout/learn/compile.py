@@ -203,6 +203,8 @@ class Compilation:
         self._recipe, self._wait, self._path = recipe, wait, kept(recipe)
         self._worker: Background | None = None
         self._given_up = False
+        self.only_kept = False
+        """Take a compiled update if one is kept, but begin none: while a compiler runs nothing can be timed."""
         self.seconds = 0.0
         """How long the run waited for it."""
         self.notes: list[str] = []
@@ -219,7 +221,7 @@ class Compilation:
         try:
             if self._path.exists():
                 self._take(update, batch)
-            elif self._worker is not None or self._wait or seconds_left > WORTH_SECONDS:
+            elif self._wait or (not self.only_kept and (self._worker or seconds_left > WORTH_SECONDS)):
                 self._advance(update, batch)
         except Exception as error:
             self._give_up(str(error).split("\n")[0])

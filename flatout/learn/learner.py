@@ -33,6 +33,8 @@ KL_SLACK = 1.5
 class BringsCompiled(Protocol):
     """Gives an update its compiled step, when there is one."""
 
+    only_kept: bool
+    """Whether to begin no compilation."""
     notes: list[str]
     """What a user should know, one line each."""
 
