@@ -137,7 +137,7 @@ def snake() -> Recipe:
             learning_rate_schedule="linear",
             ent_coef=0.01,
         ),
-        network=NetworkConfig(network_arch=(64, 64)),
+        network=NetworkConfig(network_arch=(64, 64), activation="relu"),
     )
 
 
