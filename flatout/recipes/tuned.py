@@ -85,10 +85,28 @@ def pendulum() -> Recipe:
     )
 
 
+def mission() -> Recipe:
+    """Three decisions a step, which the action mask thins out; the same settings for every level."""
+    return Recipe(
+        timesteps=1_000_000,
+        n_envs=16,
+        ppo=PPOConfig(
+            n_steps=128,
+            batch_size=512,
+            n_epochs=4,
+            learning_rate=7e-4,
+            learning_rate_schedule="linear",
+            ent_coef=0.01,
+        ),
+        network=NetworkConfig(network_arch=(128, 128)),
+    )
+
+
 TUNED: dict[str, Callable[[], Recipe]] = {
     "CartPole-v1": cartpole,
     "Acrobot-v1": acrobot,
     "MountainCar-v0": mountain_car,
     "LunarLander-v3": lunar_lander,
     "Pendulum-v1": pendulum,
+    "flatout/Mission-v0": mission,
 }

@@ -1,0 +1,100 @@
+"""What the squad's leader is told: one vector of what each unit sees around it and all know together.
+
+Nothing in it comes from cells that no unit has seen, but for where the objective is.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flatout.envs.mission.game import Game
+from flatout.envs.mission.grid import DIRECTIONS, FAR
+from flatout.envs.mission.navigate import Navigator
+
+REACH = 3
+"""A unit's window shows so many cells to each side."""
+WINDOW = 2 * REACH + 1
+N_PATROLS = 2
+"""How many patrols are told of, the nearest first."""
+FORGET = 12
+"""Steps after which a patrol that was seen is forgotten."""
+N_UNIT = 2 * WINDOW**2 + 8 + 6 * N_PATROLS
+SIZE = 3 * N_UNIT + 5
+
+UNKNOWN = 0.5
+WATCHED = 0.5
+
+
+class Observer:
+    """Builds the observations of one episode."""
+
+    def __init__(self, game: Game, navigator: Navigator) -> None:
+        self._game, self._navigator = game, navigator
+        rows, columns = game.walls.shape
+        self._blocked = np.ones((rows + 2 * REACH, columns + 2 * REACH), np.float32)
+        self._danger = np.zeros_like(self._blocked)
+        self._inside = (slice(REACH, -REACH), slice(REACH, -REACH))
+
+    def observation(self) -> NDArray[np.float32]:
+        """The vector: for scout, breacher and carrier windows, own state and patrols; then what concerns all."""
+        game, navigator = self._game, self._navigator
+        self._blocked[self._inside] = np.where(game.known, game.walls, UNKNOWN)
+        self._mark_danger()
+        out = np.zeros(SIZE, np.float32)
+        for unit in range(3):
+            if game.free[unit]:
+                out[unit * N_UNIT : (unit + 1) * N_UNIT] = self._unit(unit)
+        out[-5:] = (
+            1.0 - game.time / game.scenario.time_limit,
+            game.held / game.scenario.hold,
+            min(game.charges / 4, 1.0),
+            game.tired,
+            navigator.wall is not None,
+        )
+        return out
+
+    def _unit(self, unit: int) -> NDArray[np.float32]:
+        game, navigator = self._game, self._navigator
+        row, column = game.units[unit]
+        window = (slice(row, row + WINDOW), slice(column, column + WINDOW))
+        left, (goal_row, goal_column) = navigator.left(unit), game.scenario.objective
+        own = [1.0, _near(goal_row - row), _near(goal_column - column), 1.0 if left >= FAR else min(left / 40, 1.0)]
+        patrols = [value for sighting in self._nearest(row, column) for value in sighting]
+        patrols += [0.0] * (6 * N_PATROLS - len(patrols))
+        return np.concatenate(
+            [self._blocked[window].ravel(), self._danger[window].ravel(), navigator.arrows(unit), own, patrols],
+            dtype=np.float32,
+        )
+
+    def _mark_danger(self) -> None:
+        """Cells that patrols in sight watch, and those where they would capture someone in their next step."""
+        game = self._game
+        self._danger[:] = 0.0
+        inner = self._danger[self._inside]
+        for patrol, cone in zip(game.patrols, game.cones, strict=True):
+            if game.in_sight[patrol.at]:
+                inner[cone] = WATCHED
+        for patrol in game.patrols:
+            if game.in_sight[patrol.at]:
+                row, column = patrol.at
+                inner[row - 1 : row + 2, column] = inner[row, column - 1 : column + 2] = 1.0
+
+    def _nearest(self, row: int, column: int) -> list[tuple[float, ...]]:
+        recent = [sighting for sighting in self._game.sightings.values() if sighting.age < FORGET]
+        recent.sort(key=lambda s: abs(s.at[0] - row) + abs(s.at[1] - column))
+        return [
+            (
+                1.0 - s.age / FORGET,
+                _near(s.at[0] - row),
+                _near(s.at[1] - column),
+                *map(float, DIRECTIONS[s.facing]),
+                float(s.chases),
+            )
+            for s in recent[:N_PATROLS]
+        ]
+
+
+def _near(offset: int) -> float:
+    """An offset in cells, within ±1, finest close by."""
+    return offset / (4 + abs(offset))

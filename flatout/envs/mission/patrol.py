@@ -1,0 +1,73 @@
+"""A patrol: walks its route to and fro, runs after whom it sees, and goes back when it has lost them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from flatout.envs.mission.grid import DIRECTIONS, FAR, Cell, Cells, Walls, distances, downhill, prices, visible
+from flatout.envs.mission.scenario import Route
+
+WALKS_EVERY = 2
+"""A patrol takes a step on its route every so many steps; running, it takes one in each."""
+
+
+class Patrol:
+    """Where one patrol is, where it looks and what it is after."""
+
+    def __init__(self, route: Route, sight: int) -> None:
+        self._route = route.cells
+        self._index, self._way = 0, 1
+        self._sight = sight
+        self._unaware = True
+        self._target = route.cells[0]
+        self.at = route.cells[0]
+        self.facing = route.facing if len(route.cells) == 1 else _direction(*route.cells[:2])
+        self.mode: Literal["route", "chase", "return"] = "route"
+
+    def move(self, walls: Walls, time: int) -> None:
+        """One step, if it is time for one."""
+        if self.mode != "chase" and time % WALKS_EVERY:
+            return
+        if self.mode == "route":
+            self._go(self._next_on_route())
+            return
+        if self.at == self._target:  # whoever was here is gone
+            self.mode, self._target = "return", self._route[self._index]
+        self._go(downhill(distances(prices(walls, FAR), self._target), self.at))
+        if self.mode == "return" and self.at == self._target:
+            self.mode = "route"
+
+    def cone(self, walls: Walls) -> Cells:
+        """The cells it sees."""
+        return visible(walls, self.at, self._sight, self.facing)
+
+    def notice(self, seen: Sequence[Cell]) -> bool:
+        """Run after the nearest of those seen, if any; whether it is the first time that it sees someone."""
+        if not seen:
+            return False
+        self._target = min(seen, key=lambda cell: abs(cell[0] - self.at[0]) + abs(cell[1] - self.at[1]))
+        self.mode = "chase"
+        first, self._unaware = self._unaware, False
+        return first
+
+    def reaches(self, cell: Cell) -> bool:
+        """Whether it can lay hands on someone there: in its own cell or next to it."""
+        return abs(cell[0] - self.at[0]) + abs(cell[1] - self.at[1]) <= 1
+
+    def _next_on_route(self) -> Cell:
+        if len(self._route) == 1:
+            return self.at
+        if not 0 <= self._index + self._way < len(self._route):
+            self._way = -self._way
+        self._index += self._way
+        return self._route[self._index]
+
+    def _go(self, cell: Cell) -> None:
+        if cell != self.at:
+            self.facing = _direction(self.at, cell)
+            self.at = cell
+
+
+def _direction(a: Cell, b: Cell) -> int:
+    return DIRECTIONS.index((b[0] - a[0], b[1] - a[1]))
