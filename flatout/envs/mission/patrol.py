@@ -16,13 +16,13 @@ class Patrol:
     """Where one patrol is, where it looks and what it is after."""
 
     def __init__(self, route: Route, sight: int) -> None:
-        self._route = route.cells
+        self._route, self._post = route.cells, route.facing
         self._index, self._way = 0, 1
         self._sight = sight
         self._unaware = True
         self._target = route.cells[0]
         self.at = route.cells[0]
-        self.facing = route.facing if len(route.cells) == 1 else _direction(*route.cells[:2])
+        self.facing = self._post if len(route.cells) == 1 else _direction(*route.cells[:2])
         self.mode: Literal["route", "chase", "return"] = "route"
 
     def move(self, walls: Walls, time: int) -> None:
@@ -37,6 +37,8 @@ class Patrol:
         self._go(downhill(distances(prices(walls, FAR), self._target), self.at))
         if self.mode == "return" and self.at == self._target:
             self.mode = "route"
+            if len(self._route) == 1:
+                self.facing = self._post
 
     def cone(self, walls: Walls) -> Cells:
         """The cells it sees."""

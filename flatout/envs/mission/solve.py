@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from flatout.envs.mission.game import BREACHER, CARRIER, SCOUT
+from flatout.envs.mission.game import CARRIER
 from flatout.envs.mission.grid import DIRECTIONS, Cell, Walls, breaches, distances, prices
-from flatout.envs.mission.patrol import Patrol
+from flatout.envs.mission.patrol import WALKS_EVERY, Patrol
 from flatout.envs.mission.scenario import Scenario
 
 LAST_RESORT = 1_000
@@ -21,33 +21,34 @@ def solvable(scenario: Scenario) -> bool:
     """
     walls = scenario.walls.copy()
     patrols = [Patrol(route, scenario.patrol_sight) for route in scenario.routes]
-    scout, breacher, fresh = (_only(walls, scenario.units[unit]) for unit in (SCOUT, BREACHER, CARRIER))
-    tired = np.zeros_like(fresh)
+    cells = np.stack([_only(walls, unit) for unit in scenario.units] + [np.zeros_like(walls)])
+    """Where scout, breacher, carrier and a carrier that has to rest may be."""
     wall, charges, held = _next_wall(scenario, walls), scenario.charges, 0
+    safe = _unwatched(patrols, walls)
     for time in range(1, scenario.time_limit + 1):
-        scout = _spread(scout, walls)
-        fresh, tired = fresh | tired, _spread(fresh, walls)
-        beside = breacher & _spread(_only(walls, wall), walls) if wall and charges else None
-        breacher = _spread(breacher, walls)
-        if wall and beside is not None and beside.any():
-            walls[wall], breacher, charges = False, beside, charges - 1
+        before, cells = cells, _spread(cells, walls)
+        cells[3], cells[2] = cells[2], before[2] | before[3]
+        breached = False
+        if wall and charges and (beside := before[1] & _spread(_only(walls, wall), walls)).any():
+            walls[wall], cells[1], charges, breached = False, beside, charges - 1, True
             wall = _next_wall(scenario, walls)
-        safe = _unwatched(patrols, walls, time)
-        scout, breacher, fresh, tired = scout & safe, breacher & safe, fresh & safe, tired & safe
-        carrier = fresh | tired
-        held = held + 1 if carrier[scenario.objective] else 0
-        if not (scout.any() and breacher.any() and carrier.any()):
+        if breached or time % WALKS_EVERY == 0:  # else the patrols stand and see as before
+            for patrol in patrols:
+                patrol.move(walls, time)
+            safe = _unwatched(patrols, walls)
+        cells &= safe
+        held = held + 1 if cells[2:, *scenario.objective].any() else 0
+        if not (cells[0].any() and cells[1].any() and cells[2:].any()):
             return False
         if held >= scenario.hold:
             return True
     return False
 
 
-def _unwatched(patrols: list[Patrol], walls: Walls, time: int) -> Walls:
-    """Move the patrols on, and give the cells that they neither see nor reach."""
+def _unwatched(patrols: list[Patrol], walls: Walls) -> Walls:
+    """The cells that no patrol sees or reaches."""
     safe = np.ones_like(walls)
     for patrol in patrols:
-        patrol.move(walls, time)
         row, column = patrol.at
         safe[patrol.cone(walls)] = False
         safe[row - 1 : row + 2, column] = safe[row, column - 1 : column + 2] = False
@@ -55,12 +56,12 @@ def _unwatched(patrols: list[Patrol], walls: Walls, time: int) -> Walls:
 
 
 def _spread(cells: Walls, walls: Walls) -> Walls:
-    """These cells and their neighbours, but for walls."""
+    """These cells and their neighbours, but for walls; any number of such maps at once."""
     out = cells.copy()
-    out[1:] |= cells[:-1]
-    out[:-1] |= cells[1:]
-    out[:, 1:] |= cells[:, :-1]
-    out[:, :-1] |= cells[:, 1:]
+    out[..., 1:, :] |= cells[..., :-1, :]
+    out[..., :-1, :] |= cells[..., 1:, :]
+    out[..., 1:] |= cells[..., :-1]
+    out[..., :-1] |= cells[..., 1:]
     return out & ~walls
 
 
