@@ -88,13 +88,13 @@ def pendulum() -> Recipe:
 def mission() -> Recipe:
     """Three decisions a step, which the action mask thins out; the same settings for every level."""
     return Recipe(
-        timesteps=1_000_000,
+        timesteps=600_000,
         n_envs=16,
         ppo=PPOConfig(
             n_steps=128,
             batch_size=512,
-            n_epochs=4,
-            learning_rate=7e-4,
+            n_epochs=10,
+            learning_rate=1e-3,
             learning_rate_schedule="linear",
             ent_coef=0.01,
         ),

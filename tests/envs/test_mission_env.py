@@ -129,7 +129,11 @@ def test_generated_missions_can_be_done_and_differ(level: int, n_seeds: int) -> 
         needed = breaches(mission.walls, mission.objective, mission.units[2])
         assert needed == int(LEVELS[level].sealed)
         assert len(mission.routes) == LEVELS[level].n_patrols
-        stands = [*mission.units, mission.objective, *(cell for route in mission.routes for cell in route.cells)]
+        stands = [
+            *mission.units,
+            mission.objective,
+            *(cell for route in mission.routes for cell in route.cells),
+        ]
         assert not any(mission.walls[cell] for cell in stands)
         steps = [
             abs(a[0] - b[0]) + abs(a[1] - b[1])

@@ -18,6 +18,10 @@ def random_walls(seed: int, size: int = 9, share: float = 0.3) -> Walls:
     return walls
 
 
+def cells(view: Walls) -> set[Cell]:
+    return {(row, column) for row, column in np.argwhere(view).tolist()}
+
+
 def sees(walls: Walls, a: Cell, b: Cell, radius: int = 4) -> bool:
     """By the book: walk along the line; where it passes between two cells, one of the two sides has to be free."""
     down, right = b[0] - a[0], b[1] - a[1]
@@ -36,7 +40,7 @@ def sees(walls: Walls, a: Cell, b: Cell, radius: int = 4) -> bool:
 def test_sight_follows_straight_lines_and_is_mutual(seed: int) -> None:
     walls = random_walls(seed)
     floor = [(int(r), int(c)) for r, c in np.argwhere(~walls)]
-    seen = {cell: set(zip(*map(list, visible(walls, cell, 4)), strict=True)) for cell in floor}
+    seen = {cell: cells(visible(walls, cell, 4)) for cell in floor}
     assert all((b in seen[a]) == sees(walls, a, b) for a in floor for b in floor)
     assert all((b in seen[a]) == (a in seen[b]) for a in floor for b in floor)
     assert any(b not in seen[a] for a in floor for b in floor)
@@ -45,7 +49,7 @@ def test_sight_follows_straight_lines_and_is_mutual(seed: int) -> None:
 def test_a_wall_is_seen_and_hides_what_lies_behind() -> None:
     walls = np.zeros((5, 9), bool)
     walls[2, 4] = True
-    seen = set(zip(*map(list, visible(walls, (2, 1), 6)), strict=True))
+    seen = cells(visible(walls, (2, 1), 6))
     assert (2, 4) in seen
     assert not {(2, 5), (2, 6), (2, 7)} & seen
     assert {(1, 5), (3, 5), (2, 3)} <= seen
@@ -53,7 +57,7 @@ def test_a_wall_is_seen_and_hides_what_lies_behind() -> None:
 
 def test_a_patrol_sees_a_quarter_ahead() -> None:
     walls = np.zeros((9, 9), bool)
-    east = set(zip(*map(list, visible(walls, (4, 4), 2, facing=1)), strict=True))
+    east = cells(visible(walls, (4, 4), 2, facing=1))
     assert east == {(4, 4), (3, 5), (4, 5), (5, 5), (3, 6), (4, 6), (5, 6)}
 
 

@@ -91,7 +91,10 @@ def test_the_env_plays_the_file_whatever_the_seed(tmp_path: Path) -> None:
             {**edited(1, "#S.#.O#"), "patrols": [{"route": [[1, 2], [1, 4]]}]},
             "patrols[0].route[1]: no way from row 1 column 2 to row 1 column 4",
         ),
-        ({**GOOD, "patrols": [{"route": [[1, 4]], "facing": "up"}]}, 'patrols[0].facing is "up"; one of N, E, S, W'),
+        (
+            {**GOOD, "patrols": [{"route": [[1, 4]], "facing": "up"}]},
+            'patrols[0].facing is "up"; one of N, E, S, W',
+        ),
     ],
 )
 def test_a_bad_scenario_is_refused_in_one_line(tmp_path: Path, data: Any, says: str) -> None:

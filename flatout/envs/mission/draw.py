@@ -27,7 +27,7 @@ def text(game: Game) -> str:
     """Rows of characters: S, B and C the squad, O the objective, ^>v< patrols, ! where they look, ? unknown."""
     rows = np.where(game.walls, "#", ".").astype("<U1")
     for cone in game.cones:
-        rows[cone] = np.where(game.walls[cone], "#", "!")
+        rows[cone & ~game.walls] = "!"
     rows[~game.known] = "?"
     rows[game.scenario.objective] = "O"
     for patrol in game.patrols:
@@ -61,7 +61,12 @@ def picture(game: Game) -> NDArray[np.uint8]:
 def _box(cell: Cell, size: int, inset: float = 0.0) -> tuple[float, float, float, float]:
     row, column = cell
     edge = inset * size
-    return column * size + edge, row * size + edge, (column + 1) * size - 1 - edge, (row + 1) * size - 1 - edge
+    return (
+        column * size + edge,
+        row * size + edge,
+        (column + 1) * size - 1 - edge,
+        (row + 1) * size - 1 - edge,
+    )
 
 
 def _floor(draw: ImageDraw.ImageDraw, game: Game, size: int) -> None:
@@ -81,9 +86,8 @@ def _cones(image: Image.Image, game: Game, size: int) -> None:
     draw = ImageDraw.Draw(veil)
     for patrol, cone in zip(game.patrols, game.cones, strict=True):
         colour = RED if patrol.mode == "chase" else ORANGE
-        for cell in zip(*(axis.tolist() for axis in cone), strict=True):
-            if not game.walls[cell]:
-                draw.rectangle(_box(cell, size), (*colour, 110))
+        for row, column in np.argwhere(cone & ~game.walls).tolist():
+            draw.rectangle(_box((row, column), size), (*colour, 110))
     image.paste(veil, (0, 0), veil)
 
 
@@ -94,12 +98,20 @@ def _objective(draw: ImageDraw.ImageDraw, game: Game, size: int) -> None:
     draw.ellipse(_box(at, size, 0.34), GOLD)
 
 
-def _patrol(draw: ImageDraw.ImageDraw, at: Cell, facing: int, colour: tuple[int, int, int], size: int) -> None:
+def _patrol(
+    draw: ImageDraw.ImageDraw, at: Cell, facing: int, colour: tuple[int, int, int], size: int
+) -> None:
     middle = np.array([at[1] + 0.5, at[0] + 0.5]) * size
     ahead = np.array(DIRECTIONS[facing][::-1]) * size
     aside = ahead[::-1] * (1, -1)
-    tip, left, right = middle + 0.42 * ahead, middle - 0.32 * ahead + 0.36 * aside, middle - 0.32 * ahead - 0.36 * aside
-    draw.polygon([tuple(p.tolist()) for p in (tip, left, middle - 0.12 * ahead, right)], colour, BACKGROUND, size // 24)
+    tip, left, right = (
+        middle + 0.42 * ahead,
+        middle - 0.32 * ahead + 0.36 * aside,
+        middle - 0.32 * ahead - 0.36 * aside,
+    )
+    draw.polygon(
+        [tuple(p.tolist()) for p in (tip, left, middle - 0.12 * ahead, right)], colour, BACKGROUND, size // 24
+    )
 
 
 def _units(draw: ImageDraw.ImageDraw, game: Game, size: int) -> None:

@@ -13,7 +13,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from flatout.envs.mission.grid import DIRECTIONS, Cell, Walls, breaches, is_edge, visible
+from flatout.envs.mission.grid import DIRECTIONS, Cell, Sight, Walls, breaches
 from flatout.envs.mission.patrol import Patrol
 from flatout.envs.mission.scenario import Scenario
 
@@ -51,7 +51,8 @@ class Game:
 
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
-        self.walls: Walls = scenario.walls.copy()
+        self._sight = Sight(scenario.walls)
+        self.walls: Walls = self._sight.walls
         self.known = np.full(self.walls.shape, scenario.known_map)
         self.units: list[Cell] = list(scenario.units)
         self.free = [True, True, True]
@@ -63,7 +64,7 @@ class Game:
         self.time = 0
         self.outcome: Outcome | None = None
         self.patrols = [Patrol(route, scenario.patrol_sight) for route in scenario.routes]
-        self.cones = [patrol.cone(self.walls) for patrol in self.patrols]
+        self.cones = [patrol.cone(self._sight) for patrol in self.patrols]
         self.sightings: dict[int, Sighting] = {}
         self.in_sight = np.zeros(self.walls.shape, bool)
         self._look()
@@ -81,7 +82,7 @@ class Game:
                 continue
             if unit == BREACHER and action > 4:
                 breached = _beyond(self.units[unit], action, 1)
-                self.walls[breached] = False
+                self._sight.open(breached)
                 self.charges -= 1
                 continue
             self.units[unit] = _beyond(self.units[unit], action, 2 if action > 4 else 1)
@@ -93,23 +94,22 @@ class Game:
         return Events(captured, noticed, breached)
 
     def _allowed(self) -> NDArray[np.int8]:
-        mask = np.zeros(sum(N_ACTIONS), np.int8)
-        mask[[0, N_ACTIONS[0], N_ACTIONS[0] + N_ACTIONS[1]]] = 1
-        first = 0
+        walls: list[list[bool]] = self.walls.tolist()
+        mask = []
         for unit, n_actions in enumerate(N_ACTIONS):
-            if self.free[unit] and not (unit == CARRIER and self.tired):
-                for action in range(1, n_actions):
-                    mask[first + action] = self._may(unit, action)
-            first += n_actions
-        return mask
+            still = not self.free[unit] or (unit == CARRIER and self.tired)
+            mask += [True] + [not still and self._may(walls, unit, action) for action in range(1, n_actions)]
+        return np.array(mask, np.int8)
 
-    def _may(self, unit: int, action: int) -> bool:
-        near = _beyond(self.units[unit], action, 1)
+    def _may(self, walls: list[list[bool]], unit: int, action: int) -> bool:
+        row, column = _beyond(self.units[unit], action, 1)
         if action <= 4:
-            return not self.walls[near]
+            return not walls[row][column]
         if unit == BREACHER:
-            return bool(self.walls[near]) and self.charges > 0 and not is_edge(self.walls, near)
-        return not self.walls[near] and not self.walls[_beyond(near, action, 1)]
+            inner = 0 < row < len(walls) - 1 and 0 < column < len(walls[0]) - 1
+            return walls[row][column] and self.charges > 0 and inner
+        further_row, further_column = _beyond((row, column), action, 1)
+        return not walls[row][column] and not walls[further_row][further_column]
 
     def _patrols_turn(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         for patrol in self.patrols:
@@ -121,13 +121,13 @@ class Game:
         )
         for unit in captured:
             self.free[unit] = False
-        self.cones = [patrol.cone(self.walls) for patrol in self.patrols]
+        self.cones = [patrol.cone(self._sight) for patrol in self.patrols]
         noticed = tuple(i for i, patrol in enumerate(self.patrols) if patrol.notice(self._seen_by(i)))
         return captured, noticed
 
     def _seen_by(self, patrol: int) -> list[Cell]:
-        cells = set(zip(*(axis.tolist() for axis in self.cones[patrol]), strict=True))
-        return [cell for unit, cell in enumerate(self.units) if self.free[unit] and cell in cells]
+        cone = self.cones[patrol]
+        return [cell for unit, cell in enumerate(self.units) if self.free[unit] and cone[cell]]
 
     def _hold(self, *, changed: bool) -> None:
         if not self.free[CARRIER]:
@@ -145,7 +145,7 @@ class Game:
         self.in_sight[:] = False
         for unit, cell in enumerate(self.units):
             if self.free[unit]:
-                self.in_sight[visible(self.walls, cell, SIGHT[unit])] = True
+                self.in_sight |= self._sight.view(cell, SIGHT[unit])
         self.known |= self.in_sight
         for sighting in self.sightings.values():
             sighting.age += 1

@@ -53,7 +53,7 @@ LEVELS = {
         patrol_sight=3,
         time_limit=120,
         hold=3,
-        charges=2,
+        charges=3,
     ),
     3: Level(
         size=17,
@@ -64,7 +64,7 @@ LEVELS = {
         patrol_sight=4,
         time_limit=180,
         hold=4,
-        charges=2,
+        charges=3,
     ),
 }
 ATTEMPTS = 1_000

@@ -12,10 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 Cell: TypeAlias = tuple[int, int]
-Cells: TypeAlias = tuple[NDArray[np.intp], NDArray[np.intp]]
-"""Rows and columns, as arrays are indexed with."""
 Offsets: TypeAlias = NDArray[np.intp]
 Walls: TypeAlias = NDArray[np.bool_]
+"""A map of yes and no; most often of walls."""
 Field: TypeAlias = NDArray[np.int32]
 
 DIRECTIONS: tuple[Cell, ...] = ((-1, 0), (0, 1), (1, 0), (0, -1))
@@ -25,8 +24,28 @@ FAR = 9_999
 """A distance that no route has: there is no way."""
 
 
-def visible(walls: Walls, eye: Cell, radius: int, facing: int | None = None) -> Cells:
-    """The cells seen from `eye`, walls included: all round, or in the quarter that lies ahead.
+class Sight:
+    """What is seen from where, worked out once for each place as long as the walls stand."""
+
+    def __init__(self, walls: Walls) -> None:
+        self.walls = walls.copy()
+        self._known: dict[tuple[Cell, int, int | None], Walls] = {}
+
+    def open(self, cell: Cell) -> None:
+        """Take a wall away."""
+        self.walls[cell] = False
+        self._known.clear()
+
+    def view(self, eye: Cell, radius: int, facing: int | None = None) -> Walls:
+        """A map of the cells seen from `eye`, walls included: all round, or in the quarter that lies ahead."""
+        key = (eye, radius, facing)
+        if key not in self._known:
+            self._known[key] = visible(self.walls, eye, radius, facing)
+        return self._known[key]
+
+
+def visible(walls: Walls, eye: Cell, radius: int, facing: int | None = None) -> Walls:
+    """A map of the cells seen from `eye`.
 
     A cell is seen where one of the straight lines to it is free of walls. Sight is mutual: if a sees b, b sees a.
     """
@@ -37,7 +56,9 @@ def visible(walls: Walls, eye: Cell, radius: int, facing: int | None = None) -> 
     # Only lines to cells outside have cells outside, so what those are taken for does not matter.
     hidden = walls.ravel().take(between + (eye[0] * n_columns + eye[1]), mode="clip").any(0).all(0)
     seen = inside & ~hidden
-    return rows[seen], columns[seen]
+    view = np.zeros_like(walls)
+    view[rows[seen], columns[seen]] = True
+    return view
 
 
 @cache
@@ -90,11 +111,6 @@ def distances(price: NDArray[np.integer], goal: Cell) -> Field:
                         buckets.append([])
                     buckets[further].append(neighbour)
     return np.array(found, np.int32).reshape(price.shape)
-
-
-def is_edge(walls: Walls, cell: Cell) -> bool:
-    """Whether a cell lies on the map's outer ring."""
-    return cell[0] in (0, walls.shape[0] - 1) or cell[1] in (0, walls.shape[1] - 1)
 
 
 def prices(walls: Walls, breach: int) -> Field:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-from numpy.typing import NDArray
-
 from flatout.envs.mission.game import BREACHER, CARRIER, Game
 from flatout.envs.mission.grid import DIRECTIONS, FAR, Cell, Field, distances, prices
 
@@ -31,13 +28,13 @@ class Navigator:
         """1 when the carrier is there, 0 at the start, less than that further away, never below -1."""
         return max(1.0 - self._left() / self._whole, -1.0)
 
-    def arrows(self, unit: int) -> NDArray[np.float32]:
+    def arrows(self, unit: int) -> list[float]:
         """For each direction 1 if the next cell is on a shortest way to the unit's goal."""
         field, price = self._way(unit)
         row, column = self._game.units[unit]
         here = field[row, column]
         around = [(row + down, column + right) for down, right in DIRECTIONS]
-        return np.array([here < FAR and field[at] + price[at] <= here for at in around], np.float32)
+        return [float(here < FAR and field[at] + price[at] <= here) for at in around]
 
     def left(self, unit: int) -> int:
         """What the rest of a unit's way costs."""

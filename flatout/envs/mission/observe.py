@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flatout.envs.mission.game import Game
-from flatout.envs.mission.grid import DIRECTIONS, FAR
+from flatout.envs.mission.grid import DIRECTIONS
 from flatout.envs.mission.navigate import Navigator
 
 REACH = 3
@@ -44,7 +44,7 @@ class Observer:
         out = np.zeros(SIZE, np.float32)
         for unit in range(3):
             if game.free[unit]:
-                out[unit * N_UNIT : (unit + 1) * N_UNIT] = self._unit(unit)
+                self._tell(unit, out[unit * N_UNIT : (unit + 1) * N_UNIT])
         out[-5:] = (
             1.0 - game.time / game.scenario.time_limit,
             game.held / game.scenario.hold,
@@ -54,18 +54,24 @@ class Observer:
         )
         return out
 
-    def _unit(self, unit: int) -> NDArray[np.float32]:
+    def _tell(self, unit: int, out: NDArray[np.float32]) -> None:
+        """A unit's windows, arrows to its goal, own state and patrols."""
         game, navigator = self._game, self._navigator
         row, column = game.units[unit]
         window = (slice(row, row + WINDOW), slice(column, column + WINDOW))
         left, (goal_row, goal_column) = navigator.left(unit), game.scenario.objective
-        own = [1.0, _near(goal_row - row), _near(goal_column - column), 1.0 if left >= FAR else min(left / 40, 1.0)]
-        patrols = [value for sighting in self._nearest(row, column) for value in sighting]
-        patrols += [0.0] * (6 * N_PATROLS - len(patrols))
-        return np.concatenate(
-            [self._blocked[window].ravel(), self._danger[window].ravel(), navigator.arrows(unit), own, patrols],
-            dtype=np.float32,
-        )
+        rest = [
+            *navigator.arrows(unit),
+            1.0,
+            _near(goal_row - row),
+            _near(goal_column - column),
+            min(left / 40, 1.0),
+        ]
+        for sighting in self._nearest(row, column):
+            rest += sighting
+        n = WINDOW**2
+        out[:n], out[n : 2 * n] = self._blocked[window].ravel(), self._danger[window].ravel()
+        out[2 * n : 2 * n + len(rest)] = rest
 
     def _mark_danger(self) -> None:
         """Cells that patrols in sight watch, and those where they would capture someone in their next step."""

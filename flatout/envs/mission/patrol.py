@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from flatout.envs.mission.grid import DIRECTIONS, FAR, Cell, Cells, Walls, distances, downhill, prices, visible
+from flatout.envs.mission.grid import DIRECTIONS, FAR, Cell, Sight, Walls, distances, downhill, prices
 from flatout.envs.mission.scenario import Route
 
 WALKS_EVERY = 2
@@ -15,10 +15,10 @@ WALKS_EVERY = 2
 class Patrol:
     """Where one patrol is, where it looks and what it is after."""
 
-    def __init__(self, route: Route, sight: int) -> None:
+    def __init__(self, route: Route, radius: int) -> None:
         self._route, self._post = route.cells, route.facing
         self._index, self._way = 0, 1
-        self._sight = sight
+        self._radius = radius
         self._unaware = True
         self._target = route.cells[0]
         self.at = route.cells[0]
@@ -40,9 +40,9 @@ class Patrol:
             if len(self._route) == 1:
                 self.facing = self._post
 
-    def cone(self, walls: Walls) -> Cells:
-        """The cells it sees."""
-        return visible(walls, self.at, self._sight, self.facing)
+    def cone(self, sight: Sight) -> Walls:
+        """A map of the cells it sees."""
+        return sight.view(self.at, self._radius, self.facing)
 
     def notice(self, seen: Sequence[Cell]) -> bool:
         """Run after the nearest of those seen, if any; whether it is the first time that it sees someone."""

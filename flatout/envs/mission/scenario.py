@@ -114,7 +114,9 @@ def _map(rows: Any) -> tuple[Walls, dict[str, Cell]]:
     least, most = SIZES
     width = len(rows[0]) if rows else 0
     if not (least <= len(rows) <= most and least <= width <= most):
-        raise FlatoutError(f"map has {len(rows)} rows of {width} columns; {least} to {most} of each are allowed")
+        raise FlatoutError(
+            f"map has {len(rows)} rows of {width} columns; {least} to {most} of each are allowed"
+        )
     places: dict[str, Cell] = {}
     for r, row in enumerate(rows):
         if len(row) != width:
@@ -129,13 +131,17 @@ def _map(rows: Any) -> tuple[Walls, dict[str, Cell]]:
 
 def _mark(mark: str, cell: Cell, size: Cell, places: dict[str, Cell]) -> None:
     if mark not in "#.SBCO":
-        raise FlatoutError(f"map {_place(cell)} is {mark!r}; use # wall, . floor, S, B, C the squad, O objective")
+        raise FlatoutError(
+            f"map {_place(cell)} is {mark!r}; use # wall, . floor, S, B, C the squad, O objective"
+        )
     on_edge = cell[0] in (0, size[0] - 1) or cell[1] in (0, size[1] - 1)
     if on_edge and mark != "#":
         raise FlatoutError(f"map {_place(cell)} is {mark!r}; the outer ring has to be walls, #")
     if mark in "SBCO":
         if mark in places:
-            raise FlatoutError(f"map {_place(cell)} is a second {mark!r}; the first is in {_place(places[mark])}")
+            raise FlatoutError(
+                f"map {_place(cell)} is a second {mark!r}; the first is in {_place(places[mark])}"
+            )
         places[mark] = cell
 
 
@@ -171,7 +177,9 @@ def _point(point: Any, walls: Walls, where: str) -> Cell:
         raise FlatoutError(f"{where} is {_short(point)}; [row, column] is expected")
     row, column = point
     if not (0 <= row < walls.shape[0] and 0 <= column < walls.shape[1]):
-        raise FlatoutError(f"{where} is {point}; the map has rows 0 to {len(walls) - 1}, columns 0 to {walls.shape[1] - 1}")
+        raise FlatoutError(
+            f"{where} is {point}; the map has rows 0 to {len(walls) - 1}, columns 0 to {walls.shape[1] - 1}"
+        )
     if walls[row, column]:
         raise FlatoutError(f"{where} is {point}, a wall; patrols walk on floor")
     return row, column

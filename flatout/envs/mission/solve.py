@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from flatout.envs.mission.game import CARRIER
-from flatout.envs.mission.grid import DIRECTIONS, Cell, Walls, breaches, distances, prices
+from flatout.envs.mission.grid import DIRECTIONS, Cell, Sight, Walls, breaches, distances, prices
 from flatout.envs.mission.patrol import WALKS_EVERY, Patrol
 from flatout.envs.mission.scenario import Scenario
 
@@ -19,23 +19,25 @@ def solvable(scenario: Scenario) -> bool:
     All cells that each unit could be in are followed step by step, the patrols being on their routes as long as they
     see no one. True is a proof; False may be wrong where walls could be broken elsewhere.
     """
-    walls = scenario.walls.copy()
+    sight = Sight(scenario.walls)
+    walls = sight.walls
     patrols = [Patrol(route, scenario.patrol_sight) for route in scenario.routes]
     cells = np.stack([_only(walls, unit) for unit in scenario.units] + [np.zeros_like(walls)])
     """Where scout, breacher, carrier and a carrier that has to rest may be."""
     wall, charges, held = _next_wall(scenario, walls), scenario.charges, 0
-    safe = _unwatched(patrols, walls)
+    safe = _unwatched(patrols, sight)
     for time in range(1, scenario.time_limit + 1):
         before, cells = cells, _spread(cells, walls)
         cells[3], cells[2] = cells[2], before[2] | before[3]
         breached = False
         if wall and charges and (beside := before[1] & _spread(_only(walls, wall), walls)).any():
-            walls[wall], cells[1], charges, breached = False, beside, charges - 1, True
+            sight.open(wall)
+            cells[1], charges, breached = beside, charges - 1, True
             wall = _next_wall(scenario, walls)
         if breached or time % WALKS_EVERY == 0:  # else the patrols stand and see as before
             for patrol in patrols:
                 patrol.move(walls, time)
-            safe = _unwatched(patrols, walls)
+            safe = _unwatched(patrols, sight)
         cells &= safe
         held = held + 1 if cells[2:, *scenario.objective].any() else 0
         if not (cells[0].any() and cells[1].any() and cells[2:].any()):
@@ -45,12 +47,12 @@ def solvable(scenario: Scenario) -> bool:
     return False
 
 
-def _unwatched(patrols: list[Patrol], walls: Walls) -> Walls:
+def _unwatched(patrols: list[Patrol], sight: Sight) -> Walls:
     """The cells that no patrol sees or reaches."""
-    safe = np.ones_like(walls)
+    safe = np.ones_like(sight.walls)
     for patrol in patrols:
         row, column = patrol.at
-        safe[patrol.cone(walls)] = False
+        safe &= ~patrol.cone(sight)
         safe[row - 1 : row + 2, column] = safe[row, column - 1 : column + 2] = False
     return safe
 
