@@ -93,7 +93,7 @@ def mission() -> Recipe:
         ppo=PPOConfig(
             n_steps=128,
             batch_size=512,
-            n_epochs=10,
+            n_epochs=5,
             learning_rate=1e-3,
             learning_rate_schedule="linear",
             ent_coef=0.01,

@@ -166,6 +166,19 @@ def test_a_patrol_that_sees_someone_runs_and_captures_it_when_next_to_it() -> No
     assert mission.outcome is None
 
 
+def test_a_patient_patrol_runs_only_after_whom_it_sees_several_times_in_a_row() -> None:
+    post = [{"route": [[1, 6]], "facing": "W"}]
+    mission = game(*YARD, patrols=post, patrol_sight=4, patience=3)
+    patrol = mission.patrols[0]
+    play(mission, scout="EE")
+    assert patrol.alarm == pytest.approx(2 / 3)
+    play(mission, scout="w")
+    assert (patrol.alarm, patrol.mode) == (0.0, "route")
+    events = play(mission, scout="E..")
+    assert [event.noticed for event in events] == [(), (), (0,)]
+    assert (patrol.alarm, patrol.mode) == (1.0, "chase")
+
+
 def test_behind_a_patrol_or_a_wall_nobody_is_seen() -> None:
     behind = game(*YARD, patrols=[{"route": [[1, 4]], "facing": "E"}])
     assert play(behind, scout="E..")[-1].noticed == ()

@@ -56,6 +56,7 @@ class Mission(gym.Env[Observation, NDArray[np.int64]]):
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Observation, dict[str, Any]]:
         """A new mission."""
+        del options
         super().reset(seed=seed)
         self.start(self._scenario or generate(self.level, self.np_random))
         return self._observation(), self._info()

@@ -32,7 +32,7 @@ class Sighting:
 
     at: Cell
     facing: int
-    chases: bool
+    alarm: float
     age: int = 0
 
 
@@ -42,7 +42,7 @@ class Events:
 
     captured: tuple[int, ...]
     noticed: tuple[int, ...]
-    """Patrols that saw someone for the first time in this episode."""
+    """Patrols that ran after someone for the first time in this episode."""
     breached: Cell | None
 
 
@@ -63,7 +63,7 @@ class Game:
         self.held = 0
         self.time = 0
         self.outcome: Outcome | None = None
-        self.patrols = [Patrol(route, scenario.patrol_sight) for route in scenario.routes]
+        self.patrols = [Patrol(route, scenario.patrol_sight, scenario.patience) for route in scenario.routes]
         self.cones = [patrol.cone(self._sight) for patrol in self.patrols]
         self.sightings: dict[int, Sighting] = {}
         self.in_sight = np.zeros(self.walls.shape, bool)
@@ -151,7 +151,7 @@ class Game:
             sighting.age += 1
         for i, patrol in enumerate(self.patrols):
             if self.in_sight[patrol.at]:
-                self.sightings[i] = Sighting(patrol.at, patrol.facing, patrol.mode == "chase")
+                self.sightings[i] = Sighting(patrol.at, patrol.facing, patrol.alarm)
 
 
 def _beyond(cell: Cell, action: int, n: int) -> Cell:

@@ -27,6 +27,7 @@ class Level:
     """Whether the objective lies in a room without a door."""
     known_map: bool
     patrol_sight: int
+    patience: int
     time_limit: int
     hold: int
     charges: int
@@ -40,6 +41,7 @@ LEVELS = {
         sealed=False,
         known_map=True,
         patrol_sight=3,
+        patience=3,
         time_limit=80,
         hold=3,
         charges=1,
@@ -51,6 +53,7 @@ LEVELS = {
         sealed=True,
         known_map=True,
         patrol_sight=3,
+        patience=2,
         time_limit=120,
         hold=3,
         charges=3,
@@ -62,6 +65,7 @@ LEVELS = {
         sealed=True,
         known_map=False,
         patrol_sight=4,
+        patience=2,
         time_limit=180,
         hold=4,
         charges=3,
@@ -110,6 +114,7 @@ def _draft(level: Level, name: str, rng: np.random.Generator) -> Scenario | None
         hold=level.hold,
         charges=level.charges,
         patrol_sight=level.patrol_sight,
+        patience=level.patience,
         known_map=level.known_map,
         name=name,
     )

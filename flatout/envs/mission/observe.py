@@ -95,7 +95,7 @@ class Observer:
                 _near(s.at[0] - row),
                 _near(s.at[1] - column),
                 *map(float, DIRECTIONS[s.facing]),
-                float(s.chases),
+                s.alarm,
             )
             for s in recent[:N_PATROLS]
         ]

@@ -15,11 +15,13 @@ WALKS_EVERY = 2
 class Patrol:
     """Where one patrol is, where it looks and what it is after."""
 
-    def __init__(self, route: Route, radius: int) -> None:
+    def __init__(self, route: Route, radius: int, patience: int) -> None:
         self._route, self._post = route.cells, route.facing
         self._index, self._way = 0, 1
         self._radius = radius
-        self._unaware = True
+        self._patience, self._looks = patience, 0
+        self.unaware = True
+        """Whether it has run after no one yet."""
         self._target = route.cells[0]
         self.at = route.cells[0]
         self.facing = self._post if len(route.cells) == 1 else _direction(*route.cells[:2])
@@ -45,13 +47,22 @@ class Patrol:
         return sight.view(self.at, self._radius, self.facing)
 
     def notice(self, seen: Sequence[Cell]) -> bool:
-        """Run after the nearest of those seen, if any; whether it is the first time that it sees someone."""
-        if not seen:
+        """Look at those it sees; when it has seen someone often enough in a row, run after the nearest.
+
+        True the first time that it begins to run.
+        """
+        self._looks = self._looks + 1 if seen else 0
+        if not seen or (self.mode != "chase" and self._looks < self._patience):
             return False
         self._target = min(seen, key=lambda cell: abs(cell[0] - self.at[0]) + abs(cell[1] - self.at[1]))
         self.mode = "chase"
-        first, self._unaware = self._unaware, False
+        first, self.unaware = self.unaware, False
         return first
+
+    @property
+    def alarm(self) -> float:
+        """0 while it has seen no one, 1 when it runs after someone."""
+        return 1.0 if self.mode == "chase" else self._looks / self._patience
 
     def reaches(self, cell: Cell) -> bool:
         """Whether it can lay hands on someone there: in its own cell or next to it."""

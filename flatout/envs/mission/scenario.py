@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,13 @@ from flatout.errors import FlatoutError, did_you_mean
 SQUAD = {"S": "scout", "B": "breacher", "C": "carrier"}
 SIZES = (5, 64)
 """Fewest and most rows and columns of a map."""
-NUMBERS = {"time_limit": (1, 10_000), "hold": (1, 1_000), "charges": (0, 99), "patrol_sight": (1, 8)}
+NUMBERS = {
+    "time_limit": (1, 10_000),
+    "hold": (1, 1_000),
+    "charges": (0, 99),
+    "patrol_sight": (1, 8),
+    "patience": (1, 99),
+}
 KEYS = ("name", "map", "patrols", "known_map", *NUMBERS)
 
 
@@ -49,6 +56,8 @@ class Scenario:
     """Walls that the breacher can break."""
     patrol_sight: int = 4
     """How many cells ahead a patrol sees."""
+    patience: int = 1
+    """How many steps in a row a patrol has to see someone before it runs after them."""
     known_map: bool = True
     """Whether the squad knows the walls from the start; patrols it never does."""
     name: str = "mission"
@@ -163,7 +172,7 @@ def _route(patrol: Any, walls: Walls, where: str) -> Route:
         raise FlatoutError(f"{where}.route is {_short(points)}; a list of [row, column] is expected")
     cells = [_point(point, walls, f"{where}.route[{i}]") for i, point in enumerate(points)]
     way = cells[:1]
-    for i, (a, b) in enumerate(zip(cells, cells[1:], strict=False)):
+    for i, (a, b) in enumerate(pairwise(cells)):
         leg = walk(walls, a, b)
         if not leg:
             raise FlatoutError(f"{where}.route[{i + 1}]: no way from {_place(a)} to {_place(b)}")

@@ -21,7 +21,7 @@ def solvable(scenario: Scenario) -> bool:
     """
     sight = Sight(scenario.walls)
     walls = sight.walls
-    patrols = [Patrol(route, scenario.patrol_sight) for route in scenario.routes]
+    patrols = [Patrol(route, scenario.patrol_sight, 1) for route in scenario.routes]
     cells = np.stack([_only(walls, unit) for unit in scenario.units] + [np.zeros_like(walls)])
     """Where scout, breacher, carrier and a carrier that has to rest may be."""
     wall, charges, held = _next_wall(scenario, walls), scenario.charges, 0
