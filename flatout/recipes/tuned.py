@@ -96,7 +96,7 @@ def mission() -> Recipe:
             n_epochs=5,
             learning_rate=1e-3,
             learning_rate_schedule="linear",
-            ent_coef=0.01,
+            ent_coef=0.005,
         ),
         network=NetworkConfig(network_arch=(128, 128)),
     )

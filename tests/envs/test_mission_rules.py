@@ -179,6 +179,13 @@ def test_a_patient_patrol_runs_only_after_whom_it_sees_several_times_in_a_row() 
     assert (patrol.alarm, patrol.mode) == (1.0, "chase")
 
 
+def test_an_unaware_patrol_captures_only_whom_it_walks_into() -> None:
+    mission = game(*YARD, patrols=[{"route": [[1, 5], [1, 2]]}], patrol_sight=1, patience=9)
+    mission.units[:2] = (1, 3), (2, 4)
+    captured = [event.captured for event in play(mission, scout="......")]
+    assert captured == [(), (), (), (SCOUT,), (), ()]
+
+
 def test_behind_a_patrol_or_a_wall_nobody_is_seen() -> None:
     behind = game(*YARD, patrols=[{"route": [[1, 4]], "facing": "E"}])
     assert play(behind, scout="E..")[-1].noticed == ()
@@ -215,7 +222,7 @@ def test_the_mission_is_lost_with_the_carrier_or_when_no_way_is_left() -> None:
     assert wasted.walls[1, 4]
     assert wasted.outcome == "unreachable"
     lost = game(*sealed, charges=1, patrols=[{"route": [[2, 3]], "facing": "W"}], patrol_sight=2)
-    play(lost, scout="N", breacher="E")
+    play(lost, breacher="E.")
     assert not lost.free[BREACHER]
     assert lost.outcome == "unreachable"
 

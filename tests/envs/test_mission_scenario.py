@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from flatout.envs.mission import Mission
-from flatout.envs.mission.scenario import load_scenario
+from flatout.envs.mission.scenario import KEYS, load_scenario, parse
+from flatout.envs.mission.solve import solvable
 from flatout.errors import FlatoutError
 
 MAP = ["#######", "#S...O#", "#B.#..#", "#C.#..#", "#######"]
@@ -46,6 +47,13 @@ def test_a_scenario_is_read_as_written(tmp_path: Path) -> None:
     assert ["".join("#" if wall else "." for wall in row) for row in scenario.walls] == [
         "".join("#" if mark == "#" else "." for mark in row) for row in MAP
     ]
+
+
+def test_the_example_in_the_docs_can_be_played() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "mission.md").read_text()
+    example = json.loads(page.split("```json")[1].split("```")[0])
+    assert set(example) == set(KEYS)
+    assert solvable(parse(example))
 
 
 def test_the_env_plays_the_file_whatever_the_seed(tmp_path: Path) -> None:

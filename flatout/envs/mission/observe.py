@@ -74,17 +74,16 @@ class Observer:
         out[2 * n : 2 * n + len(rest)] = rest
 
     def _mark_danger(self) -> None:
-        """Cells that patrols in sight watch, and those where they would capture someone in their next step."""
+        """Cells that patrols in sight watch, and those next to them."""
         game = self._game
         self._danger[:] = 0.0
         inner = self._danger[self._inside]
-        for patrol, cone in zip(game.patrols, game.cones, strict=True):
-            if game.in_sight[patrol.at]:
-                inner[cone] = WATCHED
-        for patrol in game.patrols:
-            if game.in_sight[patrol.at]:
-                row, column = patrol.at
-                inner[row - 1 : row + 2, column] = inner[row, column - 1 : column + 2] = 1.0
+        in_sight = [i for i, patrol in enumerate(game.patrols) if game.in_sight[patrol.at]]
+        for i in in_sight:
+            inner[game.cones[i]] = WATCHED
+        for i in in_sight:
+            row, column = game.patrols[i].at
+            inner[row - 1 : row + 2, column] = inner[row, column - 1 : column + 2] = 1.0
 
     def _nearest(self, row: int, column: int) -> list[tuple[float, ...]]:
         recent = [sighting for sighting in self._game.sightings.values() if sighting.age < FORGET]

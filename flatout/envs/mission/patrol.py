@@ -65,8 +65,8 @@ class Patrol:
         return 1.0 if self.mode == "chase" else self._looks / self._patience
 
     def reaches(self, cell: Cell) -> bool:
-        """Whether it can lay hands on someone there: in its own cell or next to it."""
-        return abs(cell[0] - self.at[0]) + abs(cell[1] - self.at[1]) <= 1
+        """Whether it captures someone there: whom it walks into, and when it runs, whom it is next to."""
+        return abs(cell[0] - self.at[0]) + abs(cell[1] - self.at[1]) <= (self.mode == "chase")
 
     def _next_on_route(self) -> Cell:
         if len(self._route) == 1:

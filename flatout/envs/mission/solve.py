@@ -48,7 +48,7 @@ def solvable(scenario: Scenario) -> bool:
 
 
 def _unwatched(patrols: list[Patrol], sight: Sight) -> Walls:
-    """The cells that no patrol sees or reaches."""
+    """The cells that no patrol sees or is next to."""
     safe = np.ones_like(sight.walls)
     for patrol in patrols:
         row, column = patrol.at
