@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.page import conditions, table, write_section
-from flatout.recipes.tuned import TUNED
 
 RESULTS = Path(__file__).parent / "results" / "returns.json"
 BARS = {
@@ -59,7 +58,7 @@ def in_a_process(env: str, seed: int) -> dict[str, Any]:
 def main() -> None:
     """Run everything and write the table."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--envs", default=",".join(TUNED))
+    parser.add_argument("--envs", default=",".join(BARS))
     parser.add_argument("--seeds", default="1,2,3")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--one", nargs=2)
@@ -80,7 +79,7 @@ def main() -> None:
 def write_table(known: dict[str, dict[str, dict[str, Any]]]) -> None:
     """The table of all results that are known, measured now or before."""
     rows = []
-    for env in TUNED:
+    for env in BARS:
         if env not in known:
             continue
         returns = [result["return"] for result in known[env].values()]

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from flatout.algorithms.config import PPOConfig, choose_batch_size, nearest_batch_sizes
+from flatout.envs.workloads import WORKLOADS
 from flatout.errors import FlatoutError
 from flatout.fields import convert, flag, flatten_json, leaves, to_json
 from flatout.fields import replace as replace_leaves
@@ -149,7 +150,7 @@ def resolve(
     env = env or given.get("env")
     if not env:
         raise FlatoutError("no env given; name one, such as CartPole-v1")
-    given["env"] = env
+    given["env"] = env = WORKLOADS[env].env_id if env in WORKLOADS else env
     recipe = _recipe(env, given.get("preset"), device, n_cores)
     if given.get("preset") == "auto":
         given = tuned_settings(env, given, device, n_cores) | given
