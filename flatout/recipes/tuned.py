@@ -94,9 +94,9 @@ def mission() -> Recipe:
             n_steps=128,
             batch_size=512,
             n_epochs=5,
-            learning_rate=1e-3,
+            learning_rate=7e-4,
             learning_rate_schedule="linear",
-            ent_coef=0.005,
+            ent_coef=0.003,
         ),
         network=NetworkConfig(network_arch=(128, 128)),
     )

@@ -36,12 +36,12 @@ class Level:
 LEVELS = {
     1: Level(
         size=11,
-        n_segments=7,
+        n_segments=5,
         n_patrols=1,
         sealed=False,
         known_map=True,
         patrol_sight=3,
-        patience=3,
+        patience=4,
         time_limit=80,
         hold=3,
         charges=1,
@@ -53,7 +53,7 @@ LEVELS = {
         sealed=True,
         known_map=True,
         patrol_sight=3,
-        patience=2,
+        patience=3,
         time_limit=120,
         hold=3,
         charges=3,
