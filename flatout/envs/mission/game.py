@@ -23,6 +23,8 @@ SIGHT = (6, 4, 4)
 N_ACTIONS = (9, 9, 5)
 """Stay, one cell north, east, south, west; then the scout's moves by two cells and the breacher's breaches."""
 
+SOON, WATCHED = 0.25, 0.5
+
 Outcome: TypeAlias = Literal["success", "captured", "unreachable"]
 
 
@@ -67,6 +69,8 @@ class Game:
         self.cones = [patrol.cone(self._sight) for patrol in self.patrols]
         self.sightings: dict[int, Sighting] = {}
         self.in_sight = np.zeros(self.walls.shape, bool)
+        self.danger = np.zeros(self.walls.shape, np.float32)
+        """What the patrols in sight watch: now, in their next step, and the cells next to them."""
         self._look()
         self.allowed = self._allowed()
         """1 for each action that would do something, staying included; the three units' one after the other."""
@@ -152,6 +156,18 @@ class Game:
         for i, patrol in enumerate(self.patrols):
             if self.in_sight[patrol.at]:
                 self.sightings[i] = Sighting(patrol.at, patrol.facing, patrol.alarm)
+        self._fear()
+
+    def _fear(self) -> None:
+        self.danger[:] = 0.0
+        in_sight = [i for i, patrol in enumerate(self.patrols) if self.in_sight[patrol.at]]
+        for i in in_sight:
+            self.danger[self.patrols[i].next_cone(self._sight)] = SOON
+        for i in in_sight:
+            self.danger[self.cones[i]] = WATCHED
+        for i in in_sight:
+            row, column = self.patrols[i].at
+            self.danger[row - 1 : row + 2, column] = self.danger[row, column - 1 : column + 2] = 1.0
 
 
 def _beyond(cell: Cell, action: int, n: int) -> Cell:

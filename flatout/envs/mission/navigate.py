@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from flatout.envs.mission.game import BREACHER, CARRIER, Game
 from flatout.envs.mission.grid import DIRECTIONS, FAR, Cell, Field, distances, prices
 
 BREACH_PRICE = 6
 """How many cells of a detour a breach is worth."""
+DANGER_PRICE = 12
+"""The same for a cell next to a patrol in sight; half of it where it looks, a quarter where it will look next."""
 
 
 class Navigator:
@@ -15,6 +19,7 @@ class Navigator:
     def __init__(self, game: Game) -> None:
         self._game = game
         self._plan()
+        self._avoid()
         self._whole = max(1.0, self._left())
 
     def update(self) -> None:
@@ -23,18 +28,23 @@ class Navigator:
             self._plan()
         elif self._game.units[CARRIER] != self._carrier:
             self._task()
+        self._avoid()
 
     def progress(self) -> float:
         """1 when the carrier is there, 0 at the start, less than that further away, never below -1."""
         return max(1.0 - self._left() / self._whole, -1.0)
 
     def arrows(self, unit: int) -> list[float]:
-        """For each direction 1 if the next cell is on a shortest way to the unit's goal."""
-        field, price = self._way(unit)
+        """For each direction 1 if the next cell is on a shortest way to the unit's goal; then the same for the
+        way that is best if danger is worth a detour."""
+        ways = (self._way(unit), self._careful[unit == BREACHER and self.wall is not None])
         row, column = self._game.units[unit]
-        here = field[row, column]
         around = [(row + down, column + right) for down, right in DIRECTIONS]
-        return [float(here < FAR and field[at] + price[at] <= here) for at in around]
+        return [
+            float(field[row, column] < FAR and field[at] + price[at] <= field[row, column])
+            for field, price in ways
+            for at in around
+        ]
 
     def left(self, unit: int) -> int:
         """What the rest of a unit's way costs."""
@@ -48,6 +58,16 @@ class Navigator:
 
     def _left(self) -> float:
         return self.left(CARRIER) + (0.5 * self.left(BREACHER) if self.wall is not None else 0.0)
+
+    def _avoid(self) -> None:
+        """The ways to the objective and to the wall with the danger in sight taken into account."""
+        ways = [self._way(CARRIER), self._way(BREACHER)]
+        self._careful = ways
+        if self._game.danger.any():
+            detour = (DANGER_PRICE * self._game.danger).astype(np.int32)
+            goals = (self._game.scenario.objective, self.wall)
+            dearer = [(price + detour, goal) for (_, price), goal in zip(ways, goals, strict=True) if goal]
+            self._careful = [(distances(price, goal), price) for price, goal in dearer]
 
     def _facts_now(self) -> tuple[bytes, bool]:
         game = self._game

@@ -19,11 +19,10 @@ N_PATROLS = 2
 """How many patrols are told of, the nearest first."""
 FORGET = 12
 """Steps after which a patrol that was seen is forgotten."""
-N_UNIT = 2 * WINDOW**2 + 8 + 6 * N_PATROLS
+N_UNIT = 2 * WINDOW**2 + 12 + 6 * N_PATROLS
 SIZE = 3 * N_UNIT + 5
 
 UNKNOWN = 0.5
-WATCHED = 0.5
 
 
 class Observer:
@@ -40,7 +39,7 @@ class Observer:
         """The vector: for scout, breacher and carrier windows, own state and patrols; then what concerns all."""
         game, navigator = self._game, self._navigator
         self._blocked[self._inside] = np.where(game.known, game.walls, UNKNOWN)
-        self._mark_danger()
+        self._danger[self._inside] = game.danger
         out = np.zeros(SIZE, np.float32)
         for unit in range(3):
             if game.free[unit]:
@@ -72,18 +71,6 @@ class Observer:
         n = WINDOW**2
         out[:n], out[n : 2 * n] = self._blocked[window].ravel(), self._danger[window].ravel()
         out[2 * n : 2 * n + len(rest)] = rest
-
-    def _mark_danger(self) -> None:
-        """Cells that patrols in sight watch, and those next to them."""
-        game = self._game
-        self._danger[:] = 0.0
-        inner = self._danger[self._inside]
-        in_sight = [i for i, patrol in enumerate(game.patrols) if game.in_sight[patrol.at]]
-        for i in in_sight:
-            inner[game.cones[i]] = WATCHED
-        for i in in_sight:
-            row, column = game.patrols[i].at
-            inner[row - 1 : row + 2, column] = inner[row, column - 1 : column + 2] = 1.0
 
     def _nearest(self, row: int, column: int) -> list[tuple[float, ...]]:
         recent = [sighting for sighting in self._game.sightings.values() if sighting.age < FORGET]
