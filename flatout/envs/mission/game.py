@@ -70,7 +70,7 @@ class Game:
         self.sightings: dict[int, Sighting] = {}
         self.in_sight = np.zeros(self.walls.shape, bool)
         self.danger = np.zeros(self.walls.shape, np.float32)
-        """What the patrols in sight watch: now, in their next step, and the cells next to them."""
+        """Known cells that patrols in sight watch: now, in their next step, and those next to them."""
         self._look()
         self.allowed = self._allowed()
         """1 for each action that would do something, staying included; the three units' one after the other."""
@@ -168,6 +168,7 @@ class Game:
         for i in in_sight:
             row, column = self.patrols[i].at
             self.danger[row - 1 : row + 2, column] = self.danger[row, column - 1 : column + 2] = 1.0
+        self.danger[~self.known] = 0.0
 
 
 def _beyond(cell: Cell, action: int, n: int) -> Cell:
