@@ -92,10 +92,13 @@ def _ahead(row: int, column: int, facing: int | None) -> bool:
 
 
 def distances(price: NDArray[np.integer], goal: Cell) -> Field:
-    """What the cheapest way from each cell to the goal costs; entering a cell costs its price, FAR: never."""
+    """What the cheapest way from each cell to the goal costs; entering a cell costs its price, FAR: never.
+
+    The outer ring has to be FAR.
+    """
     width = price.shape[1]
     prices: list[int] = price.ravel().tolist()
-    found = [FAR] * len(prices)
+    found = [-1 if p >= FAR else FAR for p in prices]
     start = goal[0] * width + goal[1]
     found[start] = 0
     buckets: list[list[int]] = [[start]]
@@ -105,12 +108,14 @@ def distances(price: NDArray[np.integer], goal: Cell) -> Field:
                 continue
             further = cost + prices[cell]
             for neighbour in (cell - width, cell + 1, cell + width, cell - 1):
-                if 0 <= neighbour < len(found) and further < found[neighbour] and prices[neighbour] < FAR:
+                if further < found[neighbour]:
                     found[neighbour] = further
                     while len(buckets) <= further:
                         buckets.append([])
                     buckets[further].append(neighbour)
-    return np.array(found, np.int32).reshape(price.shape)
+    field = np.array(found, np.int32).reshape(price.shape)
+    field[field < 0] = FAR
+    return field
 
 
 def prices(walls: Walls, breach: int) -> Field:

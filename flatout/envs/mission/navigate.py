@@ -19,6 +19,7 @@ class Navigator:
     def __init__(self, game: Game) -> None:
         self._game = game
         self._plan()
+        self._feared: tuple[bytes, tuple[bytes, bool], Cell | None] | None = None
         self._avoid()
         self._whole = max(1.0, self._left())
 
@@ -61,6 +62,10 @@ class Navigator:
 
     def _avoid(self) -> None:
         """The ways to the objective and to the wall with the danger in sight taken into account."""
+        facts = (self._game.danger.tobytes(), self._facts, self.wall)
+        if facts == self._feared:
+            return
+        self._feared = facts
         ways = [self._way(CARRIER), self._way(BREACHER)]
         self._careful = ways
         if self._game.danger.any():
