@@ -141,6 +141,23 @@ def snake() -> Recipe:
     )
 
 
+def mission() -> Recipe:
+    """Three decisions a step, which the action mask thins out; the same settings for every level."""
+    return Recipe(
+        timesteps=400_000,
+        n_envs=16,
+        ppo=PPOConfig(
+            n_steps=128,
+            batch_size=512,
+            n_epochs=5,
+            learning_rate=7e-4,
+            learning_rate_schedule="linear",
+            ent_coef=0.003,
+        ),
+        network=NetworkConfig(network_arch=(128, 128)),
+    )
+
+
 TUNED: dict[str, Callable[[], Recipe]] = {
     "CartPole-v1": cartpole,
     "Acrobot-v1": acrobot,
@@ -150,4 +167,5 @@ TUNED: dict[str, Callable[[], Recipe]] = {
     "flatout/Market-v0": market,
     "flatout/Crawl-v0": crawl,
     "flatout/Snake-v0": snake,
+    "flatout/Mission-v0": mission,
 }

@@ -61,6 +61,7 @@ def test_a_known_env_gets_its_recipe_unless_a_preset_is_given() -> None:
         assert (got.n_envs, got.ppo, got.network) == (recipe().n_envs, recipe().ppo, recipe().network)
         assert config(env, preset="cpu").ppo == PRESETS["cpu"].ppo
     assert config("snake") == config("flatout/Snake-v0")
+    assert config("mission") == config("flatout/Mission-v0")
     assert config("CartPole-v1", gamma=0.5).ppo.gamma == 0.5
     assert config("CartPole-v1", gamma=0.5).n_envs == TUNED["CartPole-v1"]().n_envs
 

@@ -1,0 +1,151 @@
+"""What can be seen and how far it is: lines of sight and routes on a map whose outer ring is wall.
+
+Cells are (row, column). Maps are boolean arrays, true where there is a wall.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+Cell: TypeAlias = tuple[int, int]
+Offsets: TypeAlias = NDArray[np.intp]
+Walls: TypeAlias = NDArray[np.bool_]
+"""A map of yes and no; most often of walls."""
+Field: TypeAlias = NDArray[np.int32]
+
+DIRECTIONS: tuple[Cell, ...] = ((-1, 0), (0, 1), (1, 0), (0, -1))
+"""North, east, south, west."""
+NAMES = "NESW"
+FAR = 9_999
+"""A distance that no route has: there is no way."""
+
+
+class Sight:
+    """What is seen from where, worked out once for each place as long as the walls stand."""
+
+    def __init__(self, walls: Walls) -> None:
+        self.walls = walls.copy()
+        self._known: dict[tuple[Cell, int, int | None], Walls] = {}
+
+    def open(self, cell: Cell) -> None:
+        """Take a wall away."""
+        self.walls[cell] = False
+        self._known.clear()
+
+    def view(self, eye: Cell, radius: int, facing: int | None = None) -> Walls:
+        """A map of the cells seen from `eye`, walls included: all round, or in the quarter that lies ahead."""
+        key = (eye, radius, facing)
+        if key not in self._known:
+            self._known[key] = visible(self.walls, eye, radius, facing)
+        return self._known[key]
+
+
+def visible(walls: Walls, eye: Cell, radius: int, facing: int | None = None) -> Walls:
+    """A map of the cells seen from `eye`.
+
+    A cell is seen where one of the straight lines to it is free of walls. Sight is mutual: if a sees b, b sees a.
+    """
+    n_rows, n_columns = walls.shape
+    down, right, between = _lines(radius, facing, n_columns)
+    rows, columns = down + eye[0], right + eye[1]
+    inside = (rows >= 0) & (rows < n_rows) & (columns >= 0) & (columns < n_columns)
+    # Only lines to cells outside have cells outside, so what those are taken for does not matter.
+    hidden = walls.ravel().take(between + (eye[0] * n_columns + eye[1]), mode="clip").any(0).all(0)
+    seen = inside & ~hidden
+    view = np.zeros_like(walls)
+    view[rows[seen], columns[seen]] = True
+    return view
+
+
+@cache
+def _lines(radius: int, facing: int | None, n_columns: int) -> tuple[Offsets, Offsets, Offsets]:
+    """The offsets in sight, rows and columns, and of the cells between as flat offsets, (step, side, offset).
+
+    Where a line passes exactly between two cells, its two sides are different cells: either may be free.
+    """
+    ends, between = [], []
+    for row in range(-radius, radius + 1):
+        for column in range(-radius, radius + 1):
+            if row**2 + column**2 > (radius + 0.5) ** 2 or not _ahead(row, column, facing):
+                continue
+            n = max(abs(row), abs(column), 1)
+            steps = np.arange(1, n)[:, None] * np.array([[row, column]]) / n
+            # All lines have as many cells in the table: the eye's own cell, never a wall, fills the shorter ones.
+            sides = [np.zeros((radius, 2), np.intp) for _ in range(2)]
+            sides[0][: n - 1], sides[1][: n - 1] = np.ceil(steps - 0.5), np.floor(steps + 0.5)
+            ends.append((row, column))
+            between.append([side @ (n_columns, 1) for side in sides])
+    down, right = np.array(ends, np.intp).T
+    return down, right, np.ascontiguousarray(np.array(between, np.intp).transpose(2, 1, 0))
+
+
+def _ahead(row: int, column: int, facing: int | None) -> bool:
+    if facing is None:
+        return True
+    down, right = DIRECTIONS[facing]
+    forward, sideways = row * down + column * right, abs(row * right) + abs(column * down)
+    return sideways <= forward
+
+
+def distances(price: NDArray[np.integer], goal: Cell) -> Field:
+    """What the cheapest way from each cell to the goal costs; entering a cell costs its price, FAR: never.
+
+    The outer ring has to be FAR.
+    """
+    width = price.shape[1]
+    prices: list[int] = price.ravel().tolist()
+    found = [-1 if p >= FAR else FAR for p in prices]
+    start = goal[0] * width + goal[1]
+    found[start] = 0
+    buckets: list[list[int]] = [[start]]
+    for cost, bucket in enumerate(buckets):
+        for cell in bucket:
+            if found[cell] < cost:
+                continue
+            further = cost + prices[cell]
+            for neighbour in (cell - width, cell + 1, cell + width, cell - 1):
+                if further < found[neighbour]:
+                    found[neighbour] = further
+                    while len(buckets) <= further:
+                        buckets.append([])
+                    buckets[further].append(neighbour)
+    field = np.array(found, np.int32).reshape(price.shape)
+    field[field < 0] = FAR
+    return field
+
+
+def prices(walls: Walls, breach: int) -> Field:
+    """Prices for `distances`: a floor cell 1, a wall 1 + `breach`, the outer ring and, if that is FAR, any wall FAR."""
+    price = np.where(walls, min(1 + breach, FAR), 1).astype(np.int32)
+    price[[0, -1], :] = FAR
+    price[:, [0, -1]] = FAR
+    return price
+
+
+def breaches(walls: Walls, goal: Cell, start: Cell) -> int:
+    """How many walls at least have to be broken between two cells."""
+    price = walls.astype(np.int32)
+    price[[0, -1], :] = FAR
+    price[:, [0, -1]] = FAR
+    return int(distances(price, goal)[start])
+
+
+def walk(walls: Walls, a: Cell, b: Cell) -> list[Cell]:
+    """A shortest way from a to b, both included; empty if there is none."""
+    field = distances(prices(walls, FAR), b)
+    if field[a] >= FAR:
+        return []
+    way = [a]
+    while way[-1] != b:
+        way.append(downhill(field, way[-1]))
+    return way
+
+
+def downhill(field: Field, cell: Cell) -> Cell:
+    """The neighbour that is nearest to the field's goal; the cell itself if none is nearer."""
+    around = [(cell[0] + down, cell[1] + right) for down, right in DIRECTIONS]
+    return min([cell, *around], key=lambda at: int(field[at]))
