@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.page import table
-from benchmarks.stepping import alternate, apart
+from benchmarks.stepping import Way, alternate, apart
 from flatout.envs.mission import Mission
 from flatout.envs.mission.env import SOLVED
 from flatout.envs.mission.game import N_ACTIONS
@@ -96,7 +96,7 @@ def run(quick: bool) -> list[str]:
 
 def _speed(level: int, rounds: int, seconds: float) -> list[str]:
     chosen: dict[str, str] = {}
-    ways = {
+    ways: dict[str, Way] = {
         "one env by hand": partial(by_hand, level),
         "flatout, collecting with the recipe's policy": partial(collecting, level, chosen),
         "two processes that share nothing, by hand": partial(apart, partial(by_hand, level), 256),

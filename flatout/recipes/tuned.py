@@ -144,7 +144,7 @@ def snake() -> Recipe:
 def mission() -> Recipe:
     """Three decisions a step, which the action mask thins out; the same settings for every level."""
     return Recipe(
-        timesteps=400_000,
+        timesteps=1_000_000,
         n_envs=16,
         ppo=PPOConfig(
             n_steps=128,

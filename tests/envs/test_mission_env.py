@@ -184,4 +184,6 @@ def test_pictures_and_text(tmp_path: Path) -> None:
     assert first.dtype == np.uint8
     assert first.shape == (5 * 28 + 12, 9 * 28, 3)
     env.step(np.array([6, 0, 0]))
-    assert not np.array_equal(first, env.render())
+    second = env.render()
+    assert isinstance(second, np.ndarray)
+    assert not np.array_equal(first, second)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, ClassVar, SupportsFloat, TypeAlias
+from typing import Any, SupportsFloat, TypeAlias
 
 import gymnasium as gym
 import numpy as np
@@ -26,13 +26,13 @@ SOLVED = 5.0
 """A return above this is a success: whatever else happens, successes end above 9 and the rest below 3."""
 
 
-class Mission(gym.Env[Observation, NDArray[np.int64]]):
+class Mission(gym.Env[Any, NDArray[np.int64]]):
     """A squad with limited sight crosses a map with walls and patrols; its carrier has to hold the objective.
 
     `level` 1 to 3 makes a new map for each episode, from the seed; `scenario` plays that JSON file instead.
     """
 
-    metadata: ClassVar[dict[str, Any]] = {"render_modes": ["rgb_array", "ansi"], "render_fps": 6}
+    metadata = {"render_modes": ["rgb_array", "ansi"], "render_fps": 6}  # noqa: RUF012  # declared so by Gymnasium
 
     def __init__(
         self, level: int = 1, scenario: str | Path | None = None, render_mode: str | None = None
@@ -44,7 +44,7 @@ class Mission(gym.Env[Observation, NDArray[np.int64]]):
         self.level = level
         self.render_mode = render_mode
         self._scenario = None if scenario is None else load_scenario(scenario)
-        self.action_space = spaces.MultiDiscrete(N_ACTIONS)
+        self.action_space = spaces.MultiDiscrete(list(N_ACTIONS))
         self.observation_space = spaces.Dict(
             {
                 "squad": spaces.Box(-1.0, 1.0, (SIZE,), np.float32),
@@ -79,7 +79,7 @@ class Mission(gym.Env[Observation, NDArray[np.int64]]):
         truncated = not terminated and self.game.time >= self.game.scenario.time_limit
         return self._observation(), reward, terminated, truncated, self._info()
 
-    def render(self) -> NDArray[np.uint8] | str | None:  # type: ignore[override]  # its RenderFrame is a type variable
+    def render(self) -> NDArray[np.uint8] | str | None:
         """The map as it is, with the squad's fog over it."""
         if self.render_mode == "ansi":
             return text(self.game)
