@@ -151,6 +151,7 @@ def test_a_library_is_tried_at_the_step_size_and_clip_range_it_is_for() -> None:
     seen: list[tuple[float, float]] = []
 
     class Watch:
+        only_kept = False
         notes: list[str] = []  # noqa: RUF012
 
         def visit(self, update: Any, batch: Any, *, seconds_left: float) -> None:
