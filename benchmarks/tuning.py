@@ -41,7 +41,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     ),
 }
 SECONDS = 6.0
-BUDGET = 35.0
+BUDGET = 50.0
 
 
 def grid(case: str) -> list[dict[str, Any]]:

@@ -6,6 +6,7 @@ minibatches, epochs, learning rate) stays as it is unless that is allowed to cha
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from flatout.agent import PPO
 from flatout.checkup import describe
 from flatout.config import RunConfig, save_tuned
 from flatout.diagnosis.costs import Costs, Settings
-from flatout.diagnosis.simulate import ladder, simulate
+from flatout.diagnosis.simulate import ladder, steps_per_second
 from flatout.diagnosis.ways import ways
 from flatout.envs.make import EnvSource
 from flatout.fields import replace as replace_leaves
@@ -26,12 +27,10 @@ from flatout.records.folder import write_json
 TRIAL_SECONDS = 3.0
 MOST_ENVS = 512
 FEWEST_STEPS = 16
-NEAR = 0.7
-"""Ways that promise at least this share of the best are tried."""
+NEAR = 0.9
+"""A way that promises less than this share of the best measured is not tried."""
 WORTH = 1.05
 """Below this gain the settings stay as they are."""
-MORE_ENVS = 1.15
-"""Another number of envs must promise this much, since shorter rollouts see less far."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,6 +43,12 @@ class Trial:
     predicted: float
     measured: float | None = None
     learner_busy: float | None = None
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """What it has in common with ways of which the simulation is equally wrong."""
+        way = self.settings
+        return way.executor, way.children, way.n_collectors, way.overlap
 
     @property
     def words(self) -> str:
@@ -108,13 +113,16 @@ def tune(
         measured=moment.steps_per_second,
         learner_busy=moment.learner_busy,
     )
+    told("reckoning")
     reckoned = _reckon(costs, now, allow_learning_changes)
-    trials = [before]
-    for candidate in _promising(reckoned, now):
-        if perf_counter() - began > budget - 4 * TRIAL_SECONDS:
+    trials, longest = [before], 2 * TRIAL_SECONDS
+    while candidate := _most_promising(reckoned, trials):
+        at = perf_counter()
+        if at - began > budget - 3 * longest:  # this one, and before and after once more
             break
         told(candidate.words)
         trials.append(_run(env, settings, candidate))
+        longest = max(longest, perf_counter() - at)
     best = max(trials, key=lambda trial: trial.measured or 0.0)
     if best is not before:
         told("once more, before and after")
@@ -136,15 +144,13 @@ def tune(
 
 
 def _reckon(costs: Costs, now: Settings, learning: bool) -> list[Trial]:
-    """Every way and number of envs with what the simulation promises, best first."""
-    out = []
-    for shape in _shapes(now, learning):
-        for way in ways(costs, shape):
-            promised = simulate(costs, way).steps_per_second
-            if shape.n_envs != now.n_envs:
-                promised /= MORE_ENVS
-            out.append(Trial(settings=way, config=_as_config(way, now), predicted=promised))
-    return sorted(out, key=lambda trial: -trial.predicted)
+    """Every other way and number of envs with what the simulation promises."""
+    return [
+        Trial(settings=way, config=_as_config(way, now), predicted=steps_per_second(costs, way))
+        for shape in _shapes(now, learning)
+        for way in ways(costs, shape)
+        if way != now
+    ]
 
 
 def _shapes(now: Settings, learning: bool) -> Iterator[Settings]:
@@ -161,20 +167,20 @@ def _shapes(now: Settings, learning: bool) -> Iterator[Settings]:
                 yield from (replace(shape, batch_size=b, compiled=False) for b in sizes[:2])
 
 
-def _promising(reckoned: list[Trial], now: Settings) -> list[Trial]:
-    """Those near the best, one of each kind first: where the simulation errs, it errs for a kind."""
-    if not reckoned:
-        return []
-    near = [t for t in reckoned if t.predicted >= NEAR * reckoned[0].predicted and t.settings != now]
-    seen: set[tuple[Any, ...]] = set()
-    first: list[Trial] = []
-    rest: list[Trial] = []
-    for trial in near:
-        way = trial.settings
-        kind = (way.executor, way.children, way.n_collectors, way.overlap)
-        (rest if kind in seen else first).append(trial)
-        seen.add(kind)
-    return first + rest
+def _most_promising(reckoned: list[Trial], trials: list[Trial]) -> Trial | None:
+    """The way to try next: what the simulation promises, corrected by how wrong it was about that kind so far."""
+    ratios: dict[tuple[Any, ...], list[float]] = {}
+    for trial in trials:
+        ratios.setdefault(trial.kind, []).append((trial.measured or 0.0) / trial.predicted)
+    tried = {trial.settings for trial in trials}
+    untried = [trial for trial in reckoned if trial.settings not in tried]
+
+    def promise(trial: Trial) -> float:
+        return trial.predicted * statistics.fmean(ratios.get(trial.kind, [1.0]))
+
+    best = max(untried, key=promise, default=None)
+    fastest = max(trial.measured or 0.0 for trial in trials)
+    return best if best is not None and promise(best) > NEAR * fastest else None
 
 
 def _as_config(way: Settings, now: Settings) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import flatout
 from flatout import checkup, tuning
 from flatout.config import resolve
+from flatout.diagnosis.costs import Kind, Settings
 from tests.executors.slow import Counter, Script
 
 SMALL: dict[str, Any] = {
@@ -100,6 +102,23 @@ def test_tuning_finds_a_faster_way_and_auto_takes_it(tmp_path: Path, monkeypatch
     assert (auto.n_envs, auto.executor, auto.overlap) == (config.n_envs, config.executor, config.overlap)
     own = resolve(config.env, {"preset": "auto", "n_envs": 3}, device="cpu", n_cores=cores)
     assert (own.n_envs, own.executor) == (3, "auto")  # who says how many envs decides
+
+
+def test_what_is_tried_next_is_corrected_by_what_was_measured() -> None:
+    base = Settings(n_envs=8, n_steps=32, batch_size=64, n_epochs=4, executor="serial")
+
+    def trial(executor: Kind, n_envs: int, predicted: float, measured: float | None = None) -> tuning.Trial:
+        way = replace(base, executor=executor, n_envs=n_envs)
+        return tuning.Trial(settings=way, config={}, predicted=predicted, measured=measured)
+
+    before = trial("serial", 8, 100, 100)
+    reckoned = [trial("thread", 8, 300), trial("thread", 16, 290), trial("process", 8, 200)]
+    first = tuning._most_promising(reckoned, [before])
+    assert first is reckoned[0]
+    disappointing = replace(first, measured=150)
+    assert tuning._most_promising(reckoned, [before, disappointing]) is reckoned[2]
+    rest = [before, disappointing, replace(reckoned[2], measured=170)]
+    assert tuning._most_promising(reckoned, rest) is None  # threads with 16 envs would give 145
 
 
 def test_asked_for_collectors_are_what_runs() -> None:

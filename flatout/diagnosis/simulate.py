@@ -57,6 +57,12 @@ def simulate(costs: Costs, settings: Settings, seed: int = 0) -> Forecast:
     )
 
 
+def steps_per_second(costs: Costs, settings: Settings) -> float:
+    """Only how fast it would be, in less than half the time of a forecast."""
+    seconds, _ = _Pipeline(costs, settings, 0).run(collect=True, learn=True)
+    return settings.total_batch / seconds
+
+
 def update_seconds(costs: Costs, settings: Settings) -> float:
     """Of one update."""
     cost = costs.compiled if settings.compiled and costs.compiled else costs.update

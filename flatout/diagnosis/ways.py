@@ -13,10 +13,12 @@ GPU_SHARE = 0.25
 GPU_LAUNCH = 0.25e-3
 """An update's kernels, however small, replayed as one graph."""
 WORKERS_PER_CORE = 2
+WORTH = 1.05
+"""A way that is more complicated must promise to be this much faster."""
 
 
 def ways(costs: Costs, settings: Settings) -> Iterator[Settings]:
-    """Every way to step these envs and share the cores, overlapped or not."""
+    """Every way to step these envs and share the cores, overlapped or not; simple ones first."""
     if settings.executor in ("batched", "async"):
         yield from (replace(settings, overlap=on) for on in (False, settings.executor == "async"))
         return
@@ -27,7 +29,8 @@ def ways(costs: Costs, settings: Settings) -> Iterator[Settings]:
             yield replace(plain, executor="thread", n_workers=settings.n_envs, overlap=on)
     workers = min(settings.n_envs, 32 if costs.waits else WORKERS_PER_CORE * settings.n_cores)
     if settings.n_envs > 1:
-        yield replace(plain, executor="process", n_workers=workers)
+        for on in (False, True):
+            yield replace(plain, executor="process", n_workers=workers, overlap=on)
     if settings.n_envs > 1 and settings.n_cores > 1:
         for n in sorted({settings.n_cores - 1, min(settings.n_cores, settings.n_envs)}):
             if n <= settings.n_envs:
@@ -36,9 +39,10 @@ def ways(costs: Costs, settings: Settings) -> Iterator[Settings]:
 
 
 def best_way(costs: Costs, settings: Settings) -> tuple[Settings, Forecast]:
-    """The fastest of them by the simulation."""
+    """The simplest of the fastest by the simulation."""
     forecasts = [(way, simulate(costs, way)) for way in ways(costs, settings)]
-    return max(forecasts, key=lambda item: item[1].steps_per_second)
+    best = max(forecast.steps_per_second for _, forecast in forecasts)
+    return next(item for item in forecasts if WORTH * item[1].steps_per_second >= best)
 
 
 def on_card(costs: Costs, settings: Settings, teraflops: float) -> tuple[Costs, Settings]:

@@ -126,6 +126,10 @@ def test_the_best_way_is_found() -> None:
     assert way.children
     way, _ = best_way(costs(compute=(5e-6,), act=((1, 1e-5), (8, 2e-5))), settings(n_cores=1))
     assert (way.executor, way.children) == ("serial", False)
+    # Threads would hold the lock that launching the updates needs; worker processes do not.
+    busy = costs(wait=(10e-3,), compute=(1e-3,), update=UpdateCost(python=4e-3, rows=((64, 5e-3),)))
+    way, _ = best_way(busy, SETTINGS)
+    assert (way.executor, way.overlap) == ("process", True)
 
 
 def test_a_card_speeds_up_a_big_network_only() -> None:
