@@ -32,6 +32,15 @@ class TensorRollout:
         self.terminated, self.truncated = tensors["terminated"], tensors["truncated"]
         self.obs_rows = [tuple(leaf[t] for leaf in self.obs) for t in range(n_steps + 1)]
         """Observations of each time step, views made once so that acting makes none."""
+        self.act_rows = [
+            (
+                tuple(leaf.numpy() for leaf in self.obs_rows[t]),
+                self.action[t].numpy(),
+                self.log_prob[t].numpy(),
+            )
+            for t in range(n_steps if device.type == "cpu" else 0)
+        ]
+        """In RAM: what acting reads and writes in each time step, as arrays."""
 
     @property
     def n_transitions(self) -> int:

@@ -43,12 +43,13 @@ class TensorActions:
             self._mid = torch.where(bounded, low + self._half, 0.0)
         else:
             self._start = torch.as_tensor(zero.reshape(-1), device=device)
+            self._as_they_are = not zero.any() and zero.dtype == np.int64
 
     def to_env(self, rows: Tensor) -> Tensor:
         """Rows (N, size) as the actions that N envs take; continuous ones rescaled and clipped."""
         if self._continuous:
             rows = torch.clamp(rows * self._half + self._mid, self._low, self._high)
-        else:
+        elif not self._as_they_are:
             rows = rows + self._start
         return rows.to(self._dtype).reshape(len(rows), *self._shape)
 
@@ -141,12 +142,11 @@ class TensorCollector:
         clock, executor, model = self._clock, self.executor, self._model
         on_host = executor.device.type == "cpu"
         clock.enter("act")
-        if self._actor is not None:
-            self._actor.bind()
         noise = self._noise.draw(self.n_steps, rollout.n_steps)
+        act = self._acting(rollout, noise)
         _copy(rollout.obs_rows[0], executor.current.obs)
         for t in range(rollout.n_steps):
-            self._act(rollout.obs_rows[t], noise[t], rollout.action[t], rollout.log_prob[t])
+            act(t)
             actions = self._actions.to_env(model.head.to_action(rollout.action[t]))
             clock.enter("env")
             now = executor.step(actions)
@@ -167,14 +167,25 @@ class TensorCollector:
         clock.cut()
         return episodes
 
-    def _act(self, obs: tuple[Tensor, ...], noise: Tensor, rows_out: Tensor, log_prob_out: Tensor) -> None:
-        if self._actor is None:
-            rows, log_prob = self._model.sample(obs, noise)
-            rows_out.copy_(rows)
-            log_prob_out.copy_(log_prob)
-        else:
-            seen = tuple(leaf.numpy() for leaf in obs)
-            self._actor.act(seen, noise.numpy(), rows_out.numpy(), log_prob_out.numpy())
+    def _acting(self, rollout: TensorRollout, noise: Tensor) -> Callable[[int], None]:
+        """What acts in a time step of the rollout, with the policy as it is now."""
+        model, actor = self._model, self._actor
+        if actor is None:
+
+            def act(t: int) -> None:
+                rows, log_prob = model.sample(rollout.obs_rows[t], noise[t])
+                rollout.action[t].copy_(rows)
+                rollout.log_prob[t].copy_(log_prob)
+
+            return act
+        actor.bind()
+        places, given = rollout.act_rows, noise.numpy()
+
+        def act_compiled(t: int) -> None:
+            obs, rows, log_prob = places[t]
+            actor.act(obs, given[t], rows, log_prob)
+
+        return act_compiled
 
     def _read_episodes(self, rollout: TensorRollout) -> list[Episode]:
         """What ended in the rollout: the only time in it that the host waits for the device."""

@@ -95,7 +95,7 @@ class KernelActor:
         else:
             self._sample = kernel.sample_categories
             self._head = np.array(action.nvec), np.zeros((0, 1), bool)  # no row: all is allowed
-        scratch = np.zeros((2, max(widths)), np.float32)
+        scratch = np.zeros((2, kernel.ROWS, max(widths)), np.float32)
         self._network: tuple[Any, ...] = (
             self._shift,
             np.float32(OBS_CLIP),
