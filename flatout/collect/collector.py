@@ -84,6 +84,18 @@ class _Policy:
     actor: Actor
 
 
+class _Room:
+    """Memory for acting on some envs: what they see, their noise, what they do."""
+
+    def __init__(self, model: ActorCritic, n_envs: int) -> None:
+        self.obs = model.obs.alloc(n_envs)
+        self.noise = np.zeros((n_envs, model.action.noise_size), np.float32)
+        self.action = np.zeros(
+            (n_envs, model.action.size), np.float32 if model.action.continuous else np.int64
+        )
+        self.log_prob = np.zeros(n_envs, np.float32)
+
+
 class Collector:
     """Fills rollouts with what the policy does in the executor's envs."""
 
@@ -109,6 +121,7 @@ class Collector:
         """Which envs were sent an action and are not back."""
         self._noise = ActionNoise(layout, executor.env_ids, seed)
         self._all = np.arange(executor.n_envs)
+        self._room = _Room(model, executor.n_envs)
         self._policy, self._device = _Policy(model, make_actor(model, executor.n_envs, device)), device
         self._spare: _Policy | None = None
         self._offered: tuple[Rollout, _Policy] | None = None
@@ -285,11 +298,11 @@ class Collector:
             self._act_rows(ahead, rows)
 
     def _act_rows(self, filling: Filling, rows: Array) -> None:
-        rollout, at = filling.rollout, filling.cursor[rows]
-        obs = tuple(leaf[at, rows] for leaf in rollout.obs)
-        action, log_prob = rollout.action[at, rows], rollout.log_prob[at, rows]
-        actions = self._act(filling.actor, obs, filling.noise[at, rows], action, log_prob)
-        rollout.action[at, rows], rollout.log_prob[at, rows] = action, log_prob
+        room = self._room
+        obs, noise = filling.take(rows, room.obs, room.noise)
+        action, log_prob = room.action[: len(rows)], room.log_prob[: len(rows)]
+        actions = self._act(filling.actor, obs, noise, action, log_prob)
+        filling.put(rows, action, log_prob)
         self._clock.enter("env")
         self._away[rows] = True
         self.executor.send(actions, rows)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
+from functools import cache
+from types import ModuleType
 
 import numpy as np
 
 from flatout.buffers.rollout import Rollout
-from flatout.envs.spaces import Array
+from flatout.envs.spaces import Array, Leaves
 from flatout.executors.base import Episode, Step
 from flatout.models.actor import Actor
 
@@ -23,6 +26,11 @@ class Filling:
     cursor: Array
     """Steps that each env has stored."""
     episodes: list[Episode] = field(default_factory=list)
+    _leaves: list[tuple[Array, Array]] = field(init=False)
+    """Observations and final ones as rows of bytes."""
+
+    def __post_init__(self) -> None:
+        self._leaves = list(zip(_bytes(self.rollout.obs, 2), _bytes(self.rollout.final_obs, 2), strict=True))
 
     @property
     def open(self) -> Array:
@@ -42,16 +50,28 @@ class Filling:
             self._cut_before(int(self.cursor[n]), n, now)
         if restarted:
             rows = rows[~np.isin(rows, restarted)]
-        at = self.cursor[rows]
-        rollout.reward[at, rows] = now.reward[rows]
-        rollout.terminated[at, rows] = now.terminated[rows]
-        rollout.truncated[at, rows] = now.truncated[rows]
-        for leaf, obs in zip(rollout.obs, now.obs, strict=True):
-            leaf[at + 1, rows] = obs[rows]
-        cut = now.truncated[rows]
-        for leaf, final in zip(rollout.final_obs, now.final_obs, strict=True):
-            leaf[at[cut], rows[cut]] = final[rows[cut]]
-        self.cursor[rows] += 1
+        cursor, flags = self.cursor, (now.terminated, now.truncated)
+        loops().put_steps(
+            now.reward, *flags, cursor, rows, rollout.reward, rollout.terminated, rollout.truncated
+        )
+        given = zip(_bytes(now.obs, 1), _bytes(now.final_obs, 1), self._leaves, strict=True)
+        for obs, final, (obs_out, final_out) in given:
+            loops().put_leaf(obs, final, now.truncated, cursor, rows, obs_out, final_out)
+        cursor[rows] += 1
+
+    def take(self, rows: Array, obs: Leaves, noise: Array) -> tuple[Leaves, Array]:
+        """What these envs see, and their noise, in the memory given."""
+        n, take_rows = len(rows), loops().take_rows
+        for (source, _), leaf in zip(self._leaves, _bytes(obs, 1), strict=True):
+            take_rows(source, self.cursor, rows, leaf)
+        take_rows(self.noise, self.cursor, rows, noise)
+        return tuple([leaf[:n] for leaf in obs]), noise[:n]
+
+    def put(self, rows: Array, action: Array, log_prob: Array) -> None:
+        """What these envs do."""
+        put_rows, rollout = loops().put_rows, self.rollout
+        put_rows(action, self.cursor, rows, rollout.action)
+        put_rows(log_prob[:, None], self.cursor, rows, rollout.log_prob[:, :, None])
 
     def _cut_before(self, t: int, n: int, now: Step) -> None:
         """End env n's episode with its last whole step, and begin at `t` with the new episode."""
@@ -62,3 +82,18 @@ class Filling:
                 leaf[t - 1, n] = obs[t, n]
         for leaf, obs in zip(rollout.obs, now.obs, strict=True):
             leaf[t, n] = obs[n]
+
+
+@cache
+def loops() -> ModuleType:
+    """The compiled loops over rows; here, because the compiler takes a moment to load."""
+    from flatout.executors import rows
+
+    return rows
+
+
+def _bytes(leaves: Leaves, n_lead: int) -> list[Array]:
+    """Arrays as rows of bytes below their leading dimensions; the same memory."""
+    return [
+        leaf.reshape(*leaf.shape[:n_lead], math.prod(leaf.shape[n_lead:])).view(np.uint8) for leaf in leaves
+    ]

@@ -53,8 +53,11 @@ class WaitingExecutor(ABC):
         window_seconds: float = 60.0,
         budget: RestartBudget | None = None,
     ) -> None:
+        from flatout.executors import rows  # here, because the compiler takes a moment to load
+
         n_envs = self.n_envs = len(env_ids)
         self.env_ids = env_ids
+        self._all_finite = rows.all_finite
         self._layout = layout
         self._step = alloc_step(layout, n_envs)
         self._history = History(env_ids, seed, replayable=replayable)
@@ -347,14 +350,11 @@ class WaitingExecutor(ABC):
 
     def _refuse_nan(self, what: str, arrays: Leaves, rows: Array) -> None:
         for values in arrays:
-            new = values[rows]
-            # The sum is a cheap sieve; in float32 it may overflow where every value is finite.
-            if values.dtype.kind != "f" or math.isfinite(np.add.reduce(new, axis=None)):
+            if values.dtype.kind != "f" or self._all_finite(values.reshape(len(values), -1), rows):
                 continue
-            bad = ~np.isfinite(new.reshape(len(rows), -1)).all(axis=1)
-            if bad.any():
-                i = rows[bad.argmax()]
-                raise EnvError(nan_message(what, int(self.env_ids[i]), self._n_steps[i]))
+            bad = ~np.isfinite(values[rows].reshape(len(rows), -1)).all(axis=1)
+            i = rows[bad.argmax()]
+            raise EnvError(nan_message(what, int(self.env_ids[i]), self._n_steps[i]))
 
     def _failure(self, i: int, doing: Doing, error: BaseException) -> EnvError:
         if doing == "constructor" and isinstance(error, FlatoutError):

@@ -24,6 +24,10 @@ ROWS = 8
 blocks a row's result does not depend on its neighbours, so neither do results on how envs are spread."""
 
 
+BRIEF_WORK = 1_000_000
+"""Weights times rows that are through in some ten microseconds."""
+
+
 class Actor(Protocol):
     """Draws actions for many observations at once."""
 
@@ -83,6 +87,7 @@ class KernelActor:
         widths = [layers[0].in_features, *(layer.out_features for layer in layers)]
         n_params = sum(layer.weight.numel() + layer.out_features for layer in layers)
         self._params = np.zeros(n_params, np.float32)
+        self._few = BRIEF_WORK // n_params
         seen = [i for i, leaf in enumerate(obs.leaves) if leaf.kind != "mask"]
         self._only = seen[0] if len(seen) == 1 and obs.leaves[seen[0]].kind == "vector" else None
         """The vector that is all there is to see, if so."""
@@ -90,10 +95,11 @@ class KernelActor:
         self._shift = np.zeros((2 if normalized else 0, widths[0]), np.float32)
         if isinstance(model.head, GaussianHead):
             self._sample: Callable[..., None] = kernel.sample_normals
+            self._sample_few: Callable[..., None] = kernel.sample_few_normals
             self._log_std = np.zeros(action.size, np.float32)
             self._head: tuple[Array, Array] = self._log_std, action.bounded & model.head.squashes
         else:
-            self._sample = kernel.sample_categories
+            self._sample, self._sample_few = kernel.sample_categories, kernel.sample_few_categories
             self._head = np.array(action.nvec), np.zeros((0, 1), bool)  # no row: all is allowed
         scratch = np.zeros((2, kernel.ROWS, max(widths)), np.float32)
         self._network: tuple[Any, ...] = (
@@ -126,7 +132,8 @@ class KernelActor:
         head = self._head
         if self._mask_index is not None:
             head = head[0], obs[self._mask_index]
-        self._sample(x, *self._network, *head, noise, rows_out, log_prob_out)
+        sample = self._sample_few if len(x) <= self._few else self._sample
+        sample(x, *self._network, *head, noise, rows_out, log_prob_out)
 
     @torch.inference_mode()
     def _features(self, obs: Leaves) -> Array:

@@ -35,10 +35,17 @@ _LOG_2 = F(math.log(2))
 _LEAST = F(-3e38)
 
 
+OPTIONS: dict[str, Any] = {"cache": True, "fastmath": {"contract"}, "error_model": "numpy"}
+
+
 def _compiled(function: Function) -> Function:
     """Compiled at its first call, then kept on disk; a multiply and an add may become one operation."""
-    options: Any = {"cache": True, "fastmath": {"contract"}, "error_model": "numpy", "nogil": True}
-    return cast(Function, njit(**options)(function))
+    return cast(Function, njit(**OPTIONS, nogil=True)(function))
+
+
+def _brief(function: Function) -> Function:
+    """The same without letting go of Python's lock: for what takes less time than to get it back among many threads."""
+    return cast(Function, njit(**OPTIONS)(function))
 
 
 @_compiled
@@ -196,3 +203,25 @@ def sample_normals(
                 log_prob -= F(2) * (_LOG_2 - far - math.log1p(math.exp(-F(2) * far)))
             rows_out[i, j] = value
         log_prob_out[i] = log_prob
+
+
+@_brief
+def sample_few_categories(
+    x: Array, shift: Array, clip: Any, widths: Array, params: Array, bend: int, scratch: Array,
+    nvec: Array, mask: Array, noise: Array, rows_out: Array, log_prob_out: Array,
+) -> None:  # fmt: skip
+    """`sample_categories` for a few rows."""
+    sample_categories(
+        x, shift, clip, widths, params, bend, scratch, nvec, mask, noise, rows_out, log_prob_out
+    )
+
+
+@_brief
+def sample_few_normals(
+    x: Array, shift: Array, clip: Any, widths: Array, params: Array, bend: int, scratch: Array,
+    log_std: Array, squashed: Array, noise: Array, rows_out: Array, log_prob_out: Array,
+) -> None:  # fmt: skip
+    """`sample_normals` for a few rows."""
+    sample_normals(
+        x, shift, clip, widths, params, bend, scratch, log_std, squashed, noise, rows_out, log_prob_out
+    )
