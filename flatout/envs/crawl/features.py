@@ -14,17 +14,22 @@ from math import log1p
 import numpy as np
 from numpy.typing import NDArray
 
-from flatout.envs.crawl.explore import MAX_TRIES, Exploration, Link, Visited
+from flatout.envs.crawl.explore import MAX_TRIES, Exploration, Link, Shape, Visited
 
 CODE = 8
 """Numbers in a word's code."""
-N_LINK = 3 * CODE + 12
+N_SHAPE = 4
+FIRST = 3 * CODE
+"""Where a link's codes end, and a 1 says that there is a link."""
+GOT_IT, FAILED, SAME_SHAPE = FIRST + 1, FIRST + 2, FIRST + 7
+N_LINK = FIRST + 8 + N_SHAPE
 N_PAGE = 2 * CODE + 12
 SEEN = [min(log1p(n) / 5, 1.0) for n in range(200)]
 GOT = [min(log1p(n) / 3, 1.0) for n in range(200)]
 WORD = re.compile(r"[a-z]+")
 
 Row = NDArray[np.float32]
+NO_LINK: Row = np.zeros(N_LINK, np.float32)
 
 
 @lru_cache(65_536)
@@ -39,57 +44,73 @@ def code(text: str) -> Row:
     return clipped
 
 
-def slots(visited: Visited, n_slots: int) -> list[Link]:
-    """The links that get a slot: new ones first, of each shape in turn, the page's own before the site's frame."""
-    new: dict[tuple[bool, str], list[Link]] = {}
+def slots(visited: Visited, n_slots: int) -> tuple[list[Link], int]:
+    """The links that get a slot, and how many of them are new.
+
+    New ones come first, of each shape in turn, the page's own before the site's frame.
+    """
+    own: dict[Shape, list[Link]] = {}
+    frame: dict[Shape, list[Link]] = {}
     old: list[Link] = []
     for link in visited.links:
         if link.page is not None:
             old.append(link)
         elif link.tries < MAX_TRIES:
-            new.setdefault((link.in_frame, link.shape.name), []).append(link)
+            groups = frame if link.in_frame else own
+            group = groups.get(link.shape)
+            if group is None:
+                groups[link.shape] = [link]
+            else:
+                group.append(link)
     out: list[Link] = []
-    groups = [new[key] for key in sorted(new, key=lambda key: key[0])]
+    left = [*own.values(), *frame.values()]
     depth = 0
-    while groups and len(out) < n_slots:
-        out += [group[depth] for group in groups]
+    while left and len(out) < n_slots:
+        out += [group[depth] for group in left]
         depth += 1
-        groups = [group for group in groups if len(group) > depth]
-    return (out + old)[:n_slots]
+        left = [group for group in left if len(group) > depth]
+    n_new = min(len(out), n_slots)
+    return (out + old)[:n_slots], n_new
 
 
-def link_rows(links: list[Link], here: Visited | None, n_slots: int) -> NDArray[np.float32]:
-    """A row for each slot, zeros where it is empty."""
-    out = np.zeros((n_slots, N_LINK), np.float32)
-    if not links or here is None:
-        return out
-    n, shape_here = len(links), here.link.shape
-    out[:n, : 3 * CODE] = [link.code if link.code is not None else _coded(link) for link in links]
-    out[:n, 3 * CODE :] = [
-        (
-            1.0,
-            link.page is not None,
-            link.tries > 0 and link.page is None,
-            link.in_frame,
-            link.has_query,
-            min(len(link.tokens) / 6, 1.0),
-            "#" in link.shape.name,
-            link.shape is shape_here,
-            SEEN[min(link.shape.n_links, 199)],
-            GOT[min(link.shape.n_got, 199)],
-            link.shape.n_targets / max(link.shape.n_got, 1),
-            link.shape.n_templates / max(link.shape.n_got, 1),
-        )
-        for link in links
-    ]
+def link_rows(links: list[Link], n_new: int, here: Visited | None, n_slots: int) -> NDArray[np.float32]:
+    """A row for each slot, zeros where it is empty: the link's own numbers, then those of its shape."""
+    n = len(links)
+    if not n or here is None:
+        return np.zeros((n_slots, N_LINK), np.float32)
+    rows = [link.row if link.row is not None else _link_row(link) for link in links]
+    out = np.concatenate(rows + [NO_LINK] * (n_slots - n)).reshape(n_slots, N_LINK)
+    shapes = [link.shape for link in links]
+    out[:n, -N_SHAPE:] = np.concatenate(
+        [shape.row if shape.row is not None else _shape_row(shape) for shape in shapes]
+    ).reshape(n, N_SHAPE)
+    out[n_new:n, GOT_IT] = 1.0
+    shape_here = here.link.shape
+    for k in range(n):
+        if shapes[k] is shape_here:
+            out[k, SAME_SHAPE] = 1.0
+        if k < n_new and links[k].tries:
+            out[k, FAILED] = 1.0
     return out
 
 
-def _coded(link: Link) -> Row:
-    """The codes of a link's text and of the last two parts of its path, worked out once."""
+def _link_row(link: Link) -> Row:
+    """The codes of a link's text and of the last two parts of its path, and what never changes; worked out once."""
+    row = link.row = np.zeros(N_LINK, np.float32)
     last, before = ("", "", *link.tokens)[:-3:-1]
-    link.code = np.concatenate([code(link.text), code(last), code(before)])
-    return link.code  # type: ignore[no-any-return]
+    row[:CODE], row[CODE : 2 * CODE], row[2 * CODE : FIRST] = code(link.text), code(last), code(before)
+    row[FIRST] = 1.0
+    depth = min(len(link.tokens) / 6, 1.0)
+    row[FAILED + 1 : SAME_SHAPE] = link.in_frame, link.has_query, depth, "#" in link.shape.name
+    return row
+
+
+def _shape_row(shape: Shape) -> Row:
+    """How often a shape was seen and got, and what came of it; worked out when it has changed."""
+    n_got = max(shape.n_got, 1)
+    seen, got = SEEN[min(shape.n_links, 199)], GOT[min(shape.n_got, 199)]
+    shape.row = np.array((seen, got, shape.n_targets / n_got, shape.n_templates / n_got), np.float32)
+    return shape.row  # type: ignore[no-any-return]
 
 
 def page_row(

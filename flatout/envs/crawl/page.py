@@ -50,19 +50,26 @@ def read(html: str, target: str) -> Page:
         if tag != "a":
             marks.add(f"{tag}.{attributes['class']}" if "class" in attributes else str(tag))
         elif (href := attributes.get("href")) and len(anchors) < MAX_LINKS:
-            anchors.append(Anchor(href, " ".join(node.text()[:MAX_TEXT].split()), node.mem_id in frame))
+            anchors.append(Anchor(href, tidy(node.text()), node.mem_id in frame))
     titles = tree.tags("title")
     return Page(
         tuple(anchors),
         frozenset(marks),
         # Setting up a tree's selectors takes as long as parsing a small page.
-        _may_match(html, target) and tree.css_first(target) is not None,
+        may_match(html, target) and tree.css_first(target) is not None,
         n_elements,
-        " ".join(titles[0].text()[:MAX_TEXT].split()) if titles else "",
+        tidy(titles[0].text()) if titles else "",
     )
 
 
-def _may_match(html: str, selector: str) -> bool:
+@lru_cache(16_384)
+def tidy(text: str) -> str:
+    """The beginning of a text, in one line."""
+    return " ".join(text[:MAX_TEXT].split())
+
+
+def may_match(html: str, selector: str) -> bool:
+    """Whether some HTML holds the attributes without which nothing in it can match."""
     needed = _needed(selector)
     lowered = html.lower() if needed else ""
     return all(name in lowered for name in needed)
