@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 from flatout.envs.crawl.fault import Fault
-from flatout.envs.crawl.fetch import Fetcher
+from flatout.envs.crawl.fetch import Attempt, Fetcher
 from flatout.envs.crawl.graph import LinkGraph, Node
 from flatout.envs.crawl.outline import glance
 from flatout.envs.crawl.page import Anchor, Page, Templates
@@ -121,18 +121,18 @@ class Exploration:
         if end.page is not None:  # another way to a page that was got before
             link.page = end.page
             return Outcome(end.page, attempt.n_requests, is_repeat=True)
-        return await self._arrive(link, end, attempt.html, attempt.n_requests)
+        return self._arrive(link, end, attempt)
 
-    async def _arrive(self, link: Link, end: Link, html: str, n_requests: int) -> Outcome:
-        page = glance(html, self.target)
+    def _arrive(self, link: Link, end: Link, attempt: Attempt) -> Outcome:
+        page = glance(attempt.html or "", self.target)
         n_before = len(self.templates)
         template = self.templates.number(page.marks)
         is_new = template == n_before
         self.template_visits[template] = self.template_visits.get(template, 0) + 1
-        links = self._links(end, page, await self.fetcher.robots(end.url))
+        links = self._links(end, page, attempt.allows)
         visited = Visited(end, links, template, page.is_target, page.n_elements, page.title)
         link.page = end.page = visited
-        for shape in {link.shape.name: link.shape, end.shape.name: end.shape}.values():
+        for shape in (link.shape,) if link.shape is end.shape else (link.shape, end.shape):
             shape.n_got += 1
             shape.n_targets += page.is_target
             shape.n_templates += is_new
@@ -140,7 +140,7 @@ class Exploration:
         self.n_targets += page.is_target
         node = Node(end.url, len(self.graph.nodes), template, page.is_target, page.title, parent=link.source)
         self.graph.add(node, [each.url for each in visited.links])
-        return Outcome(visited, n_requests, new_template=is_new, new_target=page.is_target)
+        return Outcome(visited, attempt.n_requests, new_template=is_new, new_target=page.is_target)
 
     def _links(self, here: Link, page: Page, allows: Callable[[str], bool]) -> tuple[Link, ...]:
         """The page's links that may be followed, each once, in their order."""
@@ -185,22 +185,27 @@ class Exploration:
         return self._variants[path] <= MAX_VARIANTS
 
     def _link(self, url: str, text: str, in_frame: bool, source: str | None = None) -> Link:
-        path, query, _ = url.removeprefix(self.start_url).partition("?")
-        tokens = tuple(filter(None, path.split("/")))
-        name = shape_name(tokens) + query
+        tokens, has_query, name = anatomy(url.removeprefix(self.start_url))
         shape = self.shapes.get(name)
         if shape is None:
             shape = self.shapes[name] = Shape(name)
         shape.n_links += 1
         shape.row = None
-        link = self.links[url] = Link(url, text, in_frame, tokens, bool(query), shape, source)
+        link = self.links[url] = Link(url, text, in_frame, tokens, has_query, shape, source)
         return link
+
+
+@lru_cache(65_536)
+def anatomy(below: str) -> tuple[tuple[str, ...], bool, str]:
+    """The parts of a URL below the start page, whether it has a query, and the name of its shape."""
+    path, mark, _ = below.partition("?")
+    tokens = tuple(filter(None, path.split("/")))
+    return tokens, bool(mark), shape_name(tokens) + mark
 
 
 DIGIT = re.compile(r"\d")
 
 
-@lru_cache(65_536)
 def shape_name(tokens: tuple[str, ...]) -> str:
     """What URLs of the same kind have in common: parts with digits are alike, and so are the last ones of long paths."""
     parts = ["#" if DIGIT.search(token) else token for token in tokens]

@@ -86,22 +86,29 @@ def link_rows(links: list[Link], n_new: int, here: Visited | None, n_slots: int)
     ).reshape(n, N_SHAPE)
     out[n_new:n, GOT_IT] = 1.0
     shape_here = here.link.shape
-    for k in range(n):
-        if shapes[k] is shape_here:
-            out[k, SAME_SHAPE] = 1.0
-        if k < n_new and links[k].tries:
+    same = [shape is shape_here for shape in shapes]
+    if True in same:
+        out[:n, SAME_SHAPE] = same
+    for k in range(n_new):
+        if links[k].tries:
             out[k, FAILED] = 1.0
     return out
 
 
 def _link_row(link: Link) -> Row:
     """The codes of a link's text and of the last two parts of its path, and what never changes; worked out once."""
-    row = link.row = np.zeros(N_LINK, np.float32)
     last, before = ("", "", *link.tokens)[:-3:-1]
-    row[:CODE], row[CODE : 2 * CODE], row[2 * CODE : FIRST] = code(link.text), code(last), code(before)
-    row[FIRST] = 1.0
-    depth = min(len(link.tokens) / 6, 1.0)
-    row[FAILED + 1 : SAME_SHAPE] = link.in_frame, link.has_query, depth, "#" in link.shape.name
+    rest = _rest(link.in_frame, link.has_query, len(link.tokens), "#" in link.shape.name)
+    link.row = np.concatenate((code(link.text), code(last), code(before), rest))
+    return link.row  # type: ignore[no-any-return]
+
+
+@lru_cache(1024)
+def _rest(in_frame: bool, has_query: bool, n_tokens: int, has_number: bool) -> Row:
+    """A link's row after its codes."""
+    row = np.zeros(N_LINK - FIRST, np.float32)
+    row[0] = 1.0
+    row[3:7] = in_frame, has_query, min(n_tokens / 6, 1.0), has_number
     return row
 
 

@@ -16,6 +16,9 @@ MAX_TEXT = 120
 AROUND = ("header", "footer", "nav", "aside")
 """Elements whose links belong to the site's frame rather than to the page."""
 
+SAME = 0.8
+"""Share of all marks that two pages of one kind have in common."""
+
 
 class Anchor(NamedTuple):
     """A link as it stands on a page."""
@@ -91,11 +94,14 @@ def check_selector(target: Any) -> str:
     return str(target)
 
 
+@lru_cache(65_536)
+def alike(one: frozenset[str], other: frozenset[str]) -> bool:
+    """Whether pages with these marks are of one kind."""
+    return len(one & other) >= SAME * len(one | other)
+
+
 class Templates:
     """The kinds of pages met so far: a page is of a known kind if it is made of nearly the same elements."""
-
-    SAME = 0.8
-    """Share of all marks that two pages of one kind have in common."""
 
     def __init__(self) -> None:
         self._kinds: list[frozenset[str]] = []
@@ -110,7 +116,7 @@ class Templates:
         if known is not None:
             return known
         for number, kind in enumerate(self._kinds):
-            if len(marks & kind) >= self.SAME * len(marks | kind):
+            if alike(marks, kind):
                 self._exact[marks] = number
                 return number
         self._kinds.append(marks)
