@@ -147,7 +147,7 @@ class Exploration:
         by_href = self._by_href if here.url.startswith(f"{self.rules.origin}/") else {}
         out: dict[Link, None] = {}
         for anchor in page.anchors:
-            href = anchor.href
+            href = anchor[0]
             if href in by_href:  # most links of a page were on the last one too
                 link = by_href[href]
             else:
@@ -161,7 +161,8 @@ class Exploration:
 
     def _met(self, base: str, anchor: Anchor, allows: Callable[[str], bool]) -> Link | None:
         """The link that stands on a page, None if it is not to be followed."""
-        url = self.rules.follow(base, anchor.href)
+        href, text, in_frame = anchor
+        url = self.rules.follow(base, href)
         if url is None:
             return None
         known = self.links.get(url)
@@ -169,7 +170,7 @@ class Exploration:
             return known
         if not allows(url) or not self._is_worth(url):
             return None
-        return self._link(url, anchor.text, anchor.in_frame, base)
+        return self._link(url, text, in_frame, base)
 
     def _end(self, url: str, link: Link) -> Link:
         """Where a redirect has led that no link is known to; one that was not to be followed may lead there too."""

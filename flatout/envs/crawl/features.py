@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 from hashlib import blake2b
+from itertools import chain, islice, zip_longest
 from math import log1p
 
 import numpy as np
@@ -62,15 +63,9 @@ def slots(visited: Visited, n_slots: int) -> tuple[list[Link], int]:
                 groups[link.shape] = [link]
             else:
                 group.append(link)
-    out: list[Link] = []
-    left = [*own.values(), *frame.values()]
-    depth = 0
-    while left and len(out) < n_slots:
-        out += [group[depth] for group in left]
-        depth += 1
-        left = [group for group in left if len(group) > depth]
-    n_new = min(len(out), n_slots)
-    return (out + old)[:n_slots], n_new
+    in_turn = chain.from_iterable(zip_longest(*own.values(), *frame.values()))
+    new = list(islice(filter(None, in_turn), n_slots))
+    return (new + old)[:n_slots], len(new)
 
 
 def link_rows(links: list[Link], n_new: int, here: Visited | None, n_slots: int) -> NDArray[np.float32]:

@@ -12,7 +12,7 @@ from functools import lru_cache
 from hashlib import blake2b
 from typing import Literal
 
-from flatout.envs.crawl.page import Anchor, Page, may_match, read, tidy
+from flatout.envs.crawl.page import Page, may_match, read, tidy
 
 TEXT = r"[^<>&\x00-\x08\r]"
 WORD = r"[^<>&\x00-\x08\s]"
@@ -55,7 +55,7 @@ def glance(html: str, target: str) -> Page:
     key = blake2b(f"{target}{CUT}{said}".encode("utf-8", "surrogatepass"), digest_size=16).digest()
     known = _outlines.get(key)
     if isinstance(known, Outline) and len(known.in_frame) == n_links:
-        anchors = tuple(map(Anchor, parts[1::4], map(tidy, parts[3::4]), known.in_frame))
+        anchors = tuple(zip(parts[1::4], map(tidy, parts[3::4]), known.in_frame, strict=True))
         return Page(anchors, known.marks, known.is_target, known.n_elements, _title(html))
     if known is None:
         if len(_outlines) >= MAX_OUTLINES:
@@ -80,7 +80,7 @@ def _learn(html: str, target: str, said: str, n_links: int) -> Outline | None:
     if page.title != _title(numbered):
         return None
     is_target = page.is_target and _is_structural(target)
-    return Outline(tuple(anchor.in_frame for anchor in page.anchors), page.marks, is_target, page.n_elements)
+    return Outline(tuple(in_frame for _, _, in_frame in page.anchors), page.marks, is_target, page.n_elements)
 
 
 def _title(html: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 from selectolax.lexbor import LexborHTMLParser, SelectolaxError
 
@@ -20,12 +20,8 @@ SAME = 0.8
 """Share of all marks that two pages of one kind have in common."""
 
 
-class Anchor(NamedTuple):
-    """A link as it stands on a page."""
-
-    href: str
-    text: str
-    in_frame: bool
+Anchor: TypeAlias = tuple[str, str, bool]
+"""A link as it stands on a page: where it leads, its text, whether it belongs to the site's frame."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +49,7 @@ def read(html: str, target: str) -> Page:
         if tag != "a":
             marks.add(f"{tag}.{attributes['class']}" if "class" in attributes else str(tag))
         elif (href := attributes.get("href")) and len(anchors) < MAX_LINKS:
-            anchors.append(Anchor(href, tidy(node.text()), node.mem_id in frame))
+            anchors.append((href, tidy(node.text()), node.mem_id in frame))
     titles = tree.tags("title")
     return Page(
         tuple(anchors),
