@@ -9,7 +9,6 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
 
 from flatout.envs.crawl.fault import Fault
 from flatout.envs.crawl.fetch import Attempt, Fetcher
@@ -31,8 +30,8 @@ class Shape:
     n_got: int = 0
     n_targets: int = 0
     n_templates: int = 0
-    row: Any = None
-    """What the agent sees of it, None while nobody has asked since it last changed."""
+    row: bytes = b""
+    """What the agent sees of it, empty while nobody has asked since it last changed."""
 
 
 @dataclass(slots=True, eq=False)
@@ -48,7 +47,7 @@ class Link:
     shape: Shape
     source: str | None = None
     """The page it was first seen on."""
-    row: Any = None
+    row: bytes = b""
     """What the agent sees of it besides its shape, once somebody has asked."""
     tries: int = 0
     page: Visited | None = None
@@ -136,7 +135,7 @@ class Exploration:
             shape.n_got += 1
             shape.n_targets += page.is_target
             shape.n_templates += is_new
-            shape.row = None
+            shape.row = b""
         self.n_targets += page.is_target
         node = Node(end.url, len(self.graph.nodes), template, page.is_target, page.title, parent=link.source)
         self.graph.add(node, [each.url for each in visited.links])
@@ -179,9 +178,9 @@ class Exploration:
 
     def _is_worth(self, url: str) -> bool:
         """Whether there are not too many URLs already that differ from this one in their query only."""
-        path, query, _ = url.partition("?")
-        if not query:
+        if "?" not in url:
             return True
+        path = url.partition("?")[0]
         self._variants[path] = self._variants.get(path, 0) + 1
         return self._variants[path] <= MAX_VARIANTS
 
@@ -191,7 +190,7 @@ class Exploration:
         if shape is None:
             shape = self.shapes[name] = Shape(name)
         shape.n_links += 1
-        shape.row = None
+        shape.row = b""
         link = self.links[url] = Link(url, text, in_frame, tokens, has_query, shape, source)
         return link
 

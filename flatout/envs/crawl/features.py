@@ -11,6 +11,8 @@ from functools import lru_cache
 from hashlib import blake2b
 from itertools import chain, islice, zip_longest
 from math import log1p
+from struct import pack
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,20 +31,25 @@ SEEN = [min(log1p(n) / 5, 1.0) for n in range(200)]
 GOT = [min(log1p(n) / 3, 1.0) for n in range(200)]
 WORD = re.compile(r"[a-z]+")
 
-Row = NDArray[np.float32]
-NO_LINK: Row = np.zeros(N_LINK, np.float32)
+Rows: TypeAlias = NDArray[np.float32]
+# Rows are put together as bytes: for some ten pieces of some ten numbers that takes a fraction of NumPy's time.
+NO_LINK, NO_PAGE = bytes(4 * N_LINK), bytes(4 * (N_PAGE - 4))
 
 
-@lru_cache(65_536)
-def code(text: str) -> Row:
+def code(text: str) -> Rows:
     """The mean code of a text's words, scaled to keep its spread; zeros where there is no word."""
     words = WORD.findall(text.lower())[:12]
     out = np.zeros(CODE, np.float32)
     for word in words:
         bits = blake2b(word.encode(), digest_size=1).digest()[0]
         out += [1.0 if bits >> i & 1 else -1.0 for i in range(CODE)]
-    clipped: Row = np.clip(out / max(len(words), 1) ** 0.5, -1, 1)
+    clipped: Rows = np.clip(out / max(len(words), 1) ** 0.5, -1, 1)
     return clipped
+
+
+@lru_cache(65_536)
+def _code(text: str) -> bytes:
+    return code(text).tobytes()
 
 
 def slots(visited: Visited, n_slots: int) -> tuple[list[Link], int]:
@@ -68,78 +75,88 @@ def slots(visited: Visited, n_slots: int) -> tuple[list[Link], int]:
     return (new + old)[:n_slots], len(new)
 
 
-def link_rows(links: list[Link], n_new: int, here: Visited | None, n_slots: int) -> NDArray[np.float32]:
+def link_rows(links: list[Link], n_new: int, here: Visited | None, n_slots: int) -> Rows:
     """A row for each slot, zeros where it is empty: the link's own numbers, then those of its shape."""
     n = len(links)
     if not n or here is None:
         return np.zeros((n_slots, N_LINK), np.float32)
-    rows = [link.row if link.row is not None else _link_row(link) for link in links]
-    out = np.concatenate(rows + [NO_LINK] * (n_slots - n)).reshape(n_slots, N_LINK)
-    shapes = [link.shape for link in links]
-    out[:n, -N_SHAPE:] = np.concatenate(
-        [shape.row if shape.row is not None else _shape_row(shape) for shape in shapes]
-    ).reshape(n, N_SHAPE)
-    out[n_new:n, GOT_IT] = 1.0
+    parts: list[bytes] = []
+    same: list[int] = []
     shape_here = here.link.shape
-    same = [shape is shape_here for shape in shapes]
-    if True in same:
-        out[:n, SAME_SHAPE] = same
+    for k, link in enumerate(links):
+        shape = link.shape
+        parts += link.row or _link_row(link), shape.row or _shape_row(shape)
+        if shape is shape_here:
+            same.append(k)
+    out = _array([*parts, NO_LINK * (n_slots - n)]).reshape(n_slots, N_LINK)
+    out[n_new:n, GOT_IT] = 1.0
+    if same:
+        out[same, SAME_SHAPE] = 1.0
     for k in range(n_new):
         if links[k].tries:
             out[k, FAILED] = 1.0
     return out
 
 
-def _link_row(link: Link) -> Row:
+def _array(parts: list[bytes]) -> Rows:
+    return np.frombuffer(bytearray().join(parts), np.float32)
+
+
+def _link_row(link: Link) -> bytes:
     """The codes of a link's text and of the last two parts of its path, and what never changes; worked out once."""
-    last, before = ("", "", *link.tokens)[:-3:-1]
-    rest = _rest(link.in_frame, link.has_query, len(link.tokens), "#" in link.shape.name)
-    link.row = np.concatenate((code(link.text), code(last), code(before), rest))
-    return link.row  # type: ignore[no-any-return]
-
-
-@lru_cache(1024)
-def _rest(in_frame: bool, has_query: bool, n_tokens: int, has_number: bool) -> Row:
-    """A link's row after its codes."""
-    row = np.zeros(N_LINK - FIRST, np.float32)
-    row[0] = 1.0
-    row[3:7] = in_frame, has_query, min(n_tokens / 6, 1.0), has_number
+    tokens = link.tokens
+    last, before = _last_two(tokens)
+    rest = _rest(link.in_frame, link.has_query, len(tokens), "#" in link.shape.name)
+    row = link.row = _code(link.text) + _code(last) + _code(before) + rest
     return row
 
 
-def _shape_row(shape: Shape) -> Row:
+@lru_cache(1024)
+def _rest(in_frame: bool, has_query: bool, n_tokens: int, has_number: bool) -> bytes:
+    """A link's row after its codes and before its shape's."""
+    return _packed(1.0, 0.0, 0.0, in_frame, has_query, min(n_tokens / 6, 1.0), has_number, 0.0)
+
+
+def _shape_row(shape: Shape) -> bytes:
     """How often a shape was seen and got, and what came of it; worked out when it has changed."""
     n_got = max(shape.n_got, 1)
     seen, got = SEEN[min(shape.n_links, 199)], GOT[min(shape.n_got, 199)]
-    shape.row = np.array((seen, got, shape.n_targets / n_got, shape.n_templates / n_got), np.float32)
-    return shape.row  # type: ignore[no-any-return]
+    row = shape.row = _packed(seen, got, shape.n_targets / n_got, shape.n_templates / n_got)
+    return row
+
+
+def _packed(*numbers: float) -> bytes:
+    return pack(f"{len(numbers)}f", *numbers)
+
+
+def _last_two(tokens: tuple[str, ...]) -> tuple[str, str]:
+    n = len(tokens)
+    return tokens[-1] if n else "", tokens[-2] if n > 1 else ""
 
 
 def page_row(
     exploration: Exploration, here: Visited | None, n_new: int, depth: int, n_faults_in_turn: int
-) -> NDArray[np.float32]:
+) -> Rows:
     """The page that the agent is on, and how the exploration stands."""
-    out = np.zeros(N_PAGE, np.float32)
+    parts = [NO_PAGE]
     if here is not None:
-        tokens = here.link.tokens
-        if tokens:
-            out[:CODE] = code(tokens[-1])
-            if len(tokens) > 1:
-                out[CODE : 2 * CODE] = code(tokens[-2])
-        out[2 * CODE : 2 * CODE + 8] = (
+        link = here.link
+        last, before = _last_two(link.tokens)
+        page = _packed(
             1.0,
             here.is_target,
-            min(len(tokens) / 6, 1.0),
+            min(len(link.tokens) / 6, 1.0),
             min(log1p(len(here.links)) / 5, 1.0),
             min(log1p(n_new) / 4, 1.0),
             min(log1p(exploration.template_visits.get(here.template, 0)) / 4, 1.0),
             min(log1p(here.n_elements) / 8, 1.0),
-            here.link.shape.n_targets / max(here.link.shape.n_got, 1),
+            link.shape.n_targets / max(link.shape.n_got, 1),
         )
-    out[-4:] = (
+        parts = [_code(last), _code(before), page]
+    stand = _packed(
         min(depth / 10, 1.0),
         min(len(exploration.templates) / 20, 1.0),
         min(log1p(exploration.n_targets) / 4, 1.0),
         min(n_faults_in_turn / 5, 1.0),
     )
-    return out
+    return _array([*parts, stand])

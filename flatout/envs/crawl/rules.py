@@ -115,11 +115,11 @@ class Rules:
 
     def follow(self, base: str, href: str) -> str | None:
         """The URL of a link, without its fragment, if it may be followed; quick, because every page has dozens."""
+        if href[:1] == "/" and len(href) < MAX_URL and _is_plain(href.translate(SAME_DIGITS)):
+            return f"{_origin(base)}{href}"
         href = href.partition("#")[0].strip()
         if not href or len(href) > MAX_URL:
             return None
-        if href[0] == "/" and _is_plain(href.translate(SAME_DIGITS)):
-            return f"{_origin(base)}{href}"
         try:
             url = urljoin(base, href)
             self.check(url)
@@ -135,6 +135,7 @@ def _is_plain(href: str) -> bool:
     return plain and _shape_refusal(f"http://host{href}") is None
 
 
+@lru_cache(64)
 def _origin(url: str) -> str:
     return url[: url.find("/", 8)] if url.find("/", 8) > 0 else url
 
