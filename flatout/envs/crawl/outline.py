@@ -10,7 +10,6 @@ import re
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
-from typing import Literal
 
 from flatout.envs.crawl.page import Page, may_match, read, tidy
 
@@ -41,12 +40,14 @@ class Outline:
     n_elements: int
 
 
-_outlines: dict[bytes, Outline | Literal["met once", "to parse"]] = {}
+TO_PARSE = Outline((), frozenset(), False, 0)
+"""In the place of an outline whose pages have to be parsed."""
+_outlines: dict[bytes, Outline] = {}
 """By outline and selector."""
 
 
 def glance(html: str, target: str) -> Page:
-    """What `read` gives; quicker from the third page of an outline on."""
+    """What `read` gives; quicker from the second page of an outline on."""
     if not _is_structural(target) and may_match(html, target):
         return read(html, target)
     parts = LINK.split(html)
@@ -54,16 +55,14 @@ def glance(html: str, target: str) -> Page:
     said = WORDS.sub(f">{SAID}<", CUT.join(parts[::4] + parts[2::4]))
     key = blake2b(f"{target}{CUT}{said}".encode("utf-8", "surrogatepass"), digest_size=16).digest()
     known = _outlines.get(key)
-    if isinstance(known, Outline) and len(known.in_frame) == n_links:
-        anchors = tuple(zip(parts[1::4], map(tidy, parts[3::4]), known.in_frame, strict=True))
-        return Page(anchors, known.marks, known.is_target, known.n_elements, _title(html))
     if known is None:
         if len(_outlines) >= MAX_OUTLINES:
             _outlines.clear()
-        _outlines[key] = "met once"
-    elif known == "met once":
-        _outlines[key] = _learn(html, target, said, n_links) or "to parse"
-    return read(html, target)
+        known = _outlines[key] = _learn(html, target, said, n_links) or TO_PARSE
+    if known is TO_PARSE or len(known.in_frame) != n_links:
+        return read(html, target)
+    anchors = tuple(zip(parts[1::4], map(tidy, parts[3::4]), known.in_frame, strict=True))
+    return Page(anchors, known.marks, known.is_target, known.n_elements, _title(html))
 
 
 def _learn(html: str, target: str, said: str, n_links: int) -> Outline | None:
