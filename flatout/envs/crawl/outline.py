@@ -1,7 +1,7 @@
 """Pages of one template at a glance: what their HTML has in common is parsed once, links and texts are cut out of the rest.
 
 Two pages that differ only in where links lead and in texts have the same elements, provided that their HTML is as plain
-as PLAIN: every `<` begins a tag, every `>` ends one, and nothing is escaped. HTML of any other kind is parsed.
+as PLAIN: every `<` begins a tag and every `>` ends one. HTML of any other kind is parsed.
 """
 
 from __future__ import annotations
@@ -11,22 +11,26 @@ from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
 
-from flatout.envs.crawl.page import Page, may_match, read, tidy
+from flatout.envs.crawl.page import MAX_TEXT, Page, may_match, read, tidy
 
 TEXT = r"[^<>&\x00-\x08\r]"
-WORD = r"[^<>&\x00-\x08\s]"
-LINK = re.compile(rf' href="([^"<>&\x00-\x08\s]+)"({TEXT}*)>({TEXT}*{WORD}{TEXT}*)</a(?=>)')
+SAYS = r"[^\S\r]*+[^<>&\x00-\x08\s]"
+"""The beginning of a text that is not blank; blanks belong to the outline, as tables treat the two differently."""
+VALUE = r'[^"<>&\x00-\x08\s]'
+HREF = rf"{VALUE}++(?:&(?:amp;|[a-zA-Z0-9]++=){VALUE}*+)*"
+"""Of all that may be escaped only `&amp;`; `&name=` is read as it stands."""
+LINK = re.compile(rf' href="({HREF})"({TEXT}*+)>({SAYS}{TEXT}{{0,300}})</a(?=>)')
 """Where a link leads, what else its tag says, which belongs to the outline, and its text."""
-WORDS = re.compile(rf">{TEXT}*{WORD}{TEXT}*<")
-"""Text that is not blank; blanks belong to the outline, as tables treat the two differently."""
+WORDS = re.compile(rf">{SAYS}{TEXT}*+<")
 PLAIN = re.compile(
     r"(?:<!(?i:doctype html)>)?"
-    r"(?:</?[a-zA-Z][a-zA-Z0-9]*+"
-    r'(?:[ \t\n\f\r]++[a-zA-Z][a-zA-Z0-9-]*+(?:="[^"<>&\x00-\x08]*+")?+)*+[ \t\n\f\r]*+/?>'
-    r"|[^<>&\x00-\x08]++)*+"
+    r"(?:</?[a-zA-Z][a-zA-Z0-9-]*+"
+    r'(?:[ \t\n\f\r]++[a-zA-Z][a-zA-Z0-9:_-]*+(?:="[^"<>\x00-\x08]*+")?)*[ \t\n\f\r]*+/?>'
+    r"|[^<>\x00-\x08]++)*"
 )
 CUT, SAID = "\x01", "\x02"
-MAX_OUTLINES = 4096
+MAX_OUTLINES, MAX_HTML = 2048, 50_000
+"""How many are kept, and the length of HTML above which none is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +52,7 @@ _outlines: dict[bytes, Outline] = {}
 
 def glance(html: str, target: str) -> Page:
     """What `read` gives; quicker from the second page of an outline on."""
-    if not _is_structural(target) and may_match(html, target):
+    if len(html) > MAX_HTML or (not _is_structural(target) and may_match(html, target)):
         return read(html, target)
     parts = LINK.split(html)
     n_links = len(parts) // 4
@@ -61,7 +65,10 @@ def glance(html: str, target: str) -> Page:
         known = _outlines[key] = _learn(html, target, said, n_links) or TO_PARSE
     if known is TO_PARSE or len(known.in_frame) != n_links:
         return read(html, target)
-    anchors = tuple(zip(parts[1::4], map(tidy, parts[3::4]), known.in_frame, strict=True))
+    hrefs = parts[1::4]
+    if "&amp;" in html:
+        hrefs = [href.replace("&amp;", "&") for href in hrefs]
+    anchors = tuple(zip(hrefs, map(tidy, parts[3::4]), known.in_frame, strict=True))
     return Page(anchors, known.marks, known.is_target, known.n_elements, _title(html))
 
 
@@ -84,7 +91,7 @@ def _learn(html: str, target: str, said: str, n_links: int) -> Outline | None:
 
 def _title(html: str) -> str:
     start = html.find("<title>") + 7
-    return tidy(html[start : html.find("<", start)]) if start > 6 else ""
+    return tidy(html[start : html.find("<", start)][:MAX_TEXT]) if start > 6 else ""
 
 
 @lru_cache(64)

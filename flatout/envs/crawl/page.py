@@ -49,7 +49,7 @@ def read(html: str, target: str) -> Page:
         if tag != "a":
             marks.add(f"{tag}.{attributes['class']}" if "class" in attributes else str(tag))
         elif (href := attributes.get("href")) and len(anchors) < MAX_LINKS:
-            anchors.append((href, tidy(node.text()), node.mem_id in frame))
+            anchors.append((href, tidy(node.text()[:MAX_TEXT]), node.mem_id in frame))
     titles = tree.tags("title")
     return Page(
         tuple(anchors),
@@ -57,7 +57,7 @@ def read(html: str, target: str) -> Page:
         # Setting up a tree's selectors takes as long as parsing a small page.
         may_match(html, target) and tree.css_first(target) is not None,
         n_elements,
-        tidy(titles[0].text()) if titles else "",
+        tidy(titles[0].text()[:MAX_TEXT]) if titles else "",
     )
 
 
@@ -90,10 +90,10 @@ def check_selector(target: Any) -> str:
     return str(target)
 
 
-@lru_cache(65_536)
 def alike(one: frozenset[str], other: frozenset[str]) -> bool:
     """Whether pages with these marks are of one kind."""
-    return len(one & other) >= SAME * len(one | other)
+    n_common = len(one & other)
+    return n_common >= SAME * (len(one) + len(other) - n_common)
 
 
 class Templates:
