@@ -25,8 +25,9 @@ CHANGES = re.compile(
     r"cancel|checkout|add[-_]to[-_]cart|buy[-_]?now|reset[-_]password)(?:$|[^a-z])"
 )
 NOT_PAGES = re.compile(
-    r"\.(?:jpe?g|png|gif|svg|webp|ico|css|js|json|xml|pdf|zip|gz|tar|exe|dmg|mp[034]|avi|mov|woff2?|docx?|xlsx?|pptx?|csv)$"
+    r"\.(?:jpe?g|png|gif|svg|webp|ico|css|js|json|xml|pdf|zip|gz|tar|exe|dmg|mp[034]|avi|mov|woff[02]?|docx?|xlsx?|pptx?|csv)$"
 )
+"""Digits are looked for as 0 too: links that differ in digits only are looked at once."""
 UNSAFE = re.compile(r"""[^!-~]|[\\<>"{}|^`]""")
 SAME_DIGITS = {ord(digit): "0" for digit in "123456789"}
 PLAIN = re.compile(r"/(?!/)[A-Za-z0-9_\-./?=&%~+,:@!;*]*")
@@ -115,11 +116,11 @@ class Rules:
 
     def follow(self, base: str, href: str) -> str | None:
         """The URL of a link, without its fragment, if it may be followed; quick, because every page has dozens."""
-        if href[:1] == "/" and len(href) < MAX_URL and _is_plain(href.translate(SAME_DIGITS)):
-            return f"{_origin(base)}{href}"
         href = href.partition("#")[0].strip()
         if not href or len(href) > MAX_URL:
             return None
+        if href[0] == "/" and _is_plain(href.translate(SAME_DIGITS)):
+            return f"{_origin(base)}{href}"
         try:
             url = urljoin(base, href)
             self.check(url)
