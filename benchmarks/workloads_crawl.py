@@ -26,7 +26,7 @@ from flatout.envs.crawl.response import Response
 
 N_BLOCKING = 32
 N_ASYNC = 512
-HOLD = 0.004
+HOLD = 0.01
 """Seconds that envs wait for others to be acted on with: next to nothing while hundreds are on their way."""
 UNSEEN = (2_000_000, 3_000_000)
 """Sites that no training has met."""

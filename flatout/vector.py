@@ -147,6 +147,20 @@ class VecEnv(VectorEnv[Any, Any, Array]):
                 infos = self._add_info(infos, self.executor.infos[i], i)
         return infos
 
+    def _add_info(
+        self, vector_infos: dict[str, Any], env_info: dict[str, Any], env_num: int
+    ) -> dict[str, Any]:
+        """What Gymnasium's own makes of one env's info, without an array of all envs for each of its keys."""
+        others: dict[str, Any] = {}
+        for key, value in env_info.items():
+            mask = vector_infos.get(f"_{key}") if key in vector_infos else None
+            if mask is None or key == "final_obs" or isinstance(value, dict):
+                others[key] = value
+            else:
+                vector_infos[key][env_num] = value
+                mask[env_num] = True
+        return super()._add_info(vector_infos, others, env_num) if others else vector_infos
+
     def _final(self, leaves: Leaves, finals: dict[int, dict[str, Any]]) -> dict[str, Any]:
         """What `_add_info` would make of the ended episodes, without its cost for each of them."""
         obs = np.empty(self.num_envs, np.object_)  # of None

@@ -139,6 +139,26 @@ def test_variants_of_one_page_are_capped() -> None:
         env.close()
 
 
+def test_a_page_that_a_redirect_led_to_is_known_wherever_it_is_linked() -> None:
+    many = [f"/list?sort={n}" for n in range(25)]  # of which the last five are too many
+    with misbehaving() as (site, url):
+        site.pages |= {
+            "/": reply(page(*many, "/via")),
+            "/via": reply(b"", "302 Found", "", f"Location: {many[-1]}"),
+            many[-1]: reply(page("/third")),
+            "/third": reply(page(*many)),
+        }
+        env = Crawl(url=f"{url}/", n_links=64)
+        env.reset(seed=0)
+        counts = []
+        for wanted in ("/via", "/third"):
+            slot = next(k for k, link in enumerate(env.inner._slots) if link.url.endswith(wanted))
+            counts.append(env.step(slot)[0]["action_mask"][:-1].sum())
+        assert counts == [1, 21]
+        assert env.inner._slots[-1].url == f"{url}{many[-1]}"  # visited ones come last
+        env.close()
+
+
 def test_a_recorded_crawl_is_repeated_without_the_network(tmp_path: Path) -> None:
     config = {"error_rate": 0.2}
     env = Crawl(site=config, record=str(tmp_path / "crawl"))

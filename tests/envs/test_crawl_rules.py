@@ -58,6 +58,14 @@ def test_what_is_outside_or_looks_harmful_is_refused(url: str) -> None:
     assert RULES.follow(f"{HERE}/", url) is None
 
 
+@pytest.mark.parametrize(
+    "path", ["/font.woff2", "/2/song.mp3", "/3/film.MP4", "/7/account/logout", "/post/8/delete"]
+)
+def test_links_that_are_no_pages_or_look_harmful_are_not_shown(path: str) -> None:
+    for _ in range(2):
+        assert RULES.follow(f"{HERE}/x/", path) is None
+
+
 @pytest.mark.parametrize("path", ["/", "/a/b?c=d", "/deleted-scenes", "/logouts", "/v1.2/page.html"])
 def test_what_is_inside_is_allowed(path: str) -> None:
     assert RULES.check(f"{HERE}{path}") == HERE

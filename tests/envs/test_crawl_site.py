@@ -260,7 +260,7 @@ def test_broken_pages_are_read() -> None:
         page = read(html, "p")
         assert len(page.anchors) <= 500
     page = read("<title>A <b>b</title><nav><a href=1>\n n </a></nav><a href=2>m</a>", "p")
-    assert [(anchor.href, anchor.text, anchor.in_frame) for anchor in page.anchors] == [
+    assert list(page.anchors) == [
         ("1", "n", True),
         ("2", "m", False),
     ]

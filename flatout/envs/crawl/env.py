@@ -217,15 +217,14 @@ class AsyncCrawl(gym.Env[Obs, Any]):
 
     def _obs(self) -> Obs:
         exploration, here = self.exploration, self.here
-        self._slots = slots(here, self._n_links) if here is not None else []
-        n_new = sum(link.page is None for link in self._slots)
+        self._slots, n_new = slots(here, self._n_links) if here is not None else ([], 0)
         mask = np.zeros(self._n_links + 1, np.int8)
         mask[: len(self._slots)] = 1
         mask[-1] = len(self._trail) > 1 or not self._slots
         left = max(1 - exploration.n_requests / self._budget, 0), 1 - self._n_steps / (2 * self._budget)
         return {
             "page": page_row(exploration, here, n_new, len(self._trail), self._n_faults_in_turn),
-            "links": link_rows(self._slots, here, self._n_links),
+            "links": link_rows(self._slots, n_new, here, self._n_links),
             "budget": np.array(left, np.float32),
             "action_mask": mask,
         }

@@ -6,21 +6,22 @@ The env walks with it; breadth-first search, or any other strategy, can be writt
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
 
 from flatout.envs.crawl.fault import Fault
-from flatout.envs.crawl.fetch import Fetcher
+from flatout.envs.crawl.fetch import Attempt, Fetcher
 from flatout.envs.crawl.graph import LinkGraph, Node
-from flatout.envs.crawl.page import Page, Templates, read
+from flatout.envs.crawl.outline import glance
+from flatout.envs.crawl.page import Anchor, Page, Templates
 from flatout.envs.crawl.rules import MAX_VARIANTS, Rules
 
 MAX_TRIES = 2
 """How often a page is asked for that does not come."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Shape:
     """Links whose URLs look alike, and what following some of them gave."""
 
@@ -29,6 +30,8 @@ class Shape:
     n_got: int = 0
     n_targets: int = 0
     n_templates: int = 0
+    row: bytes = b""
+    """What the agent sees of it, empty while nobody has asked since it last changed."""
 
 
 @dataclass(slots=True, eq=False)
@@ -44,8 +47,8 @@ class Link:
     shape: Shape
     source: str | None = None
     """The page it was first seen on."""
-    code: Any = None
-    """What its words say, once somebody has asked."""
+    row: bytes = b""
+    """What the agent sees of it besides its shape, once somebody has asked."""
     tries: int = 0
     page: Visited | None = None
 
@@ -90,7 +93,8 @@ class Exploration:
     n_faults: int = 0
     links: dict[str, Link] = field(default_factory=dict)
     shapes: dict[str, Shape] = field(default_factory=dict)
-    _urls: dict[str, str | None] = field(default_factory=dict)
+    _by_href: dict[str, Link | None] = field(default_factory=dict)
+    """Links of the start page's host as they stand on its pages; None: not to be followed."""
     _variants: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -112,75 +116,96 @@ class Exploration:
                 Node(link.url, len(self.graph.nodes), fault=attempt.fault.kind, parent=link.source), []
             )
             return Outcome(None, attempt.n_requests, fault=attempt.fault)
-        end = self.links.get(attempt.url) or self._link(attempt.url, link.text, link.in_frame)
+        end = self.links.get(attempt.url) or self._end(attempt.url, link)
         if end.page is not None:  # another way to a page that was got before
             link.page = end.page
             return Outcome(end.page, attempt.n_requests, is_repeat=True)
-        return await self._arrive(link, end, attempt.html, attempt.n_requests)
+        return self._arrive(link, end, attempt)
 
-    async def _arrive(self, link: Link, end: Link, html: str, n_requests: int) -> Outcome:
-        page = read(html, self.target)
+    def _arrive(self, link: Link, end: Link, attempt: Attempt) -> Outcome:
+        page = glance(attempt.html or "", self.target)
         n_before = len(self.templates)
         template = self.templates.number(page.marks)
         is_new = template == n_before
         self.template_visits[template] = self.template_visits.get(template, 0) + 1
-        links = await self._links(end.url, page)
+        links = self._links(end, page, attempt.allows)
         visited = Visited(end, links, template, page.is_target, page.n_elements, page.title)
         link.page = end.page = visited
-        for shape in {link.shape.name: link.shape, end.shape.name: end.shape}.values():
+        for shape in (link.shape,) if link.shape is end.shape else (link.shape, end.shape):
             shape.n_got += 1
             shape.n_targets += page.is_target
             shape.n_templates += is_new
+            shape.row = b""
         self.n_targets += page.is_target
         node = Node(end.url, len(self.graph.nodes), template, page.is_target, page.title, parent=link.source)
         self.graph.add(node, [each.url for each in visited.links])
-        return Outcome(visited, n_requests, new_template=is_new, new_target=page.is_target)
+        return Outcome(visited, attempt.n_requests, new_template=is_new, new_target=page.is_target)
 
-    async def _links(self, base: str, page: Page) -> tuple[Link, ...]:
+    def _links(self, here: Link, page: Page, allows: Callable[[str], bool]) -> tuple[Link, ...]:
         """The page's links that may be followed, each once, in their order."""
-        allows = await self.fetcher.robots(base)
-        out: dict[str, Link] = {}
+        by_href = self._by_href if here.url.startswith(f"{self.rules.origin}/") else {}
+        out: dict[Link, None] = {}
         for anchor in page.anchors:
-            url = self._url(base, anchor.href)
-            if url is None or url in out or url == base:
-                continue
-            link = self.links.get(url)
-            if link is None:
-                if not allows(url) or not self._is_worth(url):
-                    continue
-                link = self._link(url, anchor.text, anchor.in_frame, base)
-            out[url] = link
-        return tuple(out.values())
+            href = anchor[0]
+            if href in by_href:  # most links of a page were on the last one too
+                link = by_href[href]
+            else:
+                link = self._met(here.url, anchor, allows)
+                if href.startswith("/"):
+                    by_href[href] = link
+            if link is not None:
+                out[link] = None
+        out.pop(here, None)
+        return tuple(out)
 
-    def _url(self, base: str, href: str) -> str | None:
-        if not href.startswith("/") or not base.startswith(self.rules.origin):
-            return self.rules.follow(base, href)
-        if href not in self._urls:  # most links of a page were on the last one too
-            self._urls[href] = self.rules.follow(base, href)
-        return self._urls[href]
+    def _met(self, base: str, anchor: Anchor, allows: Callable[[str], bool]) -> Link | None:
+        """The link that stands on a page, None if it is not to be followed."""
+        href, text, in_frame = anchor
+        url = self.rules.follow(base, href)
+        if url is None:
+            return None
+        known = self.links.get(url)
+        if known is not None:
+            return known
+        if not allows(url) or not self._is_worth(url):
+            return None
+        return self._link(url, text, in_frame, base)
+
+    def _end(self, url: str, link: Link) -> Link:
+        """Where a redirect has led that no link is known to; one that was not to be followed may lead there too."""
+        self._by_href = {href: known for href, known in self._by_href.items() if known is not None}
+        return self._link(url, link.text, link.in_frame)
 
     def _is_worth(self, url: str) -> bool:
         """Whether there are not too many URLs already that differ from this one in their query only."""
-        path, query, _ = url.partition("?")
-        if not query:
+        if "?" not in url:
             return True
+        path = url.partition("?")[0]
         self._variants[path] = self._variants.get(path, 0) + 1
         return self._variants[path] <= MAX_VARIANTS
 
     def _link(self, url: str, text: str, in_frame: bool, source: str | None = None) -> Link:
-        path, query, _ = url.removeprefix(self.start_url).partition("?")
-        tokens = tuple(token for token in path.split("/") if token)
-        name = shape_name(tokens) + query
-        shape = self.shapes.setdefault(name, Shape(name))
+        tokens, has_query, name = anatomy(url.removeprefix(self.start_url))
+        shape = self.shapes.get(name)
+        if shape is None:
+            shape = self.shapes[name] = Shape(name)
         shape.n_links += 1
-        link = self.links[url] = Link(url, text, in_frame, tokens, bool(query), shape, source)
+        shape.row = b""
+        link = self.links[url] = Link(url, text, in_frame, tokens, has_query, shape, source)
         return link
+
+
+@lru_cache(65_536)
+def anatomy(below: str) -> tuple[tuple[str, ...], bool, str]:
+    """The parts of a URL below the start page, whether it has a query, and the name of its shape."""
+    path, mark, _ = below.partition("?")
+    tokens = tuple(filter(None, path.split("/")))
+    return tokens, bool(mark), shape_name(tokens) + mark
 
 
 DIGIT = re.compile(r"\d")
 
 
-@lru_cache(65_536)
 def shape_name(tokens: tuple[str, ...]) -> str:
     """What URLs of the same kind have in common: parts with digits are alike, and so are the last ones of long paths."""
     parts = ["#" if DIGIT.search(token) else token for token in tokens]

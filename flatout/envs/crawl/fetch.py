@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from urllib.parse import urljoin
@@ -12,6 +11,7 @@ from urllib.parse import urljoin
 from flatout.envs.crawl.fault import Fault
 from flatout.envs.crawl.network import Network
 from flatout.envs.crawl.response import Response
+from flatout.envs.crawl.robots import NOTHING, Robots
 from flatout.envs.crawl.rules import Rules
 
 MAX_REDIRECTS = 5
@@ -30,6 +30,13 @@ class Attempt:
     n_requests: int = 0
     html: str | None = None
     fault: Fault | None = None
+    robots: Robots = NOTHING
+    """What the page's host lets be asked for."""
+    origin: str = ""
+
+    def allows(self, url: str) -> bool:
+        """Whether a link on the page may be followed; one to another host is asked about when it is followed."""
+        return not url.startswith(self.origin) or self.robots.allows(_path(url))
 
 
 class Fetcher:
@@ -52,16 +59,10 @@ class Fetcher:
             out.fault = Fault("timeout", f"{out.url}: no answer within {self._timeout:g} s")
         return out
 
-    async def robots(self, base: str) -> Callable[[str], bool]:
-        """What says whether a link on a page may be followed; links to other hosts are asked about when followed."""
-        origin = self._rules.check(base)
-        known = await self._network.robots(origin)
-        return lambda url: not url.startswith(origin) or known.allows(_path(url))
-
     async def _follow(self, out: Attempt, attempt: int) -> str:
         for _ in range(MAX_REDIRECTS + 1):
-            origin = self._rules.check(out.url)
-            robots = await self._network.robots(origin)
+            origin = out.origin = self._rules.check(out.url)
+            robots = out.robots = await self._network.robots(origin)
             if not robots.allows(_path(out.url)):
                 raise Fault("robots", f"{out.url} is closed to crawlers by robots.txt")
             pace = self._network.pace(origin, self._rate)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 from selectolax.lexbor import LexborHTMLParser, SelectolaxError
 
@@ -16,13 +16,12 @@ MAX_TEXT = 120
 AROUND = ("header", "footer", "nav", "aside")
 """Elements whose links belong to the site's frame rather than to the page."""
 
+SAME = 0.8
+"""Share of all marks that two pages of one kind have in common."""
 
-class Anchor(NamedTuple):
-    """A link as it stands on a page."""
 
-    href: str
-    text: str
-    in_frame: bool
+Anchor: TypeAlias = tuple[str, str, bool]
+"""A link as it stands on a page: where it leads, its text, whether it belongs to the site's frame."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,19 +49,26 @@ def read(html: str, target: str) -> Page:
         if tag != "a":
             marks.add(f"{tag}.{attributes['class']}" if "class" in attributes else str(tag))
         elif (href := attributes.get("href")) and len(anchors) < MAX_LINKS:
-            anchors.append(Anchor(href, " ".join(node.text()[:MAX_TEXT].split()), node.mem_id in frame))
+            anchors.append((href, tidy(node.text()[:MAX_TEXT]), node.mem_id in frame))
     titles = tree.tags("title")
     return Page(
         tuple(anchors),
         frozenset(marks),
         # Setting up a tree's selectors takes as long as parsing a small page.
-        _may_match(html, target) and tree.css_first(target) is not None,
+        may_match(html, target) and tree.css_first(target) is not None,
         n_elements,
-        " ".join(titles[0].text()[:MAX_TEXT].split()) if titles else "",
+        tidy(titles[0].text()[:MAX_TEXT]) if titles else "",
     )
 
 
-def _may_match(html: str, selector: str) -> bool:
+@lru_cache(16_384)
+def tidy(text: str) -> str:
+    """The beginning of a text, in one line."""
+    return " ".join(text[:MAX_TEXT].split())
+
+
+def may_match(html: str, selector: str) -> bool:
+    """Whether some HTML holds the attributes without which nothing in it can match."""
     needed = _needed(selector)
     lowered = html.lower() if needed else ""
     return all(name in lowered for name in needed)
@@ -84,11 +90,14 @@ def check_selector(target: Any) -> str:
     return str(target)
 
 
+def alike(one: frozenset[str], other: frozenset[str]) -> bool:
+    """Whether pages with these marks are of one kind."""
+    n_common = len(one & other)
+    return n_common >= SAME * (len(one) + len(other) - n_common)
+
+
 class Templates:
     """The kinds of pages met so far: a page is of a known kind if it is made of nearly the same elements."""
-
-    SAME = 0.8
-    """Share of all marks that two pages of one kind have in common."""
 
     def __init__(self) -> None:
         self._kinds: list[frozenset[str]] = []
@@ -103,7 +112,7 @@ class Templates:
         if known is not None:
             return known
         for number, kind in enumerate(self._kinds):
-            if len(marks & kind) >= self.SAME * len(marks | kind):
+            if alike(marks, kind):
                 self._exact[marks] = number
                 return number
         self._kinds.append(marks)

@@ -25,8 +25,9 @@ CHANGES = re.compile(
     r"cancel|checkout|add[-_]to[-_]cart|buy[-_]?now|reset[-_]password)(?:$|[^a-z])"
 )
 NOT_PAGES = re.compile(
-    r"\.(?:jpe?g|png|gif|svg|webp|ico|css|js|json|xml|pdf|zip|gz|tar|exe|dmg|mp[034]|avi|mov|woff2?|docx?|xlsx?|pptx?|csv)$"
+    r"\.(?:jpe?g|png|gif|svg|webp|ico|css|js|json|xml|pdf|zip|gz|tar|exe|dmg|mp[034]|avi|mov|woff[02]?|docx?|xlsx?|pptx?|csv)$"
 )
+"""Digits are looked for as 0 too: links that differ in digits only are looked at once."""
 UNSAFE = re.compile(r"""[^!-~]|[\\<>"{}|^`]""")
 SAME_DIGITS = {ord(digit): "0" for digit in "123456789"}
 PLAIN = re.compile(r"/(?!/)[A-Za-z0-9_\-./?=&%~+,:@!;*]*")
@@ -135,6 +136,7 @@ def _is_plain(href: str) -> bool:
     return plain and _shape_refusal(f"http://host{href}") is None
 
 
+@lru_cache(64)
 def _origin(url: str) -> str:
     return url[: url.find("/", 8)] if url.find("/", 8) > 0 else url
 
