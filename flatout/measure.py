@@ -24,7 +24,7 @@ from flatout.diagnosis.simulate import Forecast, learn_seconds, simulate
 from flatout.envs.awaitable import blocking
 from flatout.envs.check import EnvInfo
 from flatout.envs.spaces import ActionLayout
-from flatout.executors.choose import COROUTINE_SECONDS, THREAD_SECONDS, random_row
+from flatout.executors.choose import COROUTINE_SECONDS, random_row
 from flatout.executors.serial import SerialExecutor
 from flatout.hardware.threads import torch_threads
 from flatout.learn.compile import kept, load
@@ -40,6 +40,8 @@ SAMPLES = 400
 USUAL = ("train/clip_fraction", "train/approx_kl", "train/kl_settled")
 """Metrics that a diagnosis looks at."""
 EXTRA = ("checkpoint", "evaluate", "record")
+PASSING_SECONDS = 60e-6
+"""A step's way through a thread, without what the collector does for it."""
 TINY = 8
 """Rows of the smallest minibatch that is timed."""
 
@@ -81,7 +83,7 @@ def measure_costs(agent: PPO, tell: Callable[[str], None] = lambda _: None) -> C
         update=update,
         compiled=compiled,
         advantage=advantage,
-        passing=COROUTINE_SECONDS if info.is_async else THREAD_SECONDS,
+        passing=COROUTINE_SECONDS if info.is_async else PASSING_SECONDS,
     )
     if info.batched or info.is_async or costs.waits:
         return costs

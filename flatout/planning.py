@@ -6,6 +6,7 @@ In: settings, an env, a policy and a learner on this machine. Out: ways to try i
 from __future__ import annotations
 
 import copy
+import math
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -32,6 +33,8 @@ from flatout.trace.phases import PhaseClock
 
 ENOUGH_SECONDS = 0.5
 """For timing one thing before a run begins."""
+COMPILED_SECONDS = 0.25e-3
+"""What launching a compiled update takes."""
 NARROW = 8
 """Units a layer of a network whose update is nothing but launching operations."""
 
@@ -93,15 +96,22 @@ class Planning:
                 n_workers=config.n_workers,
             )
         work = self._work(measured) if measured is not None and self._can_have_children(measured) else None
+        waits = env.is_async or (measured is not None and measured.waits and config.executor != "serial")
+
+        def gain() -> float:
+            if work is None or on_gpu:
+                return math.inf
+            return remembered(self._facts(), lambda: work.gain(ranked[0]))
+
         overlap, reason = decide_overlap(
             config.overlap,
             batched=bool(env.batched),
-            waits=env.is_async or (measured is not None and measured.waits and config.executor != "serial"),
+            waits=waits,
             on_gpu=on_gpu,
             can_have_children=work is not None,
             n_updates=n_iterations * config.updates_per_iteration,
             n_iterations=n_iterations,
-            gain=lambda: remembered(self._facts(), lambda: work.gain(ranked[0]) if work else 0.0),
+            gain=gain,
         )
         if config.overlap == "auto" and overlapped is not None:
             overlap, reason = overlapped, "as the run began"
@@ -120,7 +130,9 @@ class Planning:
     def _work(self, measured: Probe) -> Work:
         config = self.config
         beside, alone = self._threads(1), self._threads(0)
-        seconds = {n: config.updates_per_iteration * self._update_seconds(n) for n in {beside, alone}}
+        n_updates = config.updates_per_iteration
+        seconds = {n: n_updates * self._update_seconds(n) for n in {beside, alone}}
+        lock = self._lock_seconds(beside) if measured.waits else 0.0
         return Work(
             measured=measured,
             n_envs=config.n_envs,
@@ -129,6 +141,7 @@ class Planning:
             learn_seconds=seconds[beside],
             learn_threads=beside,
             alone_seconds=seconds[alone],
+            lock_seconds=min(n_updates * lock, seconds[beside]),
         )
 
     def _threads(self, n_taken: int) -> int:
@@ -141,7 +154,7 @@ class Planning:
         shape = (config.n_envs, config.ppo.n_steps, config.ppo.batch_size, config.ppo.n_epochs)
         network = list(config.network.network_arch)
         return {
-            "rule": 2,
+            "rule": 3,
             "env": [config.env, config.env_kwargs],
             "shape": shape,
             "network": network,
@@ -163,6 +176,10 @@ class Planning:
             return fastest(lambda: step(*inputs))
         finally:
             torch.set_num_threads(before)
+
+    def _lock_seconds(self, n_threads: int) -> float:
+        """Seconds of an update with Python's lock."""
+        return COMPILED_SECONDS if self._compiled(n_threads) else launch_seconds(self.policy, self.config)
 
     def _compiled(self, n_threads: int) -> Path | None:
         """The compiled update that is kept for so many threads, if one is and may be used."""

@@ -31,15 +31,18 @@ def decide_overlap(
     n_iterations: int,
     gain: Callable[[], float],
 ) -> tuple[bool, str]:
-    """Whether to overlap, and why; `gain` is how much faster it would be on cores of its own."""
+    """Whether to overlap, and why; `gain` is how much faster it would be, infinite where it need not be measured."""
     if wanted != "auto":
         return wanted == "on", f"asked for with --overlap {wanted}"
     if batched:
         return False, "the batched env and the learner take turns in one process"
     few = f"a run of {n_iterations} rollouts learns better from the newest"
     if waits:
-        enough = n_iterations >= MIN_ITERATIONS["waits"]
-        return (True, "the learner works while envs wait") if enough else (False, few)
+        if n_iterations < MIN_ITERATIONS["waits"]:
+            return False, few
+        if (times := gain()) < MIN_GAIN:
+            return False, f"learning takes little beside waiting for envs (it would gain {times:.2f} ×)"
+        return True, "the learner works while envs wait"
     if n_updates < MIN_UPDATES:
         return False, "the run is too short for it to pay"
     if n_iterations < MIN_ITERATIONS["computes"]:
@@ -67,6 +70,8 @@ class Work:
     learn_threads: int
     alone_seconds: float
     """Learning while nobody collects."""
+    lock_seconds: float = 0.0
+    """Of learning, with Python's lock: launching operations."""
 
     def seconds(self, n_collectors: int) -> float:
         """Of an iteration with so many collectors beside the learner."""
@@ -84,6 +89,8 @@ class Work:
     def gain(self, lockstep: Plan) -> float:
         """How much faster overlap is than collecting that way in turn with learning."""
         collect = self.n_envs * self.n_steps / lockstep.steps_per_second
+        if lockstep.kind == "thread":  # collecting and launching updates take turns with the lock
+            return (collect + self.alone_seconds) / max(collect + self.lock_seconds, self.learn_seconds)
         return (collect + self.alone_seconds) / self.seconds(self.best())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +155,7 @@ def test_waiting_envs_overlap_by_themselves(monkeypatch: pytest.MonkeyPatch) -> 
         ({"can_have_children": True, "n_iterations": 61}, False),
         ({"waits": True, "n_iterations": 61}, True),
         ({"waits": True, "n_iterations": 10}, False),
+        ({"waits": True, "gain": lambda: 1.1}, False),
         ({"on_gpu": True}, True),
         ({}, False),
     ],
@@ -232,6 +234,34 @@ def test_the_gain_of_overlap_counts_the_cores_that_learning_loses(
     lockstep = Plan(kind="serial", steps_per_second=64.0)
     assert (lockstep.steps_per_second, work.best()) == (64.0, 1)
     assert work.gain(lockstep) == pytest.approx(gain)
+
+
+def test_envs_on_threads_and_updates_take_turns_with_the_lock() -> None:
+    measured = Probe(
+        step_seconds=10e-3,
+        step_spread=0.0,
+        cpu_share=0.0,
+        reset_seconds=0.0,
+        obs_bytes=4,
+        picklable=True,
+        act_seconds=lambda n: 0.0,
+    )
+    work = Work(
+        measured=measured,
+        n_envs=8,
+        n_steps=100,
+        n_cores=2,
+        learn_seconds=1.0,
+        learn_threads=1,
+        alone_seconds=0.8,
+        lock_seconds=0.2,
+    )
+    on_threads = Plan(kind="thread", steps_per_second=800.0)
+    assert work.gain(on_threads) == pytest.approx(1.8 / 1.2)
+    slower = replace(work, learn_seconds=2.0, alone_seconds=2.0)
+    assert slower.gain(on_threads) == pytest.approx(3.0 / 2.0)
+    light = replace(work, learn_seconds=0.1, alone_seconds=0.1, lock_seconds=0.1)
+    assert light.gain(on_threads) == pytest.approx(1.0)
 
 
 def test_threads_depend_on_the_work_and_on_who_else_wants_cores(monkeypatch: pytest.MonkeyPatch) -> None:
