@@ -134,14 +134,14 @@ class TensorPoles:
 
 
 class Remote(gym.Wrapper[Any, Any, Any, Any]):
-    """An env whose steps wait 3 ± 2 ms before they are taken, as one behind a network does."""
+    """An env whose steps wait 10 ± 5 ms before they are taken, as one behind a network does."""
 
     def __init__(self, env: gym.Env[Any, Any]) -> None:
         super().__init__(env)
         self._rng = np.random.default_rng()
 
     def step(self, action: Any) -> Any:
-        time.sleep(self._rng.uniform(0.001, 0.005))
+        time.sleep(self._rng.uniform(0.005, 0.015))
         return self.env.step(action)
 
 
