@@ -16,7 +16,7 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 SPARED = 0.1
 """Share of the free memory that is left to everything else."""
-PRIORITY_BYTES = 10
+PRIORITY_BYTES = 5
 """What a transition's priority takes, with its share of the sums above it."""
 
 

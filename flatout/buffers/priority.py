@@ -1,6 +1,6 @@
 """Prioritized replay in RAM: draws in proportion to priority from a tree of sums, in compiled loops.
 
-Schaul et al. 2016, proportional and stratified. Every sum is made anew from its eight parts, so none ever drifts and
+Schaul et al. 2016, proportional and stratified. Every sum is made anew from its parts, so none ever drifts and
 a tree is the same whatever order it was written in. A slot has priority 0 exactly while it cannot be drawn.
 """
 
@@ -15,19 +15,19 @@ from torch import Tensor
 
 from flatout.buffers.compiled import compiled, draw_key, uniform
 from flatout.buffers.replay import Replay, ReplayBatch, alloc_batch
-from flatout.buffers.replay_kernel import EMPTY, first_and_end
+from flatout.buffers.replay_kernel import EMPTY, first_and_end, slot_of
 from flatout.envs.spaces import Array
 from flatout.errors import FlatoutError
 
-FAN = 8
-"""Parts of a sum: as many as a line of the processor's cache holds."""
-LEAST, MOST = 1e-100, 1e100
-"""Bounds of a priority that can be drawn: no sum over- or underflows between them."""
+FAN, LEAF_FAN = 8, 16
+"""Parts of a sum, of sums (float64) and of priorities (float32): as many as a line of the processor's cache holds."""
+LEAST, MOST = 1e-30, 1e30
+"""Bounds of a priority that can be drawn."""
 
 
 def tree_levels(size: int) -> list[int]:
-    """Where each level begins in an array that holds the tree, leaves first, and where the last, the root, ends."""
-    offsets, width = [0], size
+    """Where each level of sums over `size` priorities begins in one array, lowest first, and where the root's ends."""
+    offsets, width = [0], -(-size // LEAF_FAN)
     while True:
         offsets.append(offsets[-1] + -(-width // FAN) * FAN)
         if width == 1:
@@ -35,67 +35,84 @@ def tree_levels(size: int) -> list[int]:
         width = -(-width // FAN)
 
 
+def alloc_leaves(size: int) -> Array:
+    """Priorities of 0, up to a whole number of sums."""
+    return np.zeros(-(-size // LEAF_FAN) * LEAF_FAN, np.float32)
+
+
 @compiled
-def _sum_up(nodes: Array, offsets: Array, index: Array, n: int) -> None:
+def sum_up(leaves: Array, nodes: Array, offsets: Array, index: Array, n: int) -> None:
     """Make all sums above the first `n` leaves in `index` anew; `index` is used up."""
-    for level in range(len(offsets) - 2):
-        below, above = offsets[level], offsets[level + 1]
+    for level in range(-1, len(offsets) - 2):
         n_above, last = 0, -1
         for j in range(n):
-            parent = index[j] // FAN
+            parent = index[j] // (LEAF_FAN if level < 0 else FAN)
             if parent != last:
                 last = parent
                 index[n_above] = parent
                 n_above += 1
                 total = 0.0
-                for c in range(below + parent * FAN, below + parent * FAN + FAN):
-                    total += nodes[c]
-                nodes[above + parent] = total
+                if level < 0:
+                    for c in range(parent * LEAF_FAN, (parent + 1) * LEAF_FAN):
+                        total += np.float64(leaves[c])
+                else:
+                    for c in range(offsets[level] + parent * FAN, offsets[level] + (parent + 1) * FAN):
+                        total += nodes[c]
+                nodes[offsets[level + 1] + parent] = total
         n = n_above
 
 
 @compiled
-def write(nodes: Array, offsets: Array, index: Array, value: Array) -> None:
-    """Set leaves, the last of several for one winning, and the sums above them; `index` is used up."""
-    for j in range(len(index)):
-        nodes[index[j]] = value[j]
-    _sum_up(nodes, offsets, index, len(index))
+def _part(parts: Array, base: int, n: int, mass: float) -> tuple[int, float]:
+    """Which of `n` parts a mass falls on, and where that begins; beyond the end by rounding, the last that is not 0."""
+    end, begin, pick = 0.0, 0.0, 0
+    for c in range(n):
+        part = np.float64(parts[base + c])
+        if part > 0.0 and end <= mass:
+            pick, begin = c, end
+        end += part
+    return pick, begin
 
 
 @compiled
-def find(nodes: Array, offsets: Array, mass: Array, index: Array) -> None:
+def find(leaves: Array, nodes: Array, offsets: Array, mass: Array, index: Array) -> None:
     """The leaf that each mass, between 0 and the whole, falls on; never one of 0. `mass` is used up."""
     for b in range(len(index)):
         index[b] = 0
     # All of them a level at a time, so that their waits for memory overlap.
     for level in range(len(offsets) - 3, -1, -1):
         for b in range(len(index)):
-            base = offsets[level] + index[b] * FAN
-            end, begin, pick = 0.0, 0.0, 0
-            for c in range(FAN):
-                part = nodes[base + c]
-                # Beyond the end by rounding, it falls on the last that is not 0.
-                if part > 0.0 and end <= mass[b]:
-                    pick, begin = c, end
-                end += part
+            pick, begin = _part(nodes, offsets[level] + index[b] * FAN, FAN, mass[b])
             mass[b] -= begin
             index[b] = index[b] * FAN + pick
+    for b in range(len(index)):
+        pick, _ = _part(leaves, index[b] * LEAF_FAN, LEAF_FAN, mass[b])
+        index[b] = index[b] * LEAF_FAN + pick
 
 
 @compiled
-def _draw(nodes: Array, offsets: Array, key: Any, beta: float, mass: Array, index: Array, weight: Array) -> bool:
+def _draw(
+    leaves: Array,
+    nodes: Array,
+    offsets: Array,
+    key: Any,
+    beta: float,
+    mass: Array,
+    index: Array,
+    weight: Array,
+) -> bool:
     """Draw one leaf from each of B equal parts of the whole; weights are relative to the largest among them."""
     total, size = nodes[offsets[-2]], len(index)
     if not total > 0.0:
         return False
     for b in range(size):
         mass[b] = (b + uniform(key, b)) / size * total
-    find(nodes, offsets, mass, index)
+    find(leaves, nodes, offsets, mass, index)
     least = np.inf
     for b in range(size):
-        least = min(least, nodes[index[b]])
+        least = min(least, np.float64(leaves[index[b]]))
     for b in range(size):
-        weight[b] = (nodes[index[b]] / least) ** -beta
+        weight[b] = (least / np.float64(leaves[index[b]])) ** beta
     return True
 
 
@@ -110,6 +127,7 @@ def stored(priority: float, eps: float, alpha: float, most: float) -> float:
 
 @compiled
 def _update(
+    leaves: Array,
     nodes: Array,
     offsets: Array,
     index: Array,
@@ -123,22 +141,23 @@ def _update(
     scratch: Array,
 ) -> float:
     """Set the priorities of slots that still hold the step they were drawn as; returns the largest seen."""
-    n_envs, n = len(head), 0
+    n = 0
     for j in range(len(index)):
         slot = index[j]
-        t, env = slot // n_envs, slot % n_envs
+        env, t = slot // n_slots, slot % n_slots
         now = head[env] - (head[env] - t) % n_slots
-        if now == serial[j] and nodes[slot] > 0.0:
-            nodes[slot] = stored(priority[j], eps, alpha, most)
-            most = max(most, nodes[slot])
+        if now == serial[j] and leaves[slot] > 0.0:
+            leaves[slot] = stored(priority[j], eps, alpha, most)
+            most = max(most, leaves[slot])
             scratch[n] = slot
             n += 1
-    _sum_up(nodes, offsets, scratch, n)
+    sum_up(leaves, nodes, offsets, scratch, n)
     return most
 
 
 @compiled
 def _catch_up(
+    leaves: Array,
     nodes: Array,
     offsets: Array,
     most: float,
@@ -151,29 +170,21 @@ def _catch_up(
     scratch: Array,
 ) -> None:
     """Give slots that have become eligible since last time the largest priority, and overwritten ones none."""
-    n_envs, longest = len(head), 0
-    for env in range(n_envs):
-        seen[env] = max(seen[env], head[env] - n_slots + 1)
-        longest = max(longest, head[env] + 1 - seen[env])
     n = 0
-    for j in range(longest):
-        for env in range(n_envs):
-            number = seen[env] + j
-            if number > head[env]:
-                continue
-            _, last = first_and_end(env, n_step, n_slots, head, start)
-            slot = number % n_slots * n_envs + env
+    for env in range(len(head)):
+        _, last = first_and_end(env, n_step, n_slots, head, start)
+        for number in range(max(seen[env], head[env] - n_slots + 1), head[env] + 1):
+            slot = slot_of(env, number, n_slots)
             value = most if number < last and end[slot] != EMPTY else 0.0
-            if nodes[slot] != value:
-                nodes[slot] = value
+            if leaves[slot] != value:
+                leaves[slot] = value
                 scratch[n] = slot
                 n += 1
-                if n == len(scratch):
-                    _sum_up(nodes, offsets, scratch, n)
-                    n = 0
-    _sum_up(nodes, offsets, scratch, n)
-    for env in range(n_envs):
-        _, seen[env] = first_and_end(env, n_step, n_slots, head, start)
+            if n == len(scratch):
+                sum_up(leaves, nodes, offsets, scratch, n)
+                n = 0
+        seen[env] = last
+    sum_up(leaves, nodes, offsets, scratch, n)
 
 
 class Prioritized:
@@ -190,7 +201,8 @@ class Prioritized:
         self._alpha, self._eps, self._seed = alpha, eps, seed
         levels = tree_levels(replay.size)
         self._offsets = np.array(levels)
-        self._nodes = np.zeros(levels[-1])
+        self._leaves, self._nodes = alloc_leaves(replay.size), np.zeros(levels[-1])
+        self._tree = self._leaves, self._nodes, self._offsets
         self._seen = np.zeros(replay.n_envs, np.int64)
         """Slot numbers up to which each env's steps were eligible last time."""
         self._most = 1.0
@@ -201,12 +213,12 @@ class Prioritized:
     def priorities(self) -> Array:
         """Each slot's part of the whole; 0 where nothing can be drawn."""
         self._catch_up()
-        return self._nodes[: self.replay.size]
+        return self._leaves[: self.replay.size]
 
     def _catch_up(self) -> None:
         it = self.replay
         state = (it.n_slots, it.head, it.start, it.end)
-        _catch_up(self._nodes, self._offsets, self._most, self._n_step, *state, self._seen, self._scratch)
+        _catch_up(*self._tree, self._most, self._n_step, *state, self._seen, self._scratch)
 
     def sample(self, size: int, beta: float = 0.4, out: ReplayBatch | None = None) -> ReplayBatch:
         """Draw `size` transitions, with weights (n · P)^-beta relative to the largest of them."""
@@ -214,11 +226,13 @@ class Prioritized:
         self._catch_up()
         if out is None:
             out = alloc_batch(it.obs_layout, it.action_layout, size, pin=it.pin)
-        index, key = np.empty(size, np.int64), draw_key(self._seed, self.n_draws)
-        if not _draw(self._nodes, self._offsets, key, beta, np.empty(size), index, out.weight.numpy()):
+        to = out.arrays
+        assert to is not None, "a batch in RAM has arrays"
+        key = draw_key(self._seed, self.n_draws)
+        if not _draw(*self._tree, key, beta, np.empty(size), to.index, to.weight):
             raise nothing_stored(self._n_step)
         self.n_draws += 1
-        return it.sample(index, gamma=self._gamma, n_step=self._n_step, out=out)
+        return it.sample(to.index, gamma=self._gamma, n_step=self._n_step, out=out)
 
     def update(self, index: Tensor, serial: Tensor, priority: Tensor) -> None:
         """New priorities (|TD error|) of drawn transitions; those overwritten meanwhile are passed over."""
@@ -228,8 +242,7 @@ class Prioritized:
             self._scratch = np.empty(len(index), np.int64)
         given = priority.detach().to("cpu", torch.float64).numpy()
         self._most = _update(
-            self._nodes,
-            self._offsets,
+            *self._tree,
             index.numpy(),
             serial.numpy(),
             given,
@@ -243,15 +256,17 @@ class Prioritized:
 
     def arrays(self) -> dict[str, Array]:
         """Priorities and counters by name; with the replay's own arrays all that is needed to go on."""
-        used = len(self.replay.arrays()["end"])
+        ring = self.replay.n_envs, self.replay.n_slots
+        used = self.replay.arrays()["end"].shape[1]
         counters = {"most": np.array([self._most]), "n_draws": np.array([self.n_draws])}
-        return {"priority": self.priorities[:used].copy(), "seen": self._seen.copy(), **counters}
+        return {"priority": self.priorities.reshape(ring)[:, :used], "seen": self._seen, **counters}
 
     def restore(self, arrays: Mapping[str, Array]) -> None:
         """Become what `arrays` was taken from, once the replay has; the sums follow from the priorities."""
-        self._nodes[:] = 0
-        leaves = arrays["priority"]
-        write(self._nodes, self._offsets, np.arange(len(leaves)), leaves)
+        ring, leaves = (self.replay.n_envs, self.replay.n_slots), self._leaves[: self.replay.size]
+        leaves[:] = 0
+        leaves.reshape(ring)[:, : arrays["priority"].shape[1]] = arrays["priority"]
+        sum_up(*self._tree, np.arange(self.replay.size), self.replay.size)
         self._seen[:] = arrays["seen"]
         self._most, self.n_draws = float(arrays["most"][0]), int(arrays["n_draws"][0])
 

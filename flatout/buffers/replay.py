@@ -2,7 +2,7 @@
 
 Every env has a ring of time slots and a cursor of its own, so envs may step raggedly. Where an episode was truncated
 its final observation takes the slot between it and the next episode's first: what follows a step always lies one on.
-B: batch, T: time steps, N: envs; slot i = t · N + n.
+B: batch, T: time steps, N: envs, M: slots of each; slot i = n · M + t.
 """
 
 from __future__ import annotations
@@ -20,6 +20,22 @@ from flatout.buffers import replay_kernel as kernel
 from flatout.buffers.rollout import Rollout
 from flatout.envs.spaces import ActionLayout, Array, Leaves, ObsLayout
 from flatout.errors import FlatoutError
+
+
+@dataclass(frozen=True, slots=True)
+class BatchArrays:
+    """A batch as NumPy arrays; a leaf's rows are bytes, whatever it holds."""
+
+    obs: tuple[Array, ...]
+    action: Array
+    reward: Array
+    next_obs: tuple[Array, ...]
+    discount: Array
+    weight: Array
+    index: Array
+    serial: Array
+    next_index: Array
+    """Slots of the bootstrap observations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +57,8 @@ class ReplayBatch:
     """Slots that they lie in."""
     serial: Tensor
     """Tells later whether a slot still holds this transition."""
+    arrays: BatchArrays | None = None
+    """The same memory for NumPy, where it is in RAM."""
 
     def to(self, device: torch.device) -> ReplayBatch:
         """The batch on a device; from pinned memory the copies may still be under way, in stream order."""
@@ -55,16 +73,44 @@ class ReplayBatch:
 def alloc_batch(obs: ObsLayout, action: ActionLayout, size: int, *, pin: bool = False) -> ReplayBatch:
     """Room for a batch in ordinary or pinned memory."""
 
-    def room(dtype: Any, *shape: int) -> Tensor:
-        return torch.empty((size, *shape), dtype=torch_dtype(dtype), pin_memory=pin)
+    def room(dtype: Any, *shape: int) -> Array:
+        return alloc(dtype, size, *shape, pin=pin)
 
-    def leaves() -> tuple[Tensor, ...]:
-        return tuple(room(leaf.dtype, *leaf.shape) for leaf in obs.leaves)
-
-    numbers = [room(np.float32) for _ in range(3)]
-    index, serial = room(np.int64), room(np.int64)
+    leaves, nexts = (tuple(room(leaf.dtype, *leaf.shape) for leaf in obs.leaves) for _ in range(2))
     kept = room(action_dtype(action), action.size)
-    return ReplayBatch(leaves(), kept, numbers[0], leaves(), numbers[1], numbers[2].fill_(1), index, serial)
+    reward, discount, weight = room(np.float32), room(np.float32), room(np.float32)
+    index, serial, next_index = room(np.int64), room(np.int64), room(np.int64)
+    weight.fill(1)
+    from_numpy = torch.from_numpy
+    return ReplayBatch(
+        obs=tuple(map(from_numpy, leaves)),
+        action=from_numpy(kept),
+        reward=from_numpy(reward),
+        next_obs=tuple(map(from_numpy, nexts)),
+        discount=from_numpy(discount),
+        weight=from_numpy(weight),
+        index=from_numpy(index),
+        serial=from_numpy(serial),
+        arrays=BatchArrays(
+            obs=tuple(_rows_of_bytes(leaf, 1) for leaf in leaves),
+            action=kept,
+            reward=reward,
+            next_obs=tuple(_rows_of_bytes(leaf, 1) for leaf in nexts),
+            discount=discount,
+            weight=weight,
+            index=index,
+            serial=serial,
+            next_index=next_index,
+        ),
+    )
+
+
+def alloc(dtype: Any, *shape: int, pin: bool) -> Array:
+    """Zeros in ordinary memory, whose pages cost nothing until they are written, or in pinned memory."""
+    if pin:
+        pinned: Array = torch.zeros(shape, dtype=torch_dtype(dtype), pin_memory=True).numpy()
+        return pinned
+    return np.zeros(shape, dtype)
 
 
 def torch_dtype(dtype: Any) -> torch.dtype:
@@ -97,9 +143,9 @@ class Replay:
         self.capacity = (self.n_slots - 1) * n_envs
         self.size = size = self.n_slots * n_envs
         """Slots in all; indices go up to it."""
-        self.obs: Leaves = tuple(self._room(leaf.dtype, size, *leaf.shape) for leaf in obs.leaves)
-        self.action = self._room(action_dtype(action), size, action.size)
-        self.reward = self._room(np.float32, size)
+        self.obs: Leaves = tuple(alloc(leaf.dtype, size, *leaf.shape, pin=pin) for leaf in obs.leaves)
+        self.action = alloc(action_dtype(action), size, action.size, pin=pin)
+        self.reward = alloc(np.float32, size, pin=pin)
         self.end = np.full(size, kernel.EMPTY, np.uint8)
         self.head = np.zeros(n_envs, np.int64)
         """Number of the slot with each env's newest observation, from which it has not acted yet."""
@@ -109,12 +155,6 @@ class Replay:
         self._all = np.arange(n_envs)
         self._bytes = [_rows_of_bytes(leaf, 1) for leaf in self.obs]
 
-    def _room(self, dtype: Any, *shape: int) -> Array:
-        if self.pin:
-            pinned: Array = torch.zeros(shape, dtype=torch_dtype(dtype), pin_memory=True).numpy()
-            return pinned
-        return np.zeros(shape, dtype)
-
     def begin(self, obs: Leaves, rows: Array | None = None) -> None:
         """The observations from which these envs act next (all if none are named).
 
@@ -122,7 +162,7 @@ class Replay:
         """
         rows = self._all if rows is None else rows
         self._begun[rows] = True
-        at = self.head[rows] % self.n_slots * self.n_envs + rows
+        at = self.head[rows] % self.n_slots + rows * self.n_slots
         changed = self.head[rows] == 0  # nothing known yet
         fresh = [_rows_of_bytes(np.ascontiguousarray(leaf), 1) for leaf in obs]
         for known, new in zip(self._bytes, fresh, strict=True):
@@ -198,24 +238,32 @@ class Replay:
         """The transitions in these slots, over up to `n_step` steps: never into another episode or beyond the newest step."""
         if out is None:
             out = alloc_batch(self.obs_layout, self.action_layout, len(index), pin=self.pin)
-        numbers = (x.numpy() for x in (out.reward, out.discount, out.serial))
-        reward, discount, serial = numbers
-        follows = np.empty_like(index)
+        to = out.arrays
+        assert to is not None, "a batch in RAM has arrays"
+        to.index[:] = index
         bad = kernel.windows(
-            index, gamma, n_step, self.n_slots, self.head, self.reward, self.end, reward, discount, follows, serial
+            to.index,
+            gamma,
+            n_step,
+            self.n_slots,
+            self.head,
+            self.reward,
+            self.end,
+            to.reward,
+            to.discount,
+            to.next_index,
+            to.serial,
         )
         if bad >= 0:
             raise IndexError(f"slot {int(index[bad])} of the replay holds no transition")
-        out.index.numpy()[:] = index
-        np.take(self.action, index, axis=0, out=out.action.numpy(), mode="clip")
-        for known, here, there in zip(self._bytes, out.obs, out.next_obs, strict=True):
-            kernel.take(known, index, _rows_of_bytes(here.numpy(), 1))
-            kernel.take(known, follows, _rows_of_bytes(there.numpy(), 1))
+        kernel.take(self.action, to.index, to.action)
+        for known, here, there in zip(self._bytes, to.obs, to.next_obs, strict=True):
+            kernel.take_two(known, to.index, to.next_index, here, there)
         return out
 
     def serials(self, index: Array) -> Array:
         """Numbers of the steps that these slots hold now."""
-        t, n = np.divmod(index, self.n_envs)
+        n, t = np.divmod(index, self.n_slots)
         out: Array = self.head[n] - (self.head[n] - t) % self.n_slots
         return out
 
@@ -225,10 +273,11 @@ class Replay:
 
     def arrays(self) -> dict[str, Array]:
         """All it holds by name, without the slots that were never reached; views, so write them out before adding more."""
-        used = self._used()
+        used = min(int(self.head.max()) + 1, self.n_slots)
         whole = {"action": self.action, "reward": self.reward, "end": self.end}
         whole |= {f"obs.{i}": leaf for i, leaf in enumerate(self.obs)}
-        return {name: array[:used] for name, array in whole.items()} | {"head": self.head, "start": self.start}
+        rings = {name: x.reshape(self.n_envs, self.n_slots, *x.shape[1:])[:, :used] for name, x in whole.items()}
+        return {**rings, "head": self.head, "start": self.start}
 
     def restore(self, arrays: Mapping[str, Array]) -> None:
         """Become what `arrays` was taken from; the envs, the capacity and the spaces must be the same."""
@@ -246,9 +295,6 @@ class Replay:
                     "use the same --buffer-size and env"
                 )
             array[...] = saved
-
-    def _used(self) -> int:
-        return min(int(self.head.max()) + 1, self.n_slots) * self.n_envs
 
 
 def _rows_of_bytes(array: Array, n_lead: int) -> Array:

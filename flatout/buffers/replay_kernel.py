@@ -1,6 +1,7 @@
 """The replay's loops over transitions on the CPU: storing steps, and gathering n-step windows.
 
-M slots of time per env, N envs; slot i = t · N + n. Slot numbers of an env count up for ever, t is that modulo M.
+M slots of time per env, N envs; slot i = n · M + t. Slot numbers of an env count up for ever, t is that modulo M.
+What a window reads thus lies side by side: of a random access, most of the cost is the wait for memory.
 """
 
 from __future__ import annotations
@@ -12,6 +13,12 @@ from flatout.envs.spaces import Array
 
 GOES_ON, TERMINATED, TRUNCATED, EMPTY = 0, 1, 2, 3
 """How a slot's transition ended; an empty slot has none: unwritten, an env's newest observation, or a final one."""
+
+
+@compiled
+def slot_of(n: int, number: int, n_slots: int) -> int:
+    """The slot that an env's slot number stands for."""
+    return n * n_slots + number % n_slots
 
 
 @compiled
@@ -31,11 +38,10 @@ def advance(
     final_at: Array,
 ) -> None:
     """Store (T, B) transitions of the envs in `rows`; tells which slots take the observations that followed."""
-    n_envs = len(head)
     for t in range(reward.shape[0]):
         for i in range(len(rows)):
             n = rows[i]
-            here = head[n] % n_slots * n_envs + n
+            here = slot_of(n, head[n], n_slots)
             for j in range(action.shape[2]):
                 action_out[here, j] = action[t, i, j]
             reward_out[here] = reward[t, i]
@@ -47,11 +53,11 @@ def advance(
                 start[n] = head[n]
             elif truncated[t, i]:
                 end_out[here] = TRUNCATED
-                final_at[t, i] = head[n] % n_slots * n_envs + n
+                final_at[t, i] = slot_of(n, head[n], n_slots)
                 end_out[final_at[t, i]] = EMPTY
                 head[n] += 1
                 start[n] = head[n]
-            obs_at[t, i] = head[n] % n_slots * n_envs + n
+            obs_at[t, i] = slot_of(n, head[n], n_slots)
             end_out[obs_at[t, i]] = EMPTY
 
 
@@ -74,16 +80,15 @@ def begin(rows: Array, changed: Array, n_slots: int, head: Array, start: Array, 
 
     An episode that has steps is cut before: what was its newest observation stays as its final one.
     """
-    n_envs = len(head)
     for i in range(len(rows)):
         n = rows[i]
         at[i] = -1
         if changed[i]:
             if head[n] > start[n]:
-                end[(head[n] - 1) % n_slots * n_envs + n] = TRUNCATED
+                end[slot_of(n, head[n] - 1, n_slots)] = TRUNCATED
                 head[n] += 1
                 start[n] = head[n]
-            at[i] = head[n] % n_slots * n_envs + n
+            at[i] = slot_of(n, head[n], n_slots)
             end[at[i]] = EMPTY
 
 
@@ -102,12 +107,11 @@ def windows(
     serial_out: Array,
 ) -> int:
     """n-step return, discount and bootstrap slot of each index; returns the first place that has no transition, or -1."""
-    n_envs = len(head)
     for b in range(len(index)):
         slot = index[b]
         if slot < 0 or slot >= len(end) or end[slot] == EMPTY:
             return b
-        t, n = slot // n_envs, slot % n_envs
+        n, t = slot // n_slots, slot % n_slots
         n_stored = (head[n] - t) % n_slots
         serial_out[b] = head[n] - n_stored
         total, discount, m = 0.0, 1.0, 0
@@ -116,10 +120,9 @@ def windows(
             discount *= gamma
             m += 1
             how = end[slot]
-            t += 1
+            slot, t = slot + 1, t + 1
             if t == n_slots:
-                t = 0
-            slot = t * n_envs + n
+                slot, t = slot - n_slots, 0
             if how == TERMINATED:
                 discount = 0.0
             if how != GOES_ON or m == n_step or m == n_stored:
@@ -130,11 +133,22 @@ def windows(
 
 @compiled
 def take(source: Array, index: Array, out: Array) -> None:
-    """Copy rows of bytes."""
+    """Copy rows."""
     for b in range(len(index)):
         i = index[b]
         for j in range(out.shape[1]):
             out[b, j] = source[i, j]
+
+
+@compiled
+def take_two(source: Array, index: Array, next_index: Array, out: Array, next_out: Array) -> None:
+    """Copy rows and the rows that follow them, which are mostly near."""
+    for b in range(len(index)):
+        i, k = index[b], next_index[b]
+        for j in range(out.shape[1]):
+            out[b, j] = source[i, j]
+        for j in range(out.shape[1]):
+            next_out[b, j] = source[k, j]
 
 
 @compiled
@@ -171,6 +185,6 @@ def draw_uniform(
                 else:
                     low = middle + 1
             _, last = first_and_end(low, n_step, n_slots, head, start)
-            slot = (last - (upto[low] - nth)) % n_slots * n_envs + low
+            slot = slot_of(low, last - (upto[low] - nth), n_slots)
         index_out[b] = slot
     return True
