@@ -9,7 +9,10 @@ from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import numpy as np
-from numba import njit
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -23,6 +26,25 @@ def compiled(function: Function) -> Function:
     """Compiled at its first call, then kept on disk; runs without the interpreter's lock and adds in the order written."""
     options: Any = {"cache": True, "error_model": "numpy", "nogil": True}
     return cast(Function, njit(**options)(function))
+
+
+def _prefetch(_typing: Any, array: Any, place: Any) -> Any:
+    """Ask for the memory of a flat array's element without waiting for it."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        data = context.make_array(signature.args[0])(context, builder, args[0]).data
+        address = builder.bitcast(builder.gep(data, [args[1]]), cgutils.voidptr_t)
+        word = ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, word, word, word])
+        insert: Any = cgutils.get_or_insert_function
+        call = insert(builder.module, kind, "llvm.prefetch.p0")
+        builder.call(call, [address, word(0), word(3), word(1)])  # to read, to keep, data
+        return context.get_dummy_value()
+
+    return types.void(array, place), generate
+
+
+prefetch: Any = intrinsic(_prefetch)
 
 
 def draw_key(seed: int, draw: int) -> np.uint64:

@@ -13,11 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flatout.buffers.compiled import compiled, draw_key, uniform
-from flatout.buffers.replay import Replay, ReplayBatch, alloc_batch
+from flatout.buffers.batch import ReplayBatch, alloc_batch
+from flatout.buffers.compiled import compiled, draw_key, prefetch, uniform
+from flatout.buffers.replay import Replay
 from flatout.buffers.replay_kernel import EMPTY, first_and_end, slot_of
+from flatout.buffers.rings import check_window, n_used, nothing_stored
 from flatout.envs.spaces import Array
-from flatout.errors import FlatoutError
 
 FAN, LEAF_FAN = 8, 16
 """Parts of a sum, of sums (float64) and of priorities (float32): as many as a line of the processor's cache holds."""
@@ -67,10 +68,16 @@ def _part(parts: Array, base: int, n: int, mass: float) -> tuple[int, float]:
     """Which of `n` parts a mass falls on, and where that begins; beyond the end by rounding, the last that is not 0."""
     end, begin, pick = 0.0, 0.0, 0
     for c in range(n):
-        part = np.float64(parts[base + c])
-        if part > 0.0 and end <= mass:
-            pick, begin = c, end
-        end += part
+        end += np.float64(parts[base + c])
+        if end <= mass:
+            pick, begin = c + 1, end
+    if pick == n:
+        begin = 0.0
+        while pick > 1 and not parts[base + pick - 1] > 0.0:
+            pick -= 1
+        pick -= 1
+        for c in range(pick):
+            begin += np.float64(parts[base + c])
     return pick, begin
 
 
@@ -85,6 +92,10 @@ def find(leaves: Array, nodes: Array, offsets: Array, mass: Array, index: Array)
             pick, begin = _part(nodes, offsets[level] + index[b] * FAN, FAN, mass[b])
             mass[b] -= begin
             index[b] = index[b] * FAN + pick
+            if level > 0:
+                prefetch(nodes, offsets[level - 1] + index[b] * FAN)
+            else:
+                prefetch(leaves, index[b] * LEAF_FAN)
     for b in range(len(index)):
         pick, _ = _part(leaves, index[b] * LEAF_FAN, LEAF_FAN, mass[b])
         index[b] = index[b] * LEAF_FAN + pick
@@ -118,11 +129,11 @@ def _draw(
 
 @compiled
 def stored(priority: float, eps: float, alpha: float, most: float) -> float:
-    """A priority as the tree keeps it; what is no number or infinite counts as the largest seen."""
+    """A priority as the tree keeps it; what is no number or infinite counts as the largest seen before."""
     value = (abs(priority) + eps) ** alpha
     if not value < np.inf:
-        return most
-    return min(max(value, LEAST), MOST)
+        value = most
+    return float(min(max(value, LEAST), MOST))
 
 
 @compiled
@@ -141,18 +152,18 @@ def _update(
     scratch: Array,
 ) -> float:
     """Set the priorities of slots that still hold the step they were drawn as; returns the largest seen."""
-    n = 0
+    n, largest = 0, most
     for j in range(len(index)):
         slot = index[j]
         env, t = slot // n_slots, slot % n_slots
         now = head[env] - (head[env] - t) % n_slots
         if now == serial[j] and leaves[slot] > 0.0:
             leaves[slot] = stored(priority[j], eps, alpha, most)
-            most = max(most, leaves[slot])
+            largest = max(largest, np.float64(leaves[slot]))
             scratch[n] = slot
             n += 1
     sum_up(leaves, nodes, offsets, scratch, n)
-    return most
+    return largest
 
 
 @compiled
@@ -194,7 +205,14 @@ class Prioritized:
     """
 
     def __init__(
-        self, replay: Replay, *, gamma: float, n_step: int = 1, alpha: float = 0.6, eps: float = 1e-6, seed: int = 0
+        self,
+        replay: Replay,
+        *,
+        gamma: float,
+        n_step: int = 1,
+        alpha: float = 0.6,
+        eps: float = 1e-6,
+        seed: int = 0,
     ) -> None:
         check_window(replay.n_slots, n_step, replay.n_envs)
         self.replay, self._gamma, self._n_step = replay, gamma, n_step
@@ -216,9 +234,9 @@ class Prioritized:
         return self._leaves[: self.replay.size]
 
     def _catch_up(self) -> None:
-        it = self.replay
-        state = (it.n_slots, it.head, it.start, it.end)
-        _catch_up(*self._tree, self._most, self._n_step, *state, self._seen, self._scratch)
+        it, seen, scratch = self.replay, self._seen, self._scratch
+        state = it.head, it.start, it.end
+        _catch_up(*self._tree, self._most, self._n_step, it.n_slots, *state, seen, scratch)
 
     def sample(self, size: int, beta: float = 0.4, out: ReplayBatch | None = None) -> ReplayBatch:
         """Draw `size` transitions, with weights (n · P)^-beta relative to the largest of them."""
@@ -243,8 +261,8 @@ class Prioritized:
         given = priority.detach().to("cpu", torch.float64).numpy()
         self._most = _update(
             *self._tree,
-            index.numpy(),
-            serial.numpy(),
+            index.cpu().numpy(),
+            serial.cpu().numpy(),
             given,
             self._eps,
             self._alpha,
@@ -257,7 +275,7 @@ class Prioritized:
     def arrays(self) -> dict[str, Array]:
         """Priorities and counters by name; with the replay's own arrays all that is needed to go on."""
         ring = self.replay.n_envs, self.replay.n_slots
-        used = self.replay.arrays()["end"].shape[1]
+        used = n_used(self.replay.head, self.replay.n_slots)
         counters = {"most": np.array([self._most]), "n_draws": np.array([self.n_draws])}
         return {"priority": self.priorities.reshape(ring)[:, :used], "seen": self._seen, **counters}
 
@@ -269,17 +287,3 @@ class Prioritized:
         sum_up(*self._tree, np.arange(self.replay.size), self.replay.size)
         self._seen[:] = arrays["seen"]
         self._most, self.n_draws = float(arrays["most"][0]), int(arrays["n_draws"][0])
-
-
-def check_window(n_slots: int, n_step: int, n_envs: int) -> None:
-    """Refuse a replay in which no n-step window could be whole."""
-    if n_step < 1:
-        raise FlatoutError(f"n_step is {n_step}; use 1 or more")
-    if n_slots - 1 <= n_step:
-        least = (n_step + 1) * n_envs
-        raise FlatoutError(f"{n_step}-step returns of {n_envs} envs need a buffer of at least {least} transitions")
-
-
-def nothing_stored(n_step: int) -> FlatoutError:
-    """What a draw from an empty replay says."""
-    return FlatoutError(f"the replay holds no {n_step}-step transition yet; collect more before sampling")

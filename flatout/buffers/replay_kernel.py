@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from flatout.buffers.compiled import compiled, uniform
+from flatout.buffers.compiled import compiled, prefetch, uniform
 from flatout.envs.spaces import Array
 
 GOES_ON, TERMINATED, TRUNCATED, EMPTY = 0, 1, 2, 3
@@ -75,7 +75,9 @@ def put(obs_at: Array, obs: Array, final_at: Array, final_obs: Array, out: Array
 
 
 @compiled
-def begin(rows: Array, changed: Array, n_slots: int, head: Array, start: Array, end: Array, at: Array) -> None:
+def begin(
+    rows: Array, changed: Array, n_slots: int, head: Array, start: Array, end: Array, at: Array
+) -> None:
     """Where the envs' newest observations are to be written, and none where they have not changed.
 
     An episode that has steps is cut before: what was its newest observation stays as its final one.
@@ -108,6 +110,9 @@ def windows(
 ) -> int:
     """n-step return, discount and bootstrap slot of each index; returns the first place that has no transition, or -1."""
     for b in range(len(index)):
+        prefetch(reward, index[b])
+        prefetch(end, index[b])
+    for b in range(len(index)):
         slot = index[b]
         if slot < 0 or slot >= len(end) or end[slot] == EMPTY:
             return b
@@ -125,7 +130,7 @@ def windows(
                 slot, t = slot - n_slots, 0
             if how == TERMINATED:
                 discount = 0.0
-            if how != GOES_ON or m == n_step or m == n_stored:
+            if how != GOES_ON or m in (n_step, n_stored):
                 break
         return_out[b], discount_out[b], next_out[b] = total, discount, slot
     return -1
@@ -134,6 +139,9 @@ def windows(
 @compiled
 def take(source: Array, index: Array, out: Array) -> None:
     """Copy rows."""
+    flat, width = source.reshape(-1), source.shape[1]
+    for b in range(len(index)):
+        prefetch(flat, index[b] * width)
     for b in range(len(index)):
         i = index[b]
         for j in range(out.shape[1]):
@@ -143,6 +151,10 @@ def take(source: Array, index: Array, out: Array) -> None:
 @compiled
 def take_two(source: Array, index: Array, next_index: Array, out: Array, next_out: Array) -> None:
     """Copy rows and the rows that follow them, which are mostly near."""
+    flat, width = source.reshape(-1), source.shape[1]
+    for b in range(len(index)):
+        prefetch(flat, index[b] * width)
+        prefetch(flat, next_index[b] * width)
     for b in range(len(index)):
         i, k = index[b], next_index[b]
         for j in range(out.shape[1]):

@@ -7,10 +7,11 @@ from collections.abc import Mapping
 import numpy as np
 from torch import Tensor
 
+from flatout.buffers.batch import ReplayBatch
 from flatout.buffers.compiled import draw_key
-from flatout.buffers.priority import check_window, nothing_stored
-from flatout.buffers.replay import Replay, ReplayBatch
+from flatout.buffers.replay import Replay
 from flatout.buffers.replay_kernel import draw_uniform
+from flatout.buffers.rings import check_window, nothing_stored
 from flatout.envs.spaces import Array
 
 
@@ -23,7 +24,7 @@ class Uniform:
         self._upto = np.zeros(replay.n_envs, np.int64)
         self.n_draws = 0
 
-    def sample(self, size: int, beta: float = 0.0, out: ReplayBatch | None = None) -> ReplayBatch:
+    def sample(self, size: int, beta: float = 0.0, out: ReplayBatch | None = None) -> ReplayBatch:  # noqa: ARG002
         """Draw `size` transitions, each with weight 1 whatever `beta`."""
         it, index = self.replay, np.empty(size, np.int64)
         key = draw_key(self._seed, self.n_draws)
