@@ -29,7 +29,7 @@ def transition_bytes(obs: ObsLayout, action: ActionLayout, *, prioritized: bool 
 
 def parse_capacity(text: str | int, bytes_each: int) -> int:
     """`100_000`, "1M" or "50k" transitions, or as many as "200MB" or "50GB" hold."""
-    found = re.fullmatch(r"(\d[\d_,]*(?:\.\d+)?|\.\d+)\s*([kmgt]i?)?(b)?", str(text).strip().lower())
+    found = re.fullmatch(r"(\d[\d_,]*(?:\.\d+)?(?:e\d{1,2})?)\s*([kmgt]i?)?(b)?", str(text).strip().lower())
     unit = (found[2] or "") if found else ""
     is_bytes = found is not None and found[3] is not None
     if found is None or (unit in _BINARY and not is_bytes):

@@ -27,6 +27,8 @@ class Uniform:
     def sample(self, size: int, beta: float = 0.0, out: ReplayBatch | None = None) -> ReplayBatch:  # noqa: ARG002
         """Draw `size` transitions, each with weight 1 whatever `beta`."""
         it, index = self.replay, np.empty(size, np.int64)
+        if out is not None:
+            out.weight.fill_(1)
         key = draw_key(self._seed, self.n_draws)
         if not draw_uniform(key, self._n_step, it.n_slots, it.head, it.start, it.end, self._upto, index):
             raise nothing_stored(self._n_step)
