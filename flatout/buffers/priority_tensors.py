@@ -130,7 +130,7 @@ class TensorPrioritized:
     def sample(self, size: int, beta: float = 0.4, out: ReplayBatch | None = None) -> ReplayBatch:  # noqa: ARG002
         """Draw `size` transitions, with weights (n · P)^-beta relative to the largest of them; `out` is not used."""
         it = self.replay
-        if it.n_steps < self._n_step:
+        if not it.holds(self._n_step):
             raise nothing_stored(self._n_step)
         self._catch_up()
         part = torch.arange(size, device=it.device)
@@ -183,7 +183,7 @@ class TensorUniform:
     def sample(self, size: int, beta: float = 0.0, out: ReplayBatch | None = None) -> ReplayBatch:  # noqa: ARG002
         """Draw `size` transitions, each with weight 1 whatever `beta`; `out` is not used."""
         it = self.replay
-        if it.n_steps < self._n_step:
+        if not it.holds(self._n_step):
             raise nothing_stored(self._n_step)
         first, last = it.ranges(self._n_step)
         upto = (last - first).cumsum(0)

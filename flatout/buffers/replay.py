@@ -52,7 +52,7 @@ class Replay:
         self._begun[rows] = True
         at = self.head[rows] % self.n_slots + rows * self.n_slots
         changed = self.head[rows] == 0  # nothing known yet
-        fresh = [rows_of_bytes(np.ascontiguousarray(leaf), 1) for leaf in obs]
+        fresh = self._as_bytes(obs, 1)
         for known, new in zip(self._bytes, fresh, strict=True):
             changed |= (known[at] != new).any(1)
         if changed.any():
@@ -112,8 +112,13 @@ class Replay:
             obs_at,
             final_at,
         )
-        finals = [rows_of_bytes(np.ascontiguousarray(leaf), 2) for leaf in final_obs]
-        self._put(obs_at, [rows_of_bytes(np.ascontiguousarray(leaf), 2) for leaf in obs], final_at, finals)
+        self._put(obs_at, self._as_bytes(obs, 2), final_at, self._as_bytes(final_obs, 2))
+
+    def _as_bytes(self, leaves: Leaves, n_lead: int) -> list[Array]:
+        pairs = zip(leaves, self.obs, strict=True)
+        out = [rows_of_bytes(np.ascontiguousarray(leaf, mine.dtype), n_lead) for leaf, mine in pairs]
+        assert all(x.shape[-1] == y.shape[1] for x, y in zip(out, self._bytes, strict=True)), "other shapes"
+        return out
 
     def _put(self, obs_at: Array, obs: list[Array], final_at: Array, final_obs: list[Array] | None) -> None:
         for out, leaf, final in zip(self._bytes, obs, final_obs or obs, strict=True):

@@ -43,7 +43,8 @@ class TensorReplay:
         self.start = self._room(np.int64, n_envs)
         """Number of the slot with the first observation of each env's present episode."""
         self.n_steps = self.reach = 0
-        """Steps that some env has taken, and slots that none can have gone beyond: what the host knows of them."""
+        """Steps that all envs took together, and slots that none can have gone beyond: what the host knows of them."""
+        self._held: set[int] = set()
         self._all = torch.arange(n_envs, device=device)
 
     def _room(self, dtype: Any, *shape: int) -> Tensor:
@@ -139,7 +140,7 @@ class TensorReplay:
         began = torch.where(terminated | truncated, followed, 0).amax(0)
         self.start[rows] = torch.maximum(self.start[rows], began)
         self.head[rows] = followed[-1]
-        self.n_steps += n_steps
+        self.n_steps += n_steps if rows is self._all else 0
         self.reach += 2 * n_steps
 
     def serials(self, index: Tensor) -> Tensor:
@@ -179,6 +180,18 @@ class TensorReplay:
         first = (self.head - self.n_slots + 1).clamp(min=0)
         return first, torch.maximum(torch.maximum(first, self.start), self.head - n_step + 1)
 
+    def holds(self, n_step: int) -> bool:
+        """Whether some whole n-step window is stored, which then stays so.
+
+        The device is asked only while the host cannot know: before there are as many steps of all envs together.
+        """
+        if self.n_steps < n_step and n_step not in self._held:
+            first, last = self.ranges(n_step)
+            if not bool((last > first).any()):
+                return False
+        self._held.add(n_step)
+        return True
+
     def arrays(self) -> dict[str, Array]:
         """All it holds by name, copied to RAM, in the form that `Replay` has too."""
         head = self.head.cpu().numpy()
@@ -194,7 +207,8 @@ class TensorReplay:
             x[:, : arrays[name].shape[1]] = self._here(arrays[name])
         self.head.copy_(self._here(arrays["head"]))
         self.start.copy_(self._here(arrays["start"]))
-        self.n_steps = self.reach = int(arrays["head"].max())
+        self.n_steps, self.reach = 0, int(arrays["head"].max())
+        self._held.clear()
 
     def _by_env(self) -> dict[str, Tensor]:
         return {name: x.view(self.n_envs, self.n_slots, *x.shape[1:]) for name, x in self._rings.items()}

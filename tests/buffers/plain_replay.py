@@ -134,9 +134,10 @@ class Filled:
         now, final = leaves_of([self.plain.now[n] for n in rows]), leaves_of([s.followed for s in steps])
         action = np.array([[s.action] for s in steps])
         ends = np.array([s.terminated for s in steps]), np.array([s.truncated for s in steps])
-        numbers, which = (action, np.array([s.reward for s in steps]), *ends), np.array(rows)
-        self.replay.add(*numbers, now, final, which)
-        lifted = tuple(torch.from_numpy(x) for x in numbers)
+        reward, which = np.array([s.reward for s in steps]), np.array(rows)
+        self.replay.add(action, reward, *ends, now, final, which)
+        terminated, truncated = (torch.from_numpy(end) for end in ends)
+        lifted = torch.from_numpy(action), torch.from_numpy(reward), terminated, truncated
         self.tensors.add(*lifted, _tensors(now), _tensors(final), torch.from_numpy(which))
 
     def rollout(self, n_steps: int) -> None:

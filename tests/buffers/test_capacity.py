@@ -35,7 +35,7 @@ def test_sizes_are_read(text: str | int, capacity: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "many", "-5", "5XB", "GB", "1.2.3", "5Gi", "nan"])
 def test_what_is_no_size_is_refused(text: str) -> None:
-    with pytest.raises(FlatoutError, match="is neither a number of transitions .* nor of bytes"):
+    with pytest.raises(FlatoutError, match=r"is neither a number of transitions .* nor of bytes"):
         parse_capacity(text, 100)
 
 

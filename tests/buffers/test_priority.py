@@ -39,7 +39,7 @@ def steady(n_envs: int = 2, per_env: int = 10, n_steps: int = 8) -> Filled:
 
 def parts(sampler: Sampler) -> Array:
     """The priority of each slot."""
-    return np.array(sampler.priorities, dtype=np.float64)
+    return torch.as_tensor(sampler.priorities).double().numpy().copy()
 
 
 def set_all(sampler: Sampler, index: Array, values: Array) -> None:
@@ -146,7 +146,7 @@ def test_ram_and_device_draw_the_same() -> None:
     one, other = both(filled, n_step=3)
     for k in range(40):
         filled.anything()
-        if filled.plain.eligible(3) and filled.tensors.n_steps >= 3:
+        if filled.plain.eligible(3):
             here, there = one.sample(16), other.sample(16)
             assert here.index.tolist() == there.index.tolist(), k
             for x, y in zip(here.tensors(), there.tensors(), strict=True):
@@ -221,6 +221,7 @@ def test_the_last_of_several_updates_of_a_slot_counts(which: int) -> None:
 def test_state_comes_back_and_goes_on_the_same(which: int) -> None:
     filled = Filled(2, 9, 4)
     sampler = both(filled, n_step=2)[which]
+    filled.rollout(3)
     for _ in range(30):
         filled.anything()
         batch = sampler.sample(8)
@@ -243,7 +244,7 @@ def test_same_seed_same_draws_and_another_seed_others() -> None:
     def drawn(seed: int) -> list[list[int]]:
         filled = steady()
         sampler = Prioritized(filled.replay, gamma=0.9, seed=seed)
-        return [sampler.sample(16).index.tolist() for _ in range(3)]
+        return [sampler.sample(5).index.tolist() for _ in range(3)]
 
     assert drawn(1) == drawn(1)
     assert drawn(1) != drawn(2)

@@ -81,10 +81,12 @@ def test_what_is_eligible_and_sampled_equals_plain_lists(
             lifted = torch.from_numpy(index)
             check(filled.tensors.sample(lifted, gamma=gamma, n_step=n_step), filled.plain, gamma, n_step)
             check(Uniform(filled.replay, gamma=gamma, n_step=n_step).sample(8), filled.plain, gamma, n_step)
-            if filled.tensors.n_steps >= n_step:
-                drawn = TensorUniform(filled.tensors, gamma=gamma, n_step=n_step).sample(8)
-                check(drawn, filled.plain, gamma, n_step)
-                assert set(drawn.index.tolist()) <= set(eligible)
+            drawn = TensorUniform(filled.tensors, gamma=gamma, n_step=n_step).sample(8)
+            check(drawn, filled.plain, gamma, n_step)
+            assert set(drawn.index.tolist()) <= set(eligible)
+        else:
+            with pytest.raises(FlatoutError, match="collect more before sampling"):
+                there.sample(8)
 
 
 def test_a_window_that_is_not_whole_stops_at_the_newest_step() -> None:
@@ -210,11 +212,22 @@ def test_continuous_actions_and_scalar_leaves_keep_their_dtype() -> None:
     assert batch.action.dtype == torch.float32
 
 
+def test_observations_are_stored_in_the_spaces_dtype_whatever_comes() -> None:
+    obs, never = ObsLayout(spaces.Box(-9, 9, (2,))), np.zeros(1, np.bool_)
+    replay = Replay(obs, ACTION, 1, 10)
+    replay.begin((np.array([[1.5, 2.5]]),))  # float64
+    now = (np.array([[3, 4]]),)
+    replay.add(np.array([[1]], np.int32), np.ones(1), never, never, now, now)
+    batch = replay.sample(np.array([0]), gamma=0.9)
+    assert batch.obs[0].tolist() == [[1.5, 2.5]]
+    assert batch.next_obs[0].tolist() == [[3.0, 4.0]]
+
+
 def test_nothing_on_a_device_waits_for_it() -> None:
     """On `meta` a host sync or a device mix-up raises."""
     meta = torch.device("meta")
     replay = TensorReplay(OBS, ACTION, 4, 40, meta)
-    samplers = [
+    samplers: list[TensorPrioritized | TensorUniform] = [
         TensorPrioritized(replay, gamma=0.9, n_step=3),
         TensorUniform(replay, gamma=0.9, n_step=3),
     ]
