@@ -13,7 +13,7 @@ from torch import Tensor
 from flatout.envs.spaces import ActionLayout, Array, ObsLayout
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class BatchArrays:
     """A batch as NumPy arrays; a leaf's rows are bytes, whatever it holds."""
 
@@ -29,7 +29,7 @@ class BatchArrays:
     """Slots of the bootstrap observations."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ReplayBatch:
     """B sampled transitions."""
 
@@ -64,31 +64,29 @@ class ReplayBatch:
 
 
 def alloc_batch(obs: ObsLayout, action: ActionLayout, size: int, *, pin: bool = False) -> ReplayBatch:
-    """Room for a batch in ordinary or pinned memory."""
-
-    def room(dtype: Any, *shape: int) -> Array:
-        return alloc(dtype, size, *shape, pin=pin)
-
-    leaves, nexts = (tuple(room(leaf.dtype, *leaf.shape) for leaf in obs.leaves) for _ in range(2))
-    kept = room(action_dtype(action), action.size)
-    reward, discount, weight = room(np.float32), room(np.float32), room(np.float32)
-    index, serial, next_index = room(np.int64), room(np.int64), room(np.int64)
+    """Room for a batch in ordinary or pinned memory; its weights are 1, the rest is not set."""
+    new: Any = _pinned if pin else np.empty
+    obs_room = tuple([new((size, *leaf.shape), leaf.dtype) for leaf in obs.leaves])
+    next_room = tuple([new((size, *leaf.shape), leaf.dtype) for leaf in obs.leaves])
+    kept = new((size, action.size), action_dtype(action))
+    reward, discount, weight = new(size, np.float32), new(size, np.float32), new(size, np.float32)
+    index, serial, next_index = new(size, np.int64), new(size, np.int64), np.empty(size, np.int64)
     weight.fill(1)
-    from_numpy = torch.from_numpy
+    tensor = torch.from_numpy
     return ReplayBatch(
-        obs=tuple(map(from_numpy, leaves)),
-        action=from_numpy(kept),
-        reward=from_numpy(reward),
-        next_obs=tuple(map(from_numpy, nexts)),
-        discount=from_numpy(discount),
-        weight=from_numpy(weight),
-        index=from_numpy(index),
-        serial=from_numpy(serial),
+        obs=tuple(map(tensor, obs_room)),
+        action=tensor(kept),
+        reward=tensor(reward),
+        next_obs=tuple(map(tensor, next_room)),
+        discount=tensor(discount),
+        weight=tensor(weight),
+        index=tensor(index),
+        serial=tensor(serial),
         arrays=BatchArrays(
-            obs=tuple(rows_of_bytes(leaf, 1) for leaf in leaves),
+            obs=tuple([rows_of_bytes(leaf, 1) for leaf in obs_room]),
             action=kept,
             reward=reward,
-            next_obs=tuple(rows_of_bytes(leaf, 1) for leaf in nexts),
+            next_obs=tuple([rows_of_bytes(leaf, 1) for leaf in next_room]),
             discount=discount,
             weight=weight,
             index=index,
@@ -100,10 +98,21 @@ def alloc_batch(obs: ObsLayout, action: ActionLayout, size: int, *, pin: bool = 
 
 def alloc(dtype: Any, *shape: int, pin: bool) -> Array:
     """Zeros in ordinary memory, whose pages cost nothing until they are written, or in pinned memory."""
-    if pin:
-        pinned: Array = torch.zeros(shape, dtype=torch_dtype(dtype), pin_memory=True).numpy()
-        return pinned
-    return np.zeros(shape, dtype)
+    return _pinned(shape, dtype) if pin else np.zeros(shape, dtype)
+
+
+def _pinned(shape: int | tuple[int, ...], dtype: Any) -> Array:
+    out: Array = torch.zeros(shape, dtype=torch_dtype(dtype), pin_memory=True).numpy()
+    return out
+
+
+def as_array(tensor: Tensor) -> Array:
+    """The tensor as an array of a float or integer type that NumPy has; the same memory where it is in RAM."""
+    tensor = tensor.detach()
+    if not tensor.is_cpu or tensor.dtype in (torch.bfloat16, torch.float16):
+        tensor = tensor.to("cpu", tensor.dtype if tensor.dtype.itemsize > 2 else torch.float32)
+    out: Array = tensor.contiguous().numpy()
+    return out
 
 
 def torch_dtype(dtype: Any) -> torch.dtype:

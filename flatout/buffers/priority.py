@@ -10,10 +10,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from flatout.buffers.batch import ReplayBatch, alloc_batch
+from flatout.buffers.batch import ReplayBatch, alloc_batch, as_array
 from flatout.buffers.compiled import compiled, draw_key, prefetch, uniform
 from flatout.buffers.replay import Replay
 from flatout.buffers.replay_kernel import EMPTY, first_and_end, slot_of
@@ -258,12 +257,11 @@ class Prioritized:
         self._catch_up()
         if len(index) > len(self._scratch):
             self._scratch = np.empty(len(index), np.int64)
-        given = priority.detach().to("cpu", torch.float64).numpy()
         self._most = _update(
             *self._tree,
-            index.cpu().numpy(),
-            serial.cpu().numpy(),
-            given,
+            as_array(index),
+            as_array(serial),
+            as_array(priority),
             self._eps,
             self._alpha,
             self._most,

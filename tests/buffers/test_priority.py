@@ -179,6 +179,17 @@ def test_odd_priorities_do_no_harm(which: int) -> None:
 
 
 @pytest.mark.parametrize("which", [0, 1], ids=["ram", "device"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_priorities_may_come_as_any_float(which: int, dtype: torch.dtype) -> None:
+    sampler = both(steady(1, 10, 8), alpha=1.0, eps=0.0)[which]
+    errors = torch.tensor([[2.0, 9.0], [0.5, 9.0]], dtype=dtype, requires_grad=True)[
+        :, 0
+    ]  # not even contiguous
+    sampler.update(torch.tensor([2, 5]), torch.tensor([2, 5]), errors)
+    assert parts(sampler)[[2, 5, 7]].tolist() == [2.0, 0.5, 1.0]
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["ram", "device"])
 def test_new_steps_get_the_largest_priority_once_they_are_eligible(which: int) -> None:
     filled = steady(1, 10, 4)
     sampler = both(filled, n_step=3, alpha=1.0, eps=0.0)[which]
