@@ -37,6 +37,7 @@ from flatout.hardware.threads import torch_threads
 from flatout.learn.checkpoint import Checkpoint
 from flatout.learn.compile import Compilation
 from flatout.learn.learner import Learner
+from flatout.learn.make import make_learner
 from flatout.pipeline.lockstep import Counted, Lockstep
 from flatout.pipeline.overlap import Overlap, Ready
 from flatout.pipeline.state import TrainState
@@ -76,15 +77,16 @@ class Trainer:
         self.precision, _ = choose_precision(config.precision, policy.device, n_params)
         if policy.device.type == "cuda":
             use_matmul_precision(self.precision)
-        self.learner = Learner(
+        self.learner = make_learner(
             policy.model,
-            config.ppo,
+            config.algorithm,
             n_envs=config.n_envs,
             seed=config.seed,
             clock=self.clock,
             precision=self.precision,
         )
         self.learner.fit_into(free_memory(policy.device))
+        self.learner.reserve()
         if config.eval_every and env.factory.is_instance:
             self.notes.append(EVAL_IN_PLACE)
         planning = Planning(
@@ -102,7 +104,7 @@ class Trainer:
         self.plan, self._collector, rollouts = self._first_that_starts(self._decision.ways)
         n_children = self.plan.n_collectors if self.plan.children else 0
         n_taken = n_children if self.overlap else 0
-        learn_threads = torch_threads(n_params, config.ppo.batch_size, n_cores, n_taken)
+        learn_threads = torch_threads(n_params, config.algorithm.batch_size, n_cores, n_taken)
         self._pipeline: Lockstep[Any] | Overlap[Any]
         if self.overlap:
             self._pipeline = Overlap(
@@ -153,16 +155,18 @@ class Trainer:
 
     def _assemble(self, plan: Plan) -> tuple[Collects[Any], Sequence[Counted]]:
         config, policy, env_ids = self.config, self.policy, np.arange(self.config.n_envs)
-        n_steps, n_slots = config.ppo.n_steps, 2 if self.overlap else 1
+        n_steps, n_slots = config.algorithm.n_steps, 2 if self.overlap else 1
         clock = PhaseClock("collector 0")
         model, source = policy.model, None
+        shift = noise_shift(config)
         if plan.children:
             job = Job(
                 factory=self._env.factory,
                 obs=policy.obs,
                 action=policy.action,
                 network=config.network,
-                normalize_obs=config.ppo.normalize_obs,
+                traits=config.algorithm.traits,
+                noise_shift=shift,
                 seed=config.seed,
                 first=0,
                 end=config.n_envs,
@@ -192,6 +196,7 @@ class Trainer:
                 clock=clock,
                 n_slots=n_slots,
                 source=source,
+                noise_shift=shift,
             )
         collector = Collector(
             self._executor(plan, env_ids),
@@ -201,6 +206,7 @@ class Trainer:
             seed=config.seed,
             clock=clock,
             source=source,
+            noise_shift=shift,
         )
         slots = range(n_slots)
         return collector, [Rollout.alloc(policy.obs, policy.action, n_steps, config.n_envs) for _ in slots]
@@ -237,6 +243,7 @@ class Trainer:
         self.learner.n_updates = saved.n_updates
         self._collector.n_steps = saved.env_steps // self.config.n_envs
         self._take_ready(checkpoint)
+        self.learner.restore_replay(checkpoint.replay, saved.env_steps)
         envs = {name[5:]: t.numpy() for name, t in tensors.items() if name.startswith("envs.")}
         if not envs or (not self._env.batched and "ages" not in envs):  # saved without a way back
             self._collector.reset()
@@ -253,7 +260,7 @@ class Trainer:
         for name, array in arrays.items():
             array[...] = checkpoint.tensors[f"ready.{name}"].numpy()
         pipeline.ready = Ready(0, [Episode(*fields) for fields in about["episodes"]], about["lag"])
-        self._collector.n_steps += self.config.ppo.n_steps
+        self._collector.n_steps += self.config.algorithm.n_steps
 
     def iterate(self, total_steps: int, stop: StopRequest) -> dict[str, float]:
         """Collect a rollout and learn from it."""
@@ -274,7 +281,7 @@ class Trainer:
             tensors |= {f"ready.{name}": torch.from_numpy(array.copy()) for name, array in arrays.items()}
             episodes = [[e.env_id, e.total_reward, e.length] for e in ready.episodes]
             about["ready"] = {"episodes": episodes, "lag": ready.lag}
-        return Checkpoint(tensors, about)
+        return Checkpoint(tensors, about, self.learner.replay())
 
     @property
     def lanes(self) -> list[Lane]:
@@ -352,10 +359,18 @@ class Trainer:
             self._eval_executor.close()
 
 
-def _close(collector: Collects[Any], learner: Learner) -> None:
+def _close(collector: Collects[Any], learner: Learner[Any]) -> None:
     collector.close()
-    if learner.compilation is not None:
-        learner.compilation.close()
+    learner.close()
+
+
+def noise_shift(config: RunConfig) -> Array | None:
+    """What is added to each env's noise, so that some explore more than others; see `GreedyHead`."""
+    spread = getattr(config.algorithm, "exploration_spread", 0.0)
+    if not spread or config.n_envs == 1:
+        return None
+    out: Array = np.log1p(spread * np.linspace(0, 1, config.n_envs)).astype(np.float32)
+    return out
 
 
 def eval_executor(env: EnvInfo, layout: ObsLayout, n_envs: int, seed: int) -> Executor:

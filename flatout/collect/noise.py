@@ -21,7 +21,15 @@ _MIX2 = np.uint64(0x94D049BB133111EB)
 class ActionNoise:
     """Gumbel noise for categorical actions, normal noise for continuous ones."""
 
-    def __init__(self, layout: ActionLayout, env_ids: npt.NDArray[np.int64], seed: int) -> None:
+    def __init__(
+        self,
+        layout: ActionLayout,
+        env_ids: npt.NDArray[np.int64],
+        seed: int,
+        shift: npt.NDArray[np.float32] | None = None,
+    ) -> None:
+        """`shift`: by env, added to all its noise."""
+        self._shift = None if shift is None else torch.from_numpy(shift[env_ids])[:, None]
         self._continuous = layout.continuous
         self._size = layout.noise_size
         with np.errstate(over="ignore"):
@@ -38,6 +46,8 @@ class ActionNoise:
         uniform = ((bits >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
         values = torch.from_numpy(uniform).view(len(self._keys), n_steps, self._size).transpose(0, 1)
         noise = torch.special.ndtri(values) if self._continuous else -(-values.log()).log()
+        if self._shift is not None:
+            noise += self._shift
         return noise.float().contiguous()
 
 

@@ -19,7 +19,7 @@ from flatout.errors import EnvError
 from flatout.executors.base import Episode
 from flatout.executors.tensors import TensorExecutor
 from flatout.models.actor import KernelActor, is_small
-from flatout.models.policy import ActorCritic, copy_parameters
+from flatout.models.policy import PolicyNet, copy_parameters
 from flatout.trace.phases import Lane, PhaseClock
 
 KERNEL_ROWS = 512
@@ -56,7 +56,16 @@ class TensorActions:
 class DeviceNoise:
     """Gumbel or normal noise drawn on the device; a rollout's depends on the seed and its first step only."""
 
-    def __init__(self, layout: ActionLayout, n_envs: int, seed: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        layout: ActionLayout,
+        n_envs: int,
+        seed: int,
+        device: torch.device,
+        shift: Array | None = None,
+    ) -> None:
+        """`shift`: by env, added to all its noise."""
+        self._shift = None if shift is None else torch.from_numpy(shift).to(device)[:, None]
         self._continuous, self._size = layout.continuous, layout.noise_size
         self._n_envs, self._seed = n_envs, seed
         self._generator = torch.Generator(device)
@@ -69,7 +78,8 @@ class DeviceNoise:
         if self._continuous:
             return noise.normal_(generator=self._generator)
         # -log of an exponential is Gumbel; an exponential of 0 would make it infinite.
-        return noise.exponential_(generator=self._generator).clamp_(min=1e-38).log_().neg_()
+        noise.exponential_(generator=self._generator).clamp_(min=1e-38).log_().neg_()
+        return noise if self._shift is None else noise.add_(self._shift)
 
 
 class TensorCollector:
@@ -78,17 +88,18 @@ class TensorCollector:
     def __init__(
         self,
         executor: TensorExecutor,
-        model: ActorCritic,
+        model: PolicyNet,
         layout: ActionLayout,
         *,
         seed: int,
         clock: PhaseClock,
-        source: ActorCritic | None = None,
+        source: PolicyNet | None = None,
+        noise_shift: Array | None = None,
     ) -> None:
         self.executor, self._model, self._clock = executor, model, clock
         self._source = source
         self._actions = TensorActions(layout, executor.device)
-        self._noise = DeviceNoise(layout, executor.n_envs, seed, executor.device)
+        self._noise = DeviceNoise(layout, executor.n_envs, seed, executor.device, noise_shift)
         small = executor.n_envs <= KERNEL_ROWS and is_small(model, executor.device)
         self._actor = KernelActor(model) if small else None
         self._returns = torch.zeros(executor.n_envs, dtype=torch.float64, device=executor.device)

@@ -15,7 +15,7 @@ import secrets
 import shutil
 import stat
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from flatout.envs.spaces import Array
 from flatout.errors import FlatoutError
 
 FORMAT_VERSION = 1
@@ -41,6 +42,8 @@ class Checkpoint:
     """CPU tensors by name; those that share memory come back apart"""
     state: dict[str, Any]
     """plain JSON: string keys, no NaN or infinity; tuples come back as lists"""
+    replay: Mapping[str, Array] | None = None
+    """what was stored to be learned from again; in a file of its own beside the checkpoint's"""
 
 
 def write(path: Path, checkpoint: Checkpoint) -> None:

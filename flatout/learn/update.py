@@ -27,7 +27,7 @@ class Rows(Protocol):
 
     def __len__(self) -> int: ...
 
-    def take(self: Batch, index: slice) -> Batch:
+    def take(self: Batch, index: Tensor | slice) -> Batch:
         """Some of the rows."""
         ...
 
@@ -41,8 +41,9 @@ class Rows(Protocol):
 
 
 Batch = TypeVar("Batch", bound=Rows)
-LossFn = Callable[[Batch, Tensor], tuple[Tensor, Tensor]]
-"""(minibatch, the algorithm's scheduled coefficient) → mean loss over rows, vector of mean metrics over rows."""
+LossFn = Callable[[Batch, Tensor], tuple[Tensor, ...]]
+"""(minibatch, the algorithm's scheduled coefficient) → mean loss over rows, vector of mean metrics over rows, and
+what `row_output` asks for: a number for each row."""
 Step = Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]], Sequence[Tensor]]
 """(state, settings, the model's buffers, a minibatch's tensors) → new state."""
 
@@ -63,6 +64,7 @@ class Update(Generic[Batch]):
         kl_index: int = 0,
         kl_limit: float | None = None,
         autocast: torch.dtype | None = None,
+        row_output: bool = False,
     ) -> None:
         self._model, self._params, self._loss, self._prepare = model, params, loss, prepare
         self._max_grad_norm, self._kl_index, self._kl_limit = max_grad_norm, kl_index, kl_limit
@@ -84,6 +86,9 @@ class Update(Generic[Batch]):
         self.coefficient = torch.zeros((), device=flat.device)
         self._state = [flat, self.momentum, self.variance, self.n_steps, self.scale]
         self._state += [self.metrics, self.n_taken, self.n_bad, self.stopped]
+        self.row_output = torch.zeros(batch_size if row_output else 0, device=flat.device)
+        """What the last step's loss said of each row."""
+        self._state += [self.row_output] if row_output else []
         self._settings = [self.learning_rate, self.coefficient]
         self._step_size = 0.0
         self.compiled: Step | None = None
@@ -121,16 +126,16 @@ class Update(Generic[Batch]):
 
     def run_eagerly(self, batch: Batch) -> list[Tensor]:
         """The same, operation by operation."""
-        gradient, metrics = self._gradient(batch, self._params.leaves, self._loss, self.coefficient)
+        gradient, metrics, rows = self._gradient(batch, self._params.leaves, self._loss, self.coefficient)
         with torch.no_grad():
-            return self._advance(self._state, self.learning_rate, gradient, metrics)
+            return [*self._advance(self._state, self.learning_rate, gradient, metrics), *rows]
 
     def _change(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
         """All that a step needs memory for: gradient, what to divide it by, whether to leave it out, new counters."""
-        gradient, metrics = self._gradient(batch, self._params.leaves, self._loss, self.coefficient)
+        gradient, metrics, rows = self._gradient(batch, self._params.leaves, self._loss, self.coefficient)
         with torch.no_grad():
             go, shrink, counters = self._judge(self._state, gradient, metrics)
-            return gradient, 1 / shrink, 1 - go, counters
+            return gradient, 1 / shrink, 1 - go, [*counters, *rows]
 
     @torch.no_grad()
     def _apply(self, gradient: Tensor, divisor: Tensor, left_out: Tensor, counters: list[Tensor]) -> None:
@@ -152,7 +157,10 @@ class Update(Generic[Batch]):
             grad_scale=divisor,
             found_inf=left_out,
         )
-        torch._foreach_copy_(self._state[3:], counters)
+        torch._foreach_copy_(self._state[3:9], counters[:6])
+        for rows in counters[6:]:  # a batch of another size is only being tried
+            n = min(len(rows), len(self.row_output))
+            self.row_output[:n] = rows[:n]
 
     @torch.no_grad()
     def commit(self, new: Sequence[Tensor]) -> None:
@@ -188,14 +196,14 @@ class Update(Generic[Batch]):
             own = dict(zip([f"model.{name}" for name in names], leaves, strict=True))
             own |= dict(zip([f"model.{name}" for name in buffer_names], buffers, strict=True))
 
-            def loss(batch: Batch, coefficient: Tensor) -> tuple[Tensor, Tensor]:
-                out: tuple[Tensor, Tensor] = torch.func.functional_call(wrapped, own, (batch, coefficient))
+            def loss(batch: Batch, coefficient: Tensor) -> tuple[Tensor, ...]:
+                out: tuple[Tensor, ...] = torch.func.functional_call(wrapped, own, (batch, coefficient))
                 return out
 
             batch = example.like(tensors)
-            gradient, metrics = self._gradient(batch, leaves, loss, settings[1], state[4])
+            gradient, metrics, rows = self._gradient(batch, leaves, loss, settings[1], state[4])
             with torch.no_grad():
-                return self._advance(state, settings[0], gradient, metrics)
+                return [*self._advance(state, settings[0], gradient, metrics), *rows]
 
         return step
 
@@ -215,16 +223,18 @@ class Update(Generic[Batch]):
         loss_of: LossFn[Batch],
         coefficient: Tensor,
         scale: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Flat gradient and metrics of a minibatch, in parts of what fits into memory."""
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """Flat gradient and metrics of a minibatch, in parts of what fits into memory, and what it says of rows."""
         scale = self.scale if scale is None else scale
         batch, n, size = self._prepare(batch), len(batch), self.parts.n_rows
         grads: list[Tensor] = []
         means: list[Tensor] = []
+        said: list[Tensor] = []
         for start in range(0, n, size):
             part = batch if size >= n else batch.take(slice(start, start + size))
             with self._precision():
-                loss, metrics = loss_of(part, coefficient)
+                loss, metrics, *rows = loss_of(part, coefficient)
+            said += rows
             share = len(part) / n
             scaled = self._autocast is torch.float16
             part_grads = torch.autograd.grad(loss * (scale * share if scaled else share), leaves)
@@ -233,7 +243,7 @@ class Update(Generic[Batch]):
             means.append(metrics * share)
             if len(grads) == 2:
                 grads, means = [grads[0] + grads[1]], [means[0] + means[1]]
-        return grads[0], means[0]
+        return grads[0], means[0], [torch.cat(said)] if len(said) > 1 else said
 
     def _precision(self) -> Any:
         if self._autocast is None:
@@ -259,7 +269,7 @@ class Update(Generic[Batch]):
         self, state: Sequence[Tensor], grad: Tensor, metrics: Tensor
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
         """Whether this step counts (1.0 or 0.0), what clipping multiplies the gradient by, and the counters after."""
-        n_steps, scale, sums, n_taken, n_bad, stopped = state[3:]
+        n_steps, scale, sums, n_taken, n_bad, stopped = state[3:9]
         norm = torch.linalg.vector_norm(grad)
         finite = torch.isfinite(norm) & torch.isfinite(metrics[0])
         if self._kl_limit is not None:
@@ -290,5 +300,5 @@ class _Loss(nn.Module):
         self.model = model
         self._loss = loss
 
-    def forward(self, batch: Any, coefficient: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, batch: Any, coefficient: Tensor) -> tuple[Tensor, ...]:
         return self._loss(batch, coefficient)
