@@ -26,8 +26,8 @@ from flatout.hardware.cards import card
 from flatout.hardware.machine import usable_memory
 from flatout.learn.make import make_learner
 from flatout.measure import TINY, fitted, measure_costs, run_a_moment, settings_of, update_cost
-from flatout.models.config import NetworkConfig
 from flatout.models.build import build_model
+from flatout.models.config import NetworkConfig
 from flatout.planning import count_params, launch_seconds
 from flatout.trace.phases import PhaseClock
 

@@ -137,6 +137,10 @@ class Trainer:
         if device == "cuda":
             self.learner.capture = True
             return
+        if self.learner.update.by_hand is not None:
+            if config.compile == "auto":
+                return  # as fast, from the first update on
+            self.learner.update.by_hand = None
         recipe = update_recipe(config, self.policy, self.precision, n_threads)
         self.learner.compilation = Compilation(recipe, wait=config.compile == "on")
 
@@ -243,7 +247,10 @@ class Trainer:
         self.learner.n_updates = saved.n_updates
         self._collector.n_steps = saved.env_steps // self.config.n_envs
         self._take_ready(checkpoint)
-        self.learner.restore_replay(checkpoint.replay, saved.env_steps)
+        replay = checkpoint.replay
+        if replay is not None and int(replay["env_steps"][0]) != saved.env_steps:
+            replay = None  # of another checkpoint that had this name
+        self.learner.restore_replay(replay, saved.env_steps)
         envs = {name[5:]: t.numpy() for name, t in tensors.items() if name.startswith("envs.")}
         if not envs or (not self._env.batched and "ages" not in envs):  # saved without a way back
             self._collector.reset()
@@ -281,7 +288,10 @@ class Trainer:
             tensors |= {f"ready.{name}": torch.from_numpy(array.copy()) for name, array in arrays.items()}
             episodes = [[e.env_id, e.total_reward, e.length] for e in ready.episodes]
             about["ready"] = {"episodes": episodes, "lag": ready.lag}
-        return Checkpoint(tensors, about, self.learner.replay())
+        replay = self.learner.replay()
+        if replay is not None:
+            replay = {**replay, "env_steps": np.array([self.state.env_steps])}
+        return Checkpoint(tensors, about, replay)
 
     @property
     def lanes(self) -> list[Lane]:

@@ -16,8 +16,8 @@ from flatout.algorithms import ppo
 from flatout.algorithms.config import PPOConfig
 from flatout.envs.spaces import ActionLayout, ObsLayout
 from flatout.learn.graphs import Captured
-from flatout.learn.ppo import PPOLearner
 from flatout.learn.params import FlatParams
+from flatout.learn.ppo import PPOLearner
 from flatout.learn.update import Update
 from flatout.models.config import NetworkConfig
 from flatout.models.policy import build

@@ -36,6 +36,7 @@ POLL_SECONDS = 0.1
 COLLECT, RESET, SNAPSHOT, RESTORE, RESET_ALL, DONE = b"C", b"0", b"S", b"R", b"A", b"D"
 PHASES = ("act", "env", "tail", "store", "slot", "start")
 """The columns of the spans that a child answers with, after their start and end."""
+PLAIN = Traits()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +47,7 @@ class Job:
     obs: ObsLayout
     action: ActionLayout
     network: NetworkConfig
-    traits: Traits = Traits()
+    traits: Traits = PLAIN
     seed: int
     first: int
     """Its first column; its envs have consecutive numbers."""

@@ -36,8 +36,8 @@ from flatout.executors.supervise import ChildProcess
 from flatout.hardware.cache import cache_folder
 from flatout.learn.make import make_learner
 from flatout.learn.update import Step, Update
-from flatout.models.config import NetworkConfig
 from flatout.models.build import build_model
+from flatout.models.config import NetworkConfig
 from flatout.trace.phases import PhaseClock
 
 DONE = b"D"

@@ -1,4 +1,4 @@
-"""Passes over a rollout's rows, in a new order each: what learners of rollouts share."""
+"""What learners of rollouts share: a rollout as an algorithm takes it, and passes over its rows, in a new order each."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from collections.abc import Callable
 from typing import Generic
 
 import torch
+from torch import Tensor
 
+from flatout.algorithms.ppo import Transitions
+from flatout.buffers.rollout import RolloutTensors
 from flatout.learn.update import Batch, Update
 
 
@@ -32,3 +35,18 @@ class Epochs(Generic[Batch]):
             if stop():
                 return True
         return False
+
+
+def as_transitions(data: RolloutTensors, reward_tn: Tensor) -> Transitions:
+    """A rollout with these rewards, its last observations apart."""
+    return Transitions(
+        obs_tn=tuple(leaf[:-1] for leaf in data.obs),
+        action_tn=data.action,
+        log_prob_tn=data.log_prob,
+        reward_tn=reward_tn,
+        terminated_tn=data.terminated,
+        truncated_tn=data.truncated,
+        last_obs_n=tuple(leaf[-1] for leaf in data.obs),
+        final_obs=data.final_obs,
+        final_index=data.final_index,
+    )

@@ -9,6 +9,7 @@ from flatout.algorithms.q_config import DQNConfig, PQNConfig
 from flatout.learn.dqn import DQNLearner
 from flatout.learn.learner import Learner
 from flatout.learn.ppo import PPOLearner
+from flatout.learn.pqn import PQNLearner
 from flatout.models.policy import ActorCritic, PolicyNet
 from flatout.models.q import QNetwork
 from flatout.trace.phases import PhaseClock
@@ -30,4 +31,4 @@ def make_learner(
     assert isinstance(model, QNetwork), "this algorithm learns action values"
     if isinstance(config, DQNConfig):
         return DQNLearner(model, config, n_envs=n_envs, seed=seed, clock=clock, precision=precision)
-    raise NotImplementedError(config.SECTION)
+    return PQNLearner(model, config, n_envs=n_envs, seed=seed, clock=clock, precision=precision)

@@ -11,9 +11,9 @@ from torch import Tensor
 from flatout.algorithms import ppo
 from flatout.algorithms.config import PPOConfig
 from flatout.buffers.rollout import Learnable
-from flatout.learn.epochs import Epochs
+from flatout.learn.epochs import Epochs, as_transitions
 from flatout.learn.learner import AUTOCAST, Learner, example_obs
-from flatout.learn.memory import PartSize
+from flatout.learn.memory import PartSize, in_parts
 from flatout.learn.normalize import RewardScaler
 from flatout.learn.update import Update
 from flatout.models.policy import ActorCritic
@@ -110,25 +110,20 @@ class PPOLearner(Learner[ppo.Minibatch]):
         return torch.stack([self.update.metrics[ppo.KL], self.update.n_taken])
 
     def _values(self, obs: tuple[Tensor, ...]) -> Tensor:
-        return self._in_parts(lambda rows: self.model.value(tuple(leaf[rows] for leaf in obs)), len(obs[0]))
+        size = self._value_parts.n_rows
+        return in_parts(lambda rows: self.model.value(tuple(leaf[rows] for leaf in obs)), len(obs[0]), size)
 
     def _log_ratio(self, data: ppo.Transitions) -> Tensor:
         obs = tuple(leaf.flatten(0, 1) for leaf in data.obs_tn)
         action, log_prob = data.action_tn.flatten(0, 1), data.log_prob_tn.flatten()
-        flat = self._in_parts(
+        flat = in_parts(
             lambda rows: ppo.log_ratio(
                 self.model, tuple(leaf[rows] for leaf in obs), action[rows], log_prob[rows]
             ),
             len(log_prob),
+            self._value_parts.n_rows,
         )
         return flat.view(data.log_prob_tn.shape)
-
-    def _in_parts(self, function: Callable[[slice], Tensor], n_rows: int) -> Tensor:
-        """What `function` gives for all rows, in as many parts as memory wants."""
-        size = self._value_parts.n_rows
-        if size >= n_rows:
-            return function(slice(None))
-        return torch.cat([function(slice(i, i + size)) for i in range(0, n_rows, size)])
 
     def example_batch(self, n_rows: int) -> ppo.Minibatch:
         """A minibatch of the right shapes, to try things with."""
@@ -150,17 +145,7 @@ class PPOLearner(Learner[ppo.Minibatch]):
         reward = data.reward
         if self._reward_scaler is not None:
             reward = self._reward_scaler.scale(reward, data.terminated | data.truncated)
-        return ppo.Transitions(
-            obs_tn=tuple(leaf[:-1] for leaf in data.obs),
-            action_tn=data.action,
-            log_prob_tn=data.log_prob,
-            reward_tn=reward,
-            terminated_tn=data.terminated,
-            truncated_tn=data.truncated,
-            last_obs_n=tuple(leaf[-1] for leaf in data.obs),
-            final_obs=data.final_obs,
-            final_index=data.final_index,
-        )
+        return as_transitions(data, reward)
 
     def state(self) -> dict[str, Tensor]:
         """Everything that learning on needs, by name."""

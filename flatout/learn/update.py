@@ -95,6 +95,10 @@ class Update(Generic[Batch]):
         """The same step as a compiled function, for minibatches of `batch_size` rows; None: not (yet)."""
         self.replayed: Callable[[Batch], None] | None = None
         """On CUDA: the same step, committed, as a graph; None: not captured."""
+        self.by_hand: Callable[[Batch], tuple[Tensor, Tensor]] | None = None
+        """Flat gradient and metrics of a minibatch of `batch_size` rows without autograd, `row_output` filled in; None:
+        there is no such code. For float32 and losses without a KL limit."""
+        self._seen = torch.zeros(n_metrics + 1, device=flat.device)
         self._compiled_rows = batch_size
 
     def begin(self, learning_rate: float, coefficient: float = 0.0) -> None:
@@ -110,7 +114,9 @@ class Update(Generic[Batch]):
         if self.replayed is not None and len(batch) == self._compiled_rows == self.parts.n_rows:
             self.replayed(batch)
             return
-        if self.compiled is not None and len(batch) == self._compiled_rows == self.parts.n_rows:
+        if self.by_hand is not None and len(batch) == self._compiled_rows == self.parts.n_rows:
+            self._apply_by_hand(*self.by_hand(batch))
+        elif self.compiled is not None and len(batch) == self._compiled_rows == self.parts.n_rows:
             self.commit(self.parts.attempt(lambda: self._run_compiled(batch)))
         else:
             self._apply(*self.parts.attempt(lambda: self._change(batch)))
@@ -138,15 +144,34 @@ class Update(Generic[Batch]):
             return gradient, 1 / shrink, 1 - go, [*counters, *rows]
 
     @torch.no_grad()
+    def _apply_by_hand(self, gradient: Tensor, metrics: Tensor) -> None:
+        """What `_judge` and `_apply` do, in as few operations: beside a small network's gradient each counts."""
+        norm = torch.linalg.vector_norm(gradient)
+        seen = torch.cat([metrics, norm.view(1)], out=self._seen)
+        go = torch.isfinite(seen.sum()).float()
+        bad = 1 - go
+        torch._foreach_add_([self.n_steps, self.n_taken, self.n_bad], [go, go, bad])
+        self.metrics.addcmul_(seen.nan_to_num_(0.0, 0.0, 0.0), go)
+        divisor = norm.add_(1e-6).div_(self._max_grad_norm).clamp_(min=1.0)
+        self._adam(gradient, divisor, bad, self.n_steps)
+
+    @torch.no_grad()
     def _apply(self, gradient: Tensor, divisor: Tensor, left_out: Tensor, counters: list[Tensor]) -> None:
         """Adam in one pass over the parameters, in place; in what passes and memory cost, `_advance` is no match."""
+        self._adam(gradient, divisor, left_out, counters[0])
+        torch._foreach_copy_(self._state[3:9], counters[:6])
+        for rows in counters[6:]:  # a batch of another size is only being tried
+            n = min(len(rows), len(self.row_output))
+            self.row_output[:n] = rows[:n]
+
+    def _adam(self, gradient: Tensor, divisor: Tensor, left_out: Tensor, n_steps: Tensor) -> None:
         torch._fused_adam_(
             [self._params.flat],
             [gradient],
             [self.momentum],
             [self.variance],
             [],
-            [counters[0]],
+            [n_steps],
             lr=self._step_size,
             beta1=BETA1,
             beta2=BETA2,
@@ -157,10 +182,6 @@ class Update(Generic[Batch]):
             grad_scale=divisor,
             found_inf=left_out,
         )
-        torch._foreach_copy_(self._state[3:9], counters[:6])
-        for rows in counters[6:]:  # a batch of another size is only being tried
-            n = min(len(rows), len(self.row_output))
-            self.row_output[:n] = rows[:n]
 
     @torch.no_grad()
     def commit(self, new: Sequence[Tensor]) -> None:

@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flatout.algorithms.config import PPOConfig
 from flatout.envs.spaces import ActionLayout, ObsLayout
-from flatout.learn.ppo import PPOLearner
 from flatout.learn.memory import bytes_per_row, rows_that_fit
 from flatout.learn.params import FlatParams
+from flatout.learn.ppo import PPOLearner
 from flatout.learn.update import Update
 from flatout.models.config import NetworkConfig
 from flatout.models.policy import build
