@@ -30,7 +30,7 @@ def lambda_returns(
     gamma: float,
     mix: float,
 ) -> Tensor:
-    """Returns that at every step take `mix` of what came and the rest of what was thought to come (Watkins 1989).
+    """Returns that at every step take `mix` of what came and the rest of what was thought to come (Peng and Williams 1994).
 
     `next_value` is the value of the observation that followed, the final one where an episode was truncated. After
     the last step, and after both kinds of end, nothing came: there all of it is what was thought.

@@ -27,7 +27,7 @@ class QNetwork(PolicyNet):
     ) -> None:
         if len(action.nvec) != 1:
             raise FlatoutError(
-                f"values are learned for Discrete actions; this env has {action.space}: use --algo ppo"
+                f"DQN and PQN choose among Discrete actions; this env has {action.space}: use PPO (--algo ppo)"
             )
         head = GreedyHead(action.nvec[0])
         super().__init__(
