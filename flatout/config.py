@@ -172,7 +172,7 @@ def resolve(
     given["env"] = env = WORKLOADS[env].env_id if env in WORKLOADS else env
     algo = _algo(given)
     recipe = _recipe(env, algo, given.get("preset"), device, n_cores)
-    if given.get("preset") == "auto" and algo == "ppo":
+    if given.get("preset") == "auto":
         given = tuned_settings(env, given, device, n_cores) | given
     config = RunConfig(
         env=env,
@@ -190,7 +190,7 @@ TUNED_KEYS = ("n_envs", "n_steps", "executor", "n_collectors", "n_workers", "ove
 
 def save_tuned(config: RunConfig, device: str, n_cores: int) -> None:
     """Keep what was found for an env on this machine, for `--preset auto`."""
-    path = _tuned_path(config.env, config.env_kwargs, device, n_cores)
+    path = _tuned_path(config.env, config.algo, config.env_kwargs, device, n_cores)
     values = {name: getattr(config.algorithm if name == "n_steps" else config, name) for name in TUNED_KEYS}
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -201,15 +201,16 @@ def tuned_settings(env: str, given: Mapping[str, Any], device: str, n_cores: int
     """What tuning found for this env on this machine; nothing if it never ran, or if envs or steps are given."""
     if any(name in given for name in ("n_envs", "n_steps")):
         return {}
-    path = _tuned_path(env, given.get("env_kwargs") or {}, device, n_cores)
+    path = _tuned_path(env, _algo(given), given.get("env_kwargs") or {}, device, n_cores)
     with suppress(OSError, ValueError, KeyError):
         settings: dict[str, Any] = json.loads(path.read_text())["settings"]
         return settings
     return {}
 
 
-def _tuned_path(env: str, env_kwargs: Any, device: str, n_cores: int) -> Path:
-    facts = json.dumps([env, env_kwargs, device, n_cores], sort_keys=True, default=str)
+def _tuned_path(env: str, algo: str, env_kwargs: Any, device: str, n_cores: int) -> Path:
+    named = [env] if algo == "ppo" else [env, algo]
+    facts = json.dumps([*named, env_kwargs, device, n_cores], sort_keys=True, default=str)
     return cache_folder() / "tuned" / f"{hashlib.sha256(facts.encode()).hexdigest()[:24]}.json"
 
 

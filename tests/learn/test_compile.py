@@ -51,6 +51,7 @@ def make_recipe(**changes: Any) -> Recipe:
 
 def make_learner(recipe: Recipe) -> PPOLearner:
     model = build(recipe.obs, recipe.action, recipe.network, seed=0)
+    assert isinstance(recipe.algorithm, PPOConfig)
     learner = PPOLearner(model, recipe.algorithm, n_envs=4, seed=0, clock=PhaseClock())
     learner.update.begin(1e-3, 0.2)
     return learner

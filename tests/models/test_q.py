@@ -13,7 +13,7 @@ from flatout.collect.noise import ActionNoise
 from flatout.collect.tensors import DeviceNoise
 from flatout.envs.spaces import ActionLayout, Array, ObsLayout
 from flatout.errors import FlatoutError
-from flatout.models.actor import KernelActor, TorchActor
+from flatout.models.actor import Actor, KernelActor, TorchActor
 from flatout.models.build import build_model
 from flatout.models.config import NetworkConfig, Traits
 from flatout.models.q import QNetwork
@@ -49,9 +49,10 @@ def test_the_compiled_choice_is_torchs_and_allowed(dueling: bool, epsilon: float
     n = 4000
     obs, noise = inputs(model, n)
     rows = [np.full((n, 1), -1) for _ in range(2)]
-    for actor, out in zip((KernelActor(model), TorchActor(model, n, CPU)), rows, strict=True):
+    actors: list[Actor] = [KernelActor(model), TorchActor(model, n, CPU)]
+    for actor, out in zip(actors, rows, strict=True):
         actor.act(obs, noise, out, np.ones(n, np.float32))
-    assert np.array_equal(*rows)
+    assert np.array_equal(rows[0], rows[1])
     mask = obs[model.obs.mask_index or 0]
     assert mask[np.arange(n), rows[0][:, 0]].all()
     with torch.no_grad():
