@@ -14,7 +14,7 @@ from flatout.algorithms.q_config import DQNConfig
 from flatout.buffers.rollout import Learnable, Rollout
 from flatout.buffers.tensors import TensorRollout
 from flatout.envs.spaces import Array
-from flatout.learn.by_hand import HandMadeGradient, can_be_made_by_hand
+from flatout.learn.by_hand import HandMadeStep, can_be_made_by_hand
 from flatout.learn.experience import Experience
 from flatout.learn.learner import AUTOCAST, Learner, example_obs
 from flatout.learn.update import Update
@@ -51,7 +51,7 @@ class DQNLearner(Learner[dqn.Minibatch]):
             row_output=True,
         )
         if precision not in AUTOCAST and can_be_made_by_hand(model, self.device):
-            self.update.by_hand = HandMadeGradient(self.twins, self.params, config, self.update.row_output)
+            self.update.by_hand = HandMadeStep(self.twins, self.params, config, self.update)
         model.greedy.epsilon.fill_(config.epsilon(0.0))
         self._experience: Experience | None = None
         self._starts = config.learning_starts

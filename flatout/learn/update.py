@@ -14,10 +14,10 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
+from flatout.learn.adam import BETA1, BETA2, EPSILON
 from flatout.learn.memory import PartSize
 from flatout.learn.params import FlatParams
 
-BETA1, BETA2, EPSILON = 0.9, 0.999, 1e-5
 FIRST_SCALE, GROWTH_STEPS = 2.0**14, 1000
 """Loss scale for fp16: halved when gradients overflow, doubled after so many good steps."""
 
@@ -90,20 +90,18 @@ class Update(Generic[Batch]):
         """What the last step's loss said of each row."""
         self._state += [self.row_output] if row_output else []
         self._settings = [self.learning_rate, self.coefficient]
-        self._step_size = 0.0
+        self.step_size = 0.0
         self.compiled: Step | None = None
         """The same step as a compiled function, for minibatches of `batch_size` rows; None: not (yet)."""
         self.replayed: Callable[[Batch], None] | None = None
         """On CUDA: the same step, committed, as a graph; None: not captured."""
-        self.by_hand: Callable[[Batch], tuple[Tensor, Tensor]] | None = None
-        """Flat gradient and metrics of a minibatch of `batch_size` rows without autograd, `row_output` filled in; None:
-        there is no such code. For float32 and losses without a KL limit."""
-        self._seen = torch.zeros(n_metrics + 1, device=flat.device)
+        self.by_hand: Callable[[Batch], None] | None = None
+        """The same step, for minibatches of `batch_size` rows, written out without autograd; None: there is no such code."""
         self._compiled_rows = batch_size
 
     def begin(self, learning_rate: float, coefficient: float = 0.0) -> None:
         """Start a rollout's updates: clear the sums, set the step size and the loss's coefficient."""
-        self._step_size = learning_rate
+        self.step_size = learning_rate
         self.learning_rate.fill_(learning_rate)
         self.coefficient.fill_(coefficient)
         for tensor in (self.metrics, self.n_taken, self.n_bad, self.stopped):
@@ -115,7 +113,7 @@ class Update(Generic[Batch]):
             self.replayed(batch)
             return
         if self.by_hand is not None and len(batch) == self._compiled_rows == self.parts.n_rows:
-            self._apply_by_hand(*self.by_hand(batch))
+            self.by_hand(batch)
         elif self.compiled is not None and len(batch) == self._compiled_rows == self.parts.n_rows:
             self.commit(self.parts.attempt(lambda: self._run_compiled(batch)))
         else:
@@ -144,18 +142,6 @@ class Update(Generic[Batch]):
             return gradient, 1 / shrink, 1 - go, [*counters, *rows]
 
     @torch.no_grad()
-    def _apply_by_hand(self, gradient: Tensor, metrics: Tensor) -> None:
-        """What `_judge` and `_apply` do, in as few operations: beside a small network's gradient each counts."""
-        norm = torch.linalg.vector_norm(gradient)
-        seen = torch.cat([metrics, norm.view(1)], out=self._seen)
-        go = torch.isfinite(seen.sum()).float()
-        bad = 1 - go
-        torch._foreach_add_([self.n_steps, self.n_taken, self.n_bad], [go, go, bad])
-        self.metrics.addcmul_(seen.nan_to_num_(0.0, 0.0, 0.0), go)
-        divisor = norm.add_(1e-6).div_(self._max_grad_norm).clamp_(min=1.0)
-        self._adam(gradient, divisor, bad, self.n_steps)
-
-    @torch.no_grad()
     def _apply(self, gradient: Tensor, divisor: Tensor, left_out: Tensor, counters: list[Tensor]) -> None:
         """Adam in one pass over the parameters, in place; in what passes and memory cost, `_advance` is no match."""
         self._adam(gradient, divisor, left_out, counters[0])
@@ -172,7 +158,7 @@ class Update(Generic[Batch]):
             [self.variance],
             [],
             [n_steps],
-            lr=self._step_size,
+            lr=self.step_size,
             beta1=BETA1,
             beta2=BETA2,
             weight_decay=0.0,

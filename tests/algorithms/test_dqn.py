@@ -14,7 +14,7 @@ from flatout.algorithms import dqn
 from flatout.algorithms.q_config import DQNConfig, epsilon_at
 from flatout.envs.spaces import ActionLayout, ObsLayout
 from flatout.errors import FlatoutError
-from flatout.learn.by_hand import HandMadeGradient, can_be_made_by_hand
+from flatout.learn.by_hand import HandMadeStep, can_be_made_by_hand
 from flatout.learn.dqn import DQNLearner
 from flatout.models.build import build_model
 from flatout.models.config import NetworkConfig
@@ -115,7 +115,7 @@ def test_the_gradient_by_hand_is_autograds(
 ) -> None:
     config = DQNConfig(batch_size=24, double=double, loss=kind, normalize_obs=True)
     it = learner(config, obs, activation=activation)
-    assert isinstance(it.update.by_hand, HandMadeGradient)
+    assert isinstance(it.update.by_hand, HandMadeStep)
     with torch.no_grad():
         i = it.model.float_leaves[0]
         it.model.get_buffer(f"obs_mean_{i}").fill_(0.3)
@@ -123,9 +123,9 @@ def test_the_gradient_by_hand_is_autograds(
     batch = random_batch(it, 24)
     total, metrics, errors = dqn.loss(it.twins, batch, config)
     want = it.params.flatten(torch.autograd.grad(total, it.params.leaves))
-    gradient, means = it.update.by_hand(batch)
-    torch.testing.assert_close(gradient, want, rtol=1e-4, atol=1e-6)
-    torch.testing.assert_close(means, metrics)
+    it.update.by_hand.differentiate(batch)
+    torch.testing.assert_close(it.update.by_hand.gradient, want, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(torch.from_numpy(it.update.by_hand._means), metrics)
     torch.testing.assert_close(it.update.row_output, errors)
 
 
