@@ -330,7 +330,8 @@ class Trainer:
     @property
     def compiled(self) -> bool:
         """Whether updates run as compiled code or as a CUDA graph by now."""
-        return self.learner.update.compiled is not None or self.learner.update.replayed is not None
+        update = self.learner.update
+        return any(form is not None for form in (update.compiled, update.replayed, update.by_hand))
 
     def take_notes(self) -> list[str]:
         """What happened since this was asked last, one line each."""

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from flatout.algorithms.dqn import Minibatch, Twins
 from flatout.algorithms.q_config import DQNConfig
+from flatout.envs.spaces import Array
 from flatout.learn import by_hand_kernel as kernel
 from flatout.learn.params import FlatParams
 from flatout.learn.update import Update
@@ -48,20 +49,24 @@ class HandMadeStep:
         self._means = np.zeros(3, np.float32)
         chooser = self._chooser if config.double else self._target
         layers = (self._online, self._target, chooser)
-        self._values = tuple(layer.outputs[-1].numpy() for layer in layers)
-        self._errors_out = update.row_output.numpy(), self._slopes[-1].numpy(), self._means
+        values = (layer.outputs[-1].numpy() for layer in layers)
+        errors = update.row_output.numpy(), self._slopes[-1].numpy(), self._means
+        self._errors: tuple[Array, ...] = (*values, *errors)
         state = (params.flat, self.gradient, update.momentum, update.variance)
         counts = (update.n_steps, update.n_taken, update.n_bad)
-        self._state = tuple(tensor.detach().numpy() for tensor in state)
-        self._counts = (*(tensor.view(1).numpy() for tensor in counts), update.metrics.numpy())
+        self._state: tuple[Array, ...] = (
+            *(tensor.detach().numpy() for tensor in state),
+            self._means,
+            *(tensor.view(1).numpy() for tensor in counts),
+            update.metrics.numpy(),
+        )
 
     @torch.no_grad()
     def __call__(self, batch: Minibatch) -> None:
         """Learn from one minibatch."""
         self.differentiate(batch)
         norm = torch.linalg.vector_norm(self.gradient).item()
-        step_size, longest = self._update.step_size, self._config.max_grad_norm
-        kernel.adam(*self._state, norm, longest, step_size, self._means, *self._counts)
+        kernel.adam(norm, self._config.max_grad_norm, self._update.step_size, *self._state)
 
     @torch.no_grad()
     def differentiate(self, batch: Minibatch) -> None:
@@ -73,14 +78,13 @@ class HandMadeStep:
         x = self._seen(batch.obs)
         self._online.forward(x, self._bend)
         kernel.errors(
-            *self._values,
+            self._config.loss == "mse",
             ALL_ALLOWED if mask is None else mask.numpy(),
             batch.action.numpy(),
             batch.reward.numpy(),
             batch.discount.numpy(),
             batch.weight.numpy(),
-            self._config.loss == "mse",
-            *self._errors_out,
+            *self._errors,
         )
         self._back(x)
 

@@ -18,15 +18,15 @@ _ONE = np.float32(1)
 
 @compiled
 def errors(
-    value: Array,
-    later: Array,
-    chooses: Array,
+    squared: bool,
     mask: Array,
     action: Array,
     reward: Array,
     discount: Array,
     weight: Array,
-    squared: bool,
+    value: Array,
+    later: Array,
+    chooses: Array,
     error_out: Array,
     slope_out: Array,
     means_out: Array,
@@ -60,13 +60,13 @@ def errors(
 
 @compiled
 def adam(
+    norm: float,
+    longest: float,
+    learning_rate: float,
     flat: Array,
     gradient: Array,
     momentum: Array,
     variance: Array,
-    norm: float,
-    longest: float,
-    learning_rate: float,
     means: Array,
     n_steps: Array,
     n_taken: Array,

@@ -43,7 +43,7 @@ class Inputs:
     def __len__(self) -> int:
         return len(self.x)
 
-    def take(self, index: slice) -> Inputs:
+    def take(self, index: Tensor | slice) -> Inputs:
         return Inputs(self.x[index])
 
     def tensors(self) -> list[Tensor]:
