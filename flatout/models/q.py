@@ -31,10 +31,10 @@ class QNetwork(PolicyNet):
             )
         head = GreedyHead(action.nvec[0])
         super().__init__(
-            obs, action, config, head, normalize_obs=normalize_obs, out_gain=1.0, layer_norm=layer_norm
+            obs, action, config, head, normalize_obs=normalize_obs, out_gain=0.01, layer_norm=layer_norm
         )
         self.greedy = head
-        self.v_out = linear(config.network_arch[-1], 1, gain=1.0) if dueling else None
+        self.v_out = linear(config.network_arch[-1], 1, gain=0.01) if dueling else None
 
     def forward(self, obs: Obs) -> Tensor:
         """Values of all actions."""
