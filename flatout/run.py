@@ -14,11 +14,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from flatout.algorithms.config import PPOConfig
 from flatout.buffers.rollout import Rollout
 from flatout.collect.batched import batched_collector, batched_eval_executor
 from flatout.collect.child import ChildCollectors, Job
 from flatout.collect.collector import Collector, Collects
 from flatout.collect.evaluate import Evaluation, evaluate
+from flatout.collect.noise import USUAL, Habits
 from flatout.config import RunConfig
 from flatout.envs.check import EnvInfo
 from flatout.envs.make import one_line
@@ -162,7 +164,7 @@ class Trainer:
         n_steps, n_slots = config.algorithm.n_steps, 2 if self.overlap else 1
         clock = PhaseClock("collector 0")
         model, source = policy.model, None
-        shift = noise_shift(config)
+        habits = exploration(config)
         if plan.children:
             job = Job(
                 factory=self._env.factory,
@@ -170,7 +172,7 @@ class Trainer:
                 action=policy.action,
                 network=config.network,
                 traits=config.algorithm.traits,
-                noise_shift=shift,
+                habits=habits,
                 seed=config.seed,
                 first=0,
                 end=config.n_envs,
@@ -200,7 +202,7 @@ class Trainer:
                 clock=clock,
                 n_slots=n_slots,
                 source=source,
-                noise_shift=shift,
+                habits=habits,
             )
         collector = Collector(
             self._executor(plan, env_ids),
@@ -210,7 +212,7 @@ class Trainer:
             seed=config.seed,
             clock=clock,
             source=source,
-            noise_shift=shift,
+            habits=habits,
         )
         slots = range(n_slots)
         return collector, [Rollout.alloc(policy.obs, policy.action, n_steps, config.n_envs) for _ in slots]
@@ -375,13 +377,13 @@ def _close(collector: Collects[Any], learner: Learner[Any]) -> None:
     learner.close()
 
 
-def noise_shift(config: RunConfig) -> Array | None:
-    """What is added to each env's noise, so that some explore more than others; see `GreedyHead`."""
-    spread = getattr(config.algorithm, "exploration_spread", 0.0)
-    if not spread or config.n_envs == 1:
-        return None
-    out: Array = np.log1p(spread * np.linspace(0, 1, config.n_envs)).astype(np.float32)
-    return out
+def exploration(config: RunConfig) -> Habits:
+    """How envs explore, where that is not the policy's own affair."""
+    it = config.algorithm
+    if isinstance(it, PPOConfig):
+        return USUAL
+    shift = np.log1p(it.exploration_spread * np.linspace(0, 1, config.n_envs)).astype(np.float32)
+    return Habits(shift if it.exploration_spread else None, it.exploration_hold)
 
 
 def eval_executor(env: EnvInfo, layout: ObsLayout, n_envs: int, seed: int) -> Executor:

@@ -59,6 +59,8 @@ class DQNConfig:
     """Share of random actions in the end."""
     exploration_spread: float = 0.0
     """Above 0 envs differ: the last one's share of random actions is eps to the power of 1 + this."""
+    exploration_hold: int = 1
+    """Steps for which a random action is held, so that it leads somewhere."""
     loss: Loss = "huber"
     """How errors count: squared, and from 1 on in proportion (huber), or squared (mse)."""
     max_grad_norm: float = 10.0
@@ -127,6 +129,8 @@ class PQNConfig:
     """Share of random actions in the end."""
     exploration_spread: float = 0.0
     """Above 0 envs differ: the last one's share of random actions is eps to the power of 1 + this."""
+    exploration_hold: int = 1
+    """Steps for which a random action is held, so that it leads somewhere."""
     loss: Loss = "mse"
     """How errors count: squared, and from 1 on in proportion (huber), or squared (mse)."""
     max_grad_norm: float = 10.0
@@ -168,7 +172,7 @@ def epsilon_at(config: DQNConfig | PQNConfig, progress: float) -> float:
 
 
 def _check_common(config: Any) -> None:
-    for name in ("n_steps", "batch_size"):
+    for name in ("n_steps", "batch_size", "exploration_hold"):
         check(name, getattr(config, name), getattr(config, name) >= 1, "at least 1")
     for name in ("learning_rate", "max_grad_norm"):
         check(name, getattr(config, name), getattr(config, name) > 0, "above 0")

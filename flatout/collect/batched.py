@@ -11,11 +11,12 @@ from gymnasium.vector import VectorEnv
 from flatout.buffers.rollout import Rollout
 from flatout.buffers.tensors import TensorRollout
 from flatout.collect.collector import Collector, Collects
+from flatout.collect.noise import USUAL, Habits
 from flatout.collect.tensors import TensorCollector
 from flatout.envs.batched import batched_kind
 from flatout.envs.check import EnvInfo
 from flatout.envs.check_batched import same_device
-from flatout.envs.spaces import ActionLayout, Array, ObsLayout
+from flatout.envs.spaces import ActionLayout, ObsLayout
 from flatout.errors import FlatoutError
 from flatout.executors.base import Executor
 from flatout.executors.batched import BatchedExecutor
@@ -38,7 +39,7 @@ def batched_collector(
     clock: PhaseClock,
     n_slots: int = 1,
     source: PolicyNet | None = None,
-    noise_shift: Array | None = None,
+    habits: Habits = USUAL,
 ) -> tuple[Collects[Any], list[Rollout] | list[TensorRollout]]:
     """A collector over the batched env, and rollouts on the side where the env's observations are."""
     executor = _open(env, obs, n_envs, seed)
@@ -51,7 +52,7 @@ def batched_collector(
             seed=seed,
             clock=clock,
             source=source,
-            noise_shift=noise_shift,
+            habits=habits,
         )
         return collector, [Rollout.alloc(obs, action, n_steps, n_envs) for _ in range(n_slots)]
     if not same_device(device, executor.device):
@@ -61,7 +62,7 @@ def batched_collector(
         )
     rollouts = [TensorRollout(obs, action, n_steps, n_envs, executor.device) for _ in range(n_slots)]
     return TensorCollector(
-        executor, model, action, seed=seed, clock=clock, source=source, noise_shift=noise_shift
+        executor, model, action, seed=seed, clock=clock, source=source, habits=habits
     ), rollouts
 
 

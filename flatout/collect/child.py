@@ -20,6 +20,7 @@ import torch
 
 from flatout.buffers.rollout import Rollout, rollout_spec
 from flatout.collect.collector import Collector, Interrupted
+from flatout.collect.noise import USUAL, Habits
 from flatout.envs.make import EnvFactory
 from flatout.envs.spaces import ActionLayout, Array, ObsLayout
 from flatout.executors.base import Episode, merge_snapshots, part_of_snapshot
@@ -52,8 +53,8 @@ class Job:
     first: int
     """Its first column; its envs have consecutive numbers."""
     end: int
-    noise_shift: Array | None = None
-    """By env of the whole run: what is added to its noise."""
+    habits: Habits = USUAL
+    """How the envs of the whole run explore."""
     generation: int = 0
     """How often it was rebuilt; each time its envs get new seeds."""
 
@@ -223,7 +224,7 @@ def child_main(connection: Connection, job: Job, shared: SharedArrays) -> None:
         device=torch.device("cpu"),
         seed=job.seed,
         clock=clock,
-        noise_shift=job.noise_shift,
+        habits=job.habits,
     )
     rollouts = [rollout.part(job.first, job.end) for rollout in shared_rollouts(shared)]
     n_steps = rollouts[0].n_steps

@@ -19,7 +19,7 @@ import torch
 
 from flatout.buffers.rollout import Rollout
 from flatout.collect.filling import Filling
-from flatout.collect.noise import ActionNoise
+from flatout.collect.noise import USUAL, ActionNoise, Habits
 from flatout.envs.spaces import ActionLayout, Array, Leaves
 from flatout.executors.base import Episode, Executor, Step
 from flatout.executors.waiting import WaitingExecutor
@@ -97,9 +97,9 @@ class Collector:
         seed: int,
         clock: PhaseClock,
         source: PolicyNet | None = None,
-        noise_shift: Array | None = None,
+        habits: Habits = USUAL,
     ) -> None:
-        """`model` acts; with a `source` it is a copy that `publish` renews from there. `noise_shift`: by env."""
+        """`model` acts; with a `source` it is a copy that `publish` renews from there. `habits`: how envs explore."""
         self.executor, self._layout, self._clock = executor, layout, clock
         self._source = source
         self.model, self._head = model, model.head
@@ -108,7 +108,7 @@ class Collector:
         self._waiting = executor if isinstance(executor, WaitingExecutor) else None
         self._away = np.zeros(executor.n_envs, bool)
         """Which envs were sent an action and are not back."""
-        self._noise = ActionNoise(layout, executor.env_ids, seed, noise_shift)
+        self._noise = ActionNoise(layout, executor.env_ids, seed, habits)
         self._all = np.arange(executor.n_envs)
         self._policy, self._device = _Policy(model, make_actor(model, executor.n_envs, device)), device
         self._spare: _Policy | None = None

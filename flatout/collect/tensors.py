@@ -13,6 +13,7 @@ from torch import Tensor
 
 from flatout.buffers.tensors import TensorRollout
 from flatout.collect.collector import Interrupted
+from flatout.collect.noise import USUAL, Habits
 from flatout.envs.check import nan_message
 from flatout.envs.spaces import ActionLayout, Array
 from flatout.errors import EnvError
@@ -62,10 +63,10 @@ class DeviceNoise:
         n_envs: int,
         seed: int,
         device: torch.device,
-        shift: Array | None = None,
+        habits: Habits = USUAL,
     ) -> None:
-        """`shift`: by env, added to all its noise."""
-        self._shift = None if shift is None else torch.from_numpy(shift).to(device)[:, None]
+        self._shift = None if habits.shift is None else torch.from_numpy(habits.shift).to(device)[:, None]
+        self._hold = habits.hold
         self._continuous, self._size = layout.continuous, layout.noise_size
         self._n_envs, self._seed = n_envs, seed
         self._generator = torch.Generator(device)
@@ -79,6 +80,8 @@ class DeviceNoise:
             return noise.normal_(generator=self._generator)
         # -log of an exponential is Gumbel; an exponential of 0 would make it infinite.
         noise.exponential_(generator=self._generator).clamp_(min=1e-38).log_().neg_()
+        if self._hold > 1:  # begins anew with every rollout
+            noise = noise[:: self._hold].repeat_interleave(self._hold, 0)[:n_steps]
         return noise if self._shift is None else noise.add_(self._shift)
 
 
@@ -94,12 +97,12 @@ class TensorCollector:
         seed: int,
         clock: PhaseClock,
         source: PolicyNet | None = None,
-        noise_shift: Array | None = None,
+        habits: Habits = USUAL,
     ) -> None:
         self.executor, self._model, self._clock = executor, model, clock
         self._source = source
         self._actions = TensorActions(layout, executor.device)
-        self._noise = DeviceNoise(layout, executor.n_envs, seed, executor.device, noise_shift)
+        self._noise = DeviceNoise(layout, executor.n_envs, seed, executor.device, habits)
         small = executor.n_envs <= KERNEL_ROWS and is_small(model, executor.device)
         self._actor = KernelActor(model) if small else None
         self._returns = torch.zeros(executor.n_envs, dtype=torch.float64, device=executor.device)

@@ -102,6 +102,7 @@ _NOT_IN_THE_CODE = (
     "exploration_initial_eps",
     "exploration_final_eps",
     "exploration_spread",
+    "exploration_hold",
     "q_lambda",
     "save_replay",
 )
