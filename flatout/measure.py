@@ -136,7 +136,7 @@ def _time_steps(
 
 
 def update_costs(agent: Agent) -> tuple[UpdateCost, UpdateCost | None, float]:
-    """One update, eager and compiled if a compiled one is kept; and the advantage of one transition."""
+    """One update, eager, and compiled or by hand if there is such a one; and the advantage of one transition."""
     config, policy = agent.config, agent.policy
     learner = make_learner(policy.model, config.algorithm, n_envs=config.n_envs, seed=0, clock=PhaseClock())
     size = config.algorithm.batch_size
@@ -145,12 +145,17 @@ def update_costs(agent: Agent) -> tuple[UpdateCost, UpdateCost | None, float]:
     torch.set_num_threads(threads)
     try:
         launch = launch_seconds(policy, config)
+        by_hand, learner.update.by_hand = learner.update.by_hand, None
         eager = update_cost(learner, launch, TINY, size, min(4 * size, max(config.total_batch, size)))
         compiled = None
         path = kept(update_recipe(config, policy, "fp32", threads))
-        if path.exists():
-            step, inputs = load(path), learner.update.current_inputs(learner.example_batch(size))
-            seconds = fastest(lambda: step(*inputs), 8)
+        if by_hand is not None or path.exists():
+            batch = learner.example_batch(size)
+            step, inputs = (
+                (by_hand, (batch,)) if by_hand else (load(path), learner.update.current_inputs(batch))
+            )
+            with learner.update.rehearsing():
+                seconds = fastest(lambda: step(*inputs), 8)
             compiled = UpdateCost(python=min(0.05e-3, seconds), rows=((size, seconds),))
         value = 0.0
         if config.algo != "dqn":  # which stores a rollout and learns from samples alone

@@ -20,7 +20,7 @@ class PPOConfig:
     n_steps: int = 256
     """Env steps of each env in a rollout."""
     batch_size: int = 256
-    """Transitions in a minibatch; divides n_envs x n_steps."""
+    """Transitions in a minibatch; divides n_envs x n_steps, except for DQN."""
     n_epochs: int = 4
     """Passes over each rollout."""
     learning_rate: float = 3e-4
