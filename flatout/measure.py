@@ -8,6 +8,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from time import perf_counter, thread_time
 from typing import Any
 
@@ -149,13 +150,15 @@ def update_costs(agent: Agent) -> tuple[UpdateCost, UpdateCost | None, float]:
         eager = update_cost(learner, launch, TINY, size, min(4 * size, max(config.total_batch, size)))
         compiled = None
         path = kept(update_recipe(config, policy, "fp32", threads))
-        if by_hand is not None or path.exists():
-            batch = learner.example_batch(size)
-            step, inputs = (
-                (by_hand, (batch,)) if by_hand else (load(path), learner.update.current_inputs(batch))
-            )
+        batch = learner.example_batch(size)
+        fast: Callable[[], Any] | None = None
+        if by_hand is not None:
+            fast = partial(by_hand, batch)
+        elif path.exists():
+            fast = partial(load(path), *learner.update.current_inputs(batch))
+        if fast is not None:
             with learner.update.rehearsing():
-                seconds = fastest(lambda: step(*inputs), 8)
+                seconds = fastest(fast, 8)
             compiled = UpdateCost(python=min(0.05e-3, seconds), rows=((size, seconds),))
         value = 0.0
         if config.algo != "dqn":  # which stores a rollout and learns from samples alone
