@@ -90,11 +90,23 @@ class RunConfig:
                 f"--n-collectors {self.n_collectors} goes with --executor auto, not {self.executor}"
             )
         total, batch = self.total_batch, self.algorithm.batch_size
-        if total % batch and not isinstance(self.algorithm, DQNConfig):
+        if isinstance(self.algorithm, DQNConfig):
+            self._check_first_update(self.algorithm)
+        elif total % batch:
             near = " or ".join(map(str, nearest_batch_sizes(total, batch)))
             raise FlatoutError(
                 f"--batch-size {batch} does not divide the rollout of {self.n_envs} envs x "
                 f"{self.algorithm.n_steps} steps = {total}; the nearest that do are {near}"
+            )
+
+    def _check_first_update(self, it: DQNConfig) -> None:
+        """Refuse a first update before any env has stored as many steps as returns are made of."""
+        n_stored = (it.learning_starts // self.total_batch + 1) * it.n_steps
+        if n_stored < it.multi_step:
+            least = (-(-it.multi_step // it.n_steps) - 1) * self.total_batch
+            raise FlatoutError(
+                f"--learning-starts {it.learning_starts} comes before {it.multi_step} steps of {self.n_envs} envs are "
+                f"stored; use at least {least}"
             )
 
     @property

@@ -232,6 +232,16 @@ def test_a_buffer_that_cannot_fit_is_refused_with_what_fits() -> None:
         flatout.DQN(Chain, **(DQN | {"buffer_size": "many"})).learn(100)
 
 
+def test_learning_from_the_first_step_on() -> None:
+    """As early as returns of several steps can be made; earlier is refused."""
+    settings = DQN | {"n_envs": 2, "n_steps": 2, "multi_step": 5}
+    with pytest.raises(flatout.FlatoutError, match=r"--learning-starts 0 comes before .* use at least 8"):
+        flatout.DQN(Chain, **(settings | {"learning_starts": 0}))
+    agent = flatout.DQN(Chain, **(settings | {"learning_starts": 8}))
+    agent.learn(40)
+    assert agent.summary["updates"] == 16
+
+
 def test_settings_of_another_algorithm_are_refused() -> None:
     with pytest.raises(flatout.FlatoutError, match="--clip-range is a setting of PPO, not of DQN"):
         resolve("CartPole-v1", {"algo": "dqn", "clip_range": 0.1}, device="cpu", n_cores=2)

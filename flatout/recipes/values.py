@@ -54,24 +54,26 @@ def acrobot() -> Recipe:
 
 
 def mountain_car() -> Recipe:
-    """The hill is first climbed by chance; what was seen then is learned from again and again."""
+    """Single random actions cancel out; held for 32 steps they climb the hill in one episode of six, and all is kept."""
     return Recipe(
         timesteps=120_000,
         n_envs=4,
         algorithm=DQNConfig(
             n_steps=4,
-            batch_size=128,
-            buffer_size=10_000,
-            train_ratio=0.5,
+            batch_size=64,
+            buffer_size=120_000,
+            train_ratio=0.25,
             learning_starts=1000,
-            learning_rate=4e-3,
+            learning_rate=1e-3,
             learning_rate_schedule="linear",
-            gamma=0.98,
+            multi_step=3,
             target_update_interval=600,
-            exploration_fraction=0.2,
-            exploration_final_eps=0.07,
+            exploration_fraction=0.4,
+            exploration_final_eps=0.05,
+            exploration_hold=32,
+            normalize_obs=True,
         ),
-        network=WIDE,
+        network=NetworkConfig(network_arch=(64, 64), activation="relu"),
     )
 
 
