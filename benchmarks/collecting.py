@@ -14,7 +14,7 @@ def child_job(agent: PPO) -> Job:
         obs=policy.obs,
         action=policy.action,
         network=config.network,
-        normalize_obs=config.ppo.normalize_obs,
+        traits=config.algorithm.traits,
         seed=config.seed,
         first=0,
         end=config.n_envs,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from flatout.agent import PPO, load
+    from flatout.agent import DQN, PPO, PQN, load
     from flatout.algorithms.config import choose_batch_size
     from flatout.checkup import doctor
     from flatout.errors import EnvError, FlatoutError
@@ -19,10 +19,23 @@ wait_without_spinning()
 register()
 
 __version__ = "0.1.0"
-__all__ = ["PPO", "EnvError", "FlatoutError", "choose_batch_size", "doctor", "load", "make_vec", "tune"]
+__all__ = [
+    "DQN",
+    "PPO",
+    "PQN",
+    "EnvError",
+    "FlatoutError",
+    "choose_batch_size",
+    "doctor",
+    "load",
+    "make_vec",
+    "tune",
+]
 
 _HOMES = {
     "PPO": "agent",
+    "DQN": "agent",
+    "PQN": "agent",
     "load": "agent",
     "choose_batch_size": "algorithms.config",
     "make_vec": "vector",

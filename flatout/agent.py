@@ -1,4 +1,4 @@
-"""PPO as users hold it: learn, predict, save, load, with Stable-Baselines3's conventions."""
+"""Agents as users hold them, PPO, DQN and PQN: learn, predict, save, load, with Stable-Baselines3's conventions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from time import time
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -26,11 +26,11 @@ from flatout.learn.checkpoint import Checkpoint, CheckpointFolder
 from flatout.learn.checkpoint import read as read_checkpoint
 from flatout.learn.checkpoint import write as write_checkpoint
 from flatout.loop import Callback, identity, summarize, train
-from flatout.models.policy import build
+from flatout.models.build import build_model
 from flatout.pipeline.stop import StopRequest
 from flatout.planning import Policy
 from flatout.recipes.presets import PRESETS, preset_note
-from flatout.recipes.tuned import TUNED
+from flatout.recipes.tuned import RECIPES
 from flatout.records.display import make_display
 from flatout.records.folder import RunFolder, default_run_name, write_json
 from flatout.records.recorder import Recorder
@@ -40,14 +40,17 @@ from flatout.report.text import report_text
 from flatout.run import EVAL_SEED, MAX_EVAL_ENVS, Trainer, eval_executor
 
 
-class PPO:
-    """An agent and the settings it learns with.
+class Agent:
+    """An agent and the settings it learns with, of whichever algorithm they name.
 
     `env` is a Gymnasium id, `module:Id`, `file.py:factory`, a gym.Env class, a function that makes one, or a
     batched env: a gymnasium.vector.VectorEnv, or an object like one that gives tensors, or what makes those.
     Settings are those of `flatout train --help`, with underscores. With `runs_dir` or `run_name` every
     learn() keeps a run's folder.
     """
+
+    algo: str | None = None
+    """The algorithm of a class that stands for one."""
 
     def __init__(
         self,
@@ -63,6 +66,8 @@ class PPO:
         self.began_at = time()
         """When start-up began; learn() counts `startup_seconds` from here, the first time."""
         self._machine = machine()
+        if self.algo is not None and settings.setdefault("algo", self.algo) != self.algo:
+            raise FlatoutError(f"this is {self.algo.upper()}; use flatout.{str(settings['algo']).upper()}")
         self.device = resolve_device(str(settings.get("device", "auto")))
         factory = env_factory(env, settings.get("env_kwargs")) if env is not None else None
         name = factory.name if factory else None
@@ -113,13 +118,13 @@ class PPO:
         """The signal that ended the last learn(), if one did."""
 
     @classmethod
-    def from_checkpoint(cls, checkpoint: Checkpoint, env: EnvSource | None = None) -> PPO:
+    def from_checkpoint(cls, checkpoint: Checkpoint, env: EnvSource | None = None) -> Agent:
         """The agent that a checkpoint describes; its env is made only when learning goes on."""
-        agent = cls.__new__(cls)
-        agent.began_at = time()
-        agent._machine = machine()
+        began_at = time()
         try:
-            agent.config = RunConfig.from_json(checkpoint.state["config"], "checkpoint")
+            config = RunConfig.from_json(checkpoint.state["config"], "checkpoint")
+            agent = AGENTS[config.algo].__new__(AGENTS[config.algo])
+            agent.config, agent.began_at, agent._machine = config, began_at, machine()
             spaces = [
                 space_from_json(checkpoint.state[f"{kind}_space"]) for kind in ("observation", "action")
             ]
@@ -138,7 +143,7 @@ class PPO:
         total_timesteps: int | None = None,
         callback: Callback | None = None,
         progress_bar: bool = False,
-    ) -> PPO:
+    ) -> Self:
         """Learn for `total_timesteps` more env steps, or to the configured total; returns the agent.
 
         `callback(progress)` is called after each iteration; returning False stops. A signal is passed on
@@ -284,7 +289,7 @@ class PPO:
                 f"{len(self._fresh_envs)} of {self.config.n_envs} envs could not be replayed to where they "
                 "stood and began a new episode"
             )
-        if self.config.preset in PRESETS:
+        if self.config.preset in PRESETS and self.config.algo == "ppo":
             obs_bytes = sum(leaf.nbytes for leaf in self.policy.obs.alloc(1))
             free = self._machine.memory_available_bytes
             notes.append(preset_note(self.config.preset, self._machine.cores, free, obs_bytes) or "")
@@ -372,20 +377,40 @@ class PPO:
         return noise.draw(self._n_predictions, 1)[0].to(self.policy.device)
 
 
-def load(path: str | Path, env: EnvSource | None = None) -> PPO:
+class PPO(Agent):
+    """Learns a policy from what it just did: for any action space."""
+
+    algo = "ppo"
+
+
+class DQN(Agent):
+    """Learns the values of actions from what it has stored: for Discrete actions."""
+
+    algo = "dqn"
+
+
+class PQN(Agent):
+    """Learns the values of actions from what it just did in many envs at once: for Discrete actions."""
+
+    algo = "pqn"
+
+
+AGENTS: dict[str, type[Agent]] = {"ppo": PPO, "dqn": DQN, "pqn": PQN}
+
+
+def load(path: str | Path, env: EnvSource | None = None) -> Agent:
     """The agent in a file that `save` wrote, in a checkpoint, or in a run's folder (its newest)."""
     path = Path(path)
     if path.is_dir():
         _, checkpoint, _ = CheckpointFolder(RunFolder.open(path).checkpoints).newest()
     else:
         checkpoint = read_checkpoint(path)
-    return PPO.from_checkpoint(checkpoint, env)
+    return Agent.from_checkpoint(checkpoint, env)
 
 
 def _policy(config: RunConfig, observation_space: Any, action_space: Any, device: str) -> Policy:
     obs, action = ObsLayout(observation_space), ActionLayout(action_space)
-    normalize_obs = config.ppo.normalize_obs
-    model = build(obs, action, config.network, config.seed, normalize_obs=normalize_obs).to(device)
+    model = build_model(obs, action, config.network, config.algorithm.traits, config.seed).to(device)
     return Policy(model=model, obs=obs, action=action, device=torch.device(device))
 
 
@@ -405,4 +430,4 @@ def _load_model(policy: Policy, checkpoint: Checkpoint) -> None:
 
 
 def _is_tuned(config: RunConfig) -> bool:
-    return config.preset is None and config.env in TUNED
+    return config.preset is None and config.env in RECIPES[config.algo]

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from flatout.agent import PPO
+from flatout.agent import Agent
 from flatout.diagnosis.case import Case
 from flatout.diagnosis.costs import Settings, UpdateCost
 from flatout.diagnosis.finding import Finding
@@ -24,10 +24,10 @@ from flatout.errors import FlatoutError, did_you_mean
 from flatout.fields import flag
 from flatout.hardware.cards import card
 from flatout.hardware.machine import usable_memory
-from flatout.learn.learner import Learner
+from flatout.learn.make import make_learner
 from flatout.measure import TINY, fitted, measure_costs, run_a_moment, settings_of, update_cost
+from flatout.models.build import build_model
 from flatout.models.config import NetworkConfig
-from flatout.models.policy import build
 from flatout.planning import count_params, launch_seconds
 from flatout.trace.phases import PhaseClock
 
@@ -74,7 +74,7 @@ def doctor(
     """Measure an env with these settings on this machine and say what holds a run of it back."""
     wishes = parse_what_if(what_if) if what_if else None
     with tempfile.TemporaryDirectory() as folder:
-        agent = PPO(env, runs_dir=folder, run_name="probe", **settings)
+        agent = Agent(env, runs_dir=folder, run_name="probe", **settings)
         case = examine(agent, tell)
         agent.close()
     findings = diagnose(case)
@@ -94,7 +94,7 @@ def doctor(
     )
 
 
-def examine(agent: PPO, tell: Callable[[str], None] = lambda _: None) -> Case:
+def examine(agent: Agent, tell: Callable[[str], None] = lambda _: None) -> Case:
     """Measure everything that a diagnosis needs; the agent trains for a moment."""
     costs = measure_costs(agent, tell)
     tell("starting the real run")
@@ -124,16 +124,18 @@ def examine(agent: PPO, tell: Callable[[str], None] = lambda _: None) -> Case:
     )
 
 
-def _smaller(agent: PPO) -> tuple[tuple[int, ...], UpdateCost] | None:
+def _smaller(agent: Agent) -> tuple[tuple[int, ...], UpdateCost] | None:
     """A usual network and its update, if the agent's is far bigger."""
     policy, config = agent.policy, agent.config
     network: NetworkConfig = replace(config.network, network_arch=SMALLER)
-    model = build(policy.obs, policy.action, network, 0, normalize_obs=config.ppo.normalize_obs)
+    model = build_model(policy.obs, policy.action, network, config.algorithm.traits, 0)
     n_params = sum(p.numel() for p in model.parameters())
     if count_params(policy) < 4 * n_params:
         return None
-    learner = Learner(model.to(policy.device), config.ppo, n_envs=config.n_envs, seed=0, clock=PhaseClock())
-    return SMALLER, update_cost(learner, launch_seconds(policy, config), TINY, config.ppo.batch_size)
+    learner = make_learner(
+        model.to(policy.device), config.algorithm, n_envs=config.n_envs, seed=0, clock=PhaseClock()
+    )
+    return SMALLER, update_cost(learner, launch_seconds(policy, config), TINY, config.algorithm.batch_size)
 
 
 def _blas_threads() -> int | None:
@@ -214,6 +216,12 @@ def command(env: str, settings: dict[str, Any], findings: list[Finding]) -> str:
     return shlex.join(["flatout", "train", env, *(word for pair in given.items() for word in pair)])
 
 
+def _work(settings: Settings) -> str:
+    if settings.train_ratio is not None:
+        return f"{settings.train_ratio:g} updates per env step"
+    return f"{settings.n_epochs} epochs"
+
+
 def _text(value: Any) -> str:
     return ",".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
 
@@ -225,11 +233,11 @@ def text(found: Diagnosis) -> str:
     limit = "collecting" if forecast.collect_rate < forecast.learn_rate else "learning"
     lines = [
         f"{found.env} on {found.device} with {settings.n_cores} cores: {settings.n_envs} envs × {settings.n_steps} "
-        f"steps, batch {settings.batch_size}, {settings.n_epochs} epochs, {describe(settings)}",
+        f"steps, batch {settings.batch_size}, {_work(settings)}, {describe(settings)}",
         "",
         f"measured       {found.steps_per_second:,.0f} steps/s, learner busy {100 * found.learner_busy:.0f} %",
         f"a step         {_time(found.step_seconds)}, {kind}",
-        f"an update      {_time(found.update_seconds)}, {settings.n_updates:,} of them an iteration",
+        f"an update      {_time(found.update_seconds)}, {settings.n_updates:,g} of them an iteration",
         f"collect rate   {forecast.collect_rate:,.0f} steps/s with nobody waiting",
         f"learn rate     {forecast.learn_rate:,.0f} steps/s with data always ready",
         f"pipeline limit {forecast.limit:,.0f} steps/s: {limit} is the limit",

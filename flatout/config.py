@@ -14,18 +14,21 @@ from pathlib import Path
 from typing import Any, Literal
 
 from flatout.algorithms.config import PPOConfig, choose_batch_size, nearest_batch_sizes
+from flatout.algorithms.q_config import DQNConfig, PQNConfig
 from flatout.envs.workloads import WORKLOADS
 from flatout.errors import FlatoutError
 from flatout.fields import convert, flag, flatten_json, leaves, to_json
 from flatout.fields import replace as replace_leaves
 from flatout.hardware.cache import cache_folder
 from flatout.models.config import NetworkConfig
-from flatout.recipes.presets import PRESETS, auto
+from flatout.recipes.presets import ALGORITHMS, auto, preset_recipe
 from flatout.recipes.recipe import Recipe
-from flatout.recipes.tuned import TUNED
+from flatout.recipes.tuned import RECIPES
 
 AUTO_BATCH = {"cpu": 256, "cuda": 2048}
 """What `--batch-size auto` aims at, by kind of device."""
+AUTO_REPLAY_BATCH = {"cpu": 64, "cuda": 256}
+"""The same for updates from a replay, whose batches divide nothing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +39,7 @@ class RunConfig:
     """A Gymnasium id, module:Id, or file.py:factory."""
     env_kwargs: dict[str, Any] = field(default_factory=dict)
     """Keywords for the env's constructor, as JSON."""
-    algo: Literal["ppo", "dqn"] = "ppo"
+    algo: Literal["ppo", "dqn", "pqn"] = "ppo"
     """Algorithm."""
     preset: Literal["auto", "cpu", "gpu", "fast", "heavy", "beast", "max"] | None = None
     """Where settings come from that are not given; none: the env's recipe if it has one, else auto."""
@@ -68,8 +71,8 @@ class RunConfig:
     """Episodes of each such evaluation."""
     checkpoint_every: int = 100_000
     """Save a checkpoint every so many env steps; 0: only at the end."""
-    ppo: PPOConfig
-    """PPO's settings."""
+    algorithm: PPOConfig | DQNConfig | PQNConfig
+    """The algorithm's settings."""
     network: NetworkConfig
     """The network's settings."""
 
@@ -86,31 +89,56 @@ class RunConfig:
             raise FlatoutError(
                 f"--n-collectors {self.n_collectors} goes with --executor auto, not {self.executor}"
             )
-        total, batch = self.total_batch, self.ppo.batch_size
-        if total % batch:
+        total, batch = self.total_batch, self.algorithm.batch_size
+        if isinstance(self.algorithm, DQNConfig):
+            self._check_first_update(self.algorithm)
+        elif total % batch:
             near = " or ".join(map(str, nearest_batch_sizes(total, batch)))
             raise FlatoutError(
                 f"--batch-size {batch} does not divide the rollout of {self.n_envs} envs x "
-                f"{self.ppo.n_steps} steps = {total}; the nearest that do are {near}"
+                f"{self.algorithm.n_steps} steps = {total}; the nearest that do are {near}"
             )
+
+    def _check_first_update(self, it: DQNConfig) -> None:
+        """Refuse a first update before any env has stored as many steps as returns are made of."""
+        n_stored = (it.learning_starts // self.total_batch + 1) * it.n_steps
+        if n_stored < it.multi_step:
+            least = (-(-it.multi_step // it.n_steps) - 1) * self.total_batch
+            raise FlatoutError(
+                f"--learning-starts {it.learning_starts} comes before {it.multi_step} steps of {self.n_envs} envs are "
+                f"stored; use at least {least}"
+            )
+
+    @property
+    def ppo(self) -> PPOConfig:
+        """The settings of a run of PPO."""
+        assert isinstance(self.algorithm, PPOConfig), "a run of PPO"
+        return self.algorithm
 
     @property
     def total_batch(self) -> int:
         """Transitions in one rollout."""
-        return self.n_envs * self.ppo.n_steps
+        return self.n_envs * self.algorithm.n_steps
 
     @property
-    def updates_per_iteration(self) -> int:
+    def updates_per_iteration(self) -> float:
         """Optimizer steps per rollout."""
-        return self.total_batch // self.ppo.batch_size * self.ppo.n_epochs
+        return self.algorithm.updates_per_iteration(self.total_batch)
 
     def arithmetic(self) -> str:
         """The batch arithmetic in one line."""
-        n_minibatches = self.total_batch // self.ppo.batch_size
+        it = self.algorithm
+        rollout = f"{self.n_envs} envs × {it.n_steps} steps = {self.total_batch:,} "
+        if isinstance(it, DQNConfig):
+            return (
+                f"{rollout}env steps, × {it.train_ratio:g} = {self.updates_per_iteration:g} updates of "
+                f"{it.batch_size} per iteration, after {it.learning_starts:,} env steps"
+            )
+        n_minibatches = self.total_batch // it.batch_size
         return (
-            f"{self.n_envs} envs × {self.ppo.n_steps} steps = {self.total_batch:,} total batch, "
-            f"{n_minibatches} {'minibatch' if n_minibatches == 1 else 'minibatches'} of {self.ppo.batch_size} "
-            f"× {self.ppo.n_epochs} epochs = {n_minibatches * self.ppo.n_epochs} updates per iteration"
+            f"{rollout}total batch, "
+            f"{n_minibatches} {'minibatch' if n_minibatches == 1 else 'minibatches'} of {it.batch_size} "
+            f"× {it.n_epochs} epochs = {n_minibatches * it.n_epochs} updates per iteration"
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -120,16 +148,19 @@ class RunConfig:
     @staticmethod
     def from_json(data: Any, source: str) -> RunConfig:
         """A complete config from what `to_json` gave."""
-        values = flatten_json(RunConfig, data, source)
-        missing = [f.name for f in leaves(RunConfig) if f.name not in values]
+        values = _flatten(data, source)
+        algo = _algo(values)
+        others = ALGORITHMS.keys() - {algo}
+        missing = [f.name for f in leaves(RunConfig) if f.name not in values and f.section not in others]
         if missing:
             raise FlatoutError(f"{source}: lacks {', '.join(missing[:3])}; it is not a complete config")
-        blank = RunConfig(env="", timesteps=1, n_envs=256, ppo=PPOConfig(), network=NetworkConfig())
+        blank = RunConfig(
+            env="", timesteps=1, n_envs=256, algorithm=ALGORITHMS[algo](), network=NetworkConfig()
+        )
         return _replace(blank, values)
 
 
 _NOT_YET: dict[str, tuple[str, tuple[str, ...]]] = {
-    "algo": ("ppo", ("dqn",)),
     "executor": ("auto", ("ray",)),
 }
 """Settings whose feature is still to come: refused, never ignored."""
@@ -151,11 +182,16 @@ def resolve(
     if not env:
         raise FlatoutError("no env given; name one, such as CartPole-v1")
     given["env"] = env = WORKLOADS[env].env_id if env in WORKLOADS else env
-    recipe = _recipe(env, given.get("preset"), device, n_cores)
+    algo = _algo(given)
+    recipe = _recipe(env, algo, given.get("preset"), device, n_cores)
     if given.get("preset") == "auto":
         given = tuned_settings(env, given, device, n_cores) | given
     config = RunConfig(
-        env=env, timesteps=recipe.timesteps, n_envs=recipe.n_envs, ppo=recipe.ppo, network=recipe.network
+        env=env,
+        timesteps=recipe.timesteps,
+        n_envs=recipe.n_envs,
+        algorithm=recipe.algorithm,
+        network=recipe.network,
     )
     return _replace(config, _with_batch_size(given, recipe, device))
 
@@ -166,8 +202,8 @@ TUNED_KEYS = ("n_envs", "n_steps", "executor", "n_collectors", "n_workers", "ove
 
 def save_tuned(config: RunConfig, device: str, n_cores: int) -> None:
     """Keep what was found for an env on this machine, for `--preset auto`."""
-    path = _tuned_path(config.env, config.env_kwargs, device, n_cores)
-    values = {name: getattr(config.ppo if name == "n_steps" else config, name) for name in TUNED_KEYS}
+    path = _tuned_path(config.env, config.algo, config.env_kwargs, device, n_cores)
+    values = {name: getattr(config.algorithm if name == "n_steps" else config, name) for name in TUNED_KEYS}
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps({"env": config.env, "settings": values}, indent=2))
@@ -177,15 +213,16 @@ def tuned_settings(env: str, given: Mapping[str, Any], device: str, n_cores: int
     """What tuning found for this env on this machine; nothing if it never ran, or if envs or steps are given."""
     if any(name in given for name in ("n_envs", "n_steps")):
         return {}
-    path = _tuned_path(env, given.get("env_kwargs") or {}, device, n_cores)
+    path = _tuned_path(env, _algo(given), given.get("env_kwargs") or {}, device, n_cores)
     with suppress(OSError, ValueError, KeyError):
         settings: dict[str, Any] = json.loads(path.read_text())["settings"]
         return settings
     return {}
 
 
-def _tuned_path(env: str, env_kwargs: Any, device: str, n_cores: int) -> Path:
-    facts = json.dumps([env, env_kwargs, device, n_cores], sort_keys=True, default=str)
+def _tuned_path(env: str, algo: str, env_kwargs: Any, device: str, n_cores: int) -> Path:
+    named = [env] if algo == "ppo" else [env, algo]
+    facts = json.dumps([*named, env_kwargs, device, n_cores], sort_keys=True, default=str)
     return cache_folder() / "tuned" / f"{hashlib.sha256(facts.encode()).hexdigest()[:24]}.json"
 
 
@@ -197,15 +234,31 @@ def read_file(path: Path) -> dict[str, Any]:
         raise FlatoutError(f"--config {path}: {error.strerror}") from error
     except ValueError as error:
         raise FlatoutError(f"--config {path} is not JSON: {error}") from error
-    return flatten_json(RunConfig, data, f"--config {path}")
+    return _flatten(data, f"--config {path}")
 
 
-def _recipe(env: str, preset: Any, device: str, n_cores: int) -> Recipe:
+def _flatten(data: Any, source: str) -> dict[str, Any]:
+    """The settings in nested JSON; those of another algorithm than its own are refused."""
+    values = flatten_json(RunConfig, data, source)
+    algo = _algo(values)
+    for other in ALGORITHMS.keys() - {algo}:
+        if other in data:
+            raise FlatoutError(f"{source}: has settings of {other.upper()}, but its algo is {algo}")
+    return values
+
+
+def _algo(given: Mapping[str, Any]) -> str:
+    known = next(f for f in leaves(RunConfig) if f.name == "algo")
+    return str(convert(known, given.get("algo", "ppo")))
+
+
+def _recipe(env: str, algo: str, preset: Any, device: str, n_cores: int) -> Recipe:
     if preset in (None, "none"):
-        return TUNED[env]() if env in TUNED else auto(device, n_cores)
+        tuned = RECIPES[algo]
+        return tuned[env]() if env in tuned else auto(device, n_cores, algo)
     known = next(f for f in leaves(RunConfig) if f.name == "preset")
     preset = convert(known, preset)
-    return PRESETS[preset] if preset in PRESETS else auto(device, n_cores)
+    return auto(device, n_cores, algo) if preset == "auto" else preset_recipe(algo, preset)
 
 
 def _with_batch_size(given: dict[str, Any], recipe: Recipe, device: str) -> dict[str, Any]:
@@ -215,12 +268,14 @@ def _with_batch_size(given: dict[str, Any], recipe: Recipe, device: str) -> dict
     def number(name: str, default: int) -> int:
         return int(convert(by_name[name], given[name])) if name in given else default
 
-    total = number("n_envs", recipe.n_envs) * number("n_steps", recipe.ppo.n_steps)
+    total = number("n_envs", recipe.n_envs) * number("n_steps", recipe.algorithm.n_steps)
     wanted = given.get("batch_size")
+    if isinstance(recipe.algorithm, DQNConfig):
+        return given | ({"batch_size": AUTO_REPLAY_BATCH[device.split(":")[0]]} if wanted == "auto" else {})
     if wanted == "auto":
         return given | {"batch_size": choose_batch_size(max(total, 1), AUTO_BATCH[device.split(":")[0]])}
     if wanted is None and total >= 1:
-        return given | {"batch_size": choose_batch_size(total, recipe.ppo.batch_size)}
+        return given | {"batch_size": choose_batch_size(total, recipe.algorithm.batch_size)}
     return given
 
 

@@ -45,36 +45,62 @@ def flag(name: str) -> str:
 
 
 def leaves(config: type[Any], section: str | None = None) -> Iterator[Field]:
-    """Every leaf field of a config dataclass, nested ones included; names are unique across sections."""
+    """Every leaf field of a config dataclass, nested ones included; names are unique across sections, except
+    across the alternatives of one part."""
     hints, helps = get_type_hints(config), _docstrings(config)
     for field in dataclasses.fields(config):
-        kind = hints[field.name]
-        if dataclasses.is_dataclass(kind):
-            assert isinstance(kind, type)
-            yield from leaves(kind, field.name)
-        else:
-            yield Field(field.name, section, kind, helps.get(field.name, ""))
+        nested = _sections(field.name, hints[field.name])
+        for name, kind in nested.items():
+            yield from leaves(kind, name)
+        if not nested:
+            yield Field(field.name, section, hints[field.name], helps.get(field.name, ""))
+
+
+def sections(config: Any) -> dict[str, str]:
+    """The nested configs that a config has, by section: the attribute that holds each."""
+    found = {}
+    for attribute, kind in get_type_hints(type(config)).items():
+        for section, part in _sections(attribute, kind).items():
+            if isinstance(getattr(config, attribute), part):
+                found[section] = attribute
+    return found
+
+
+def _sections(attribute: str, kind: Any) -> dict[str, type[Any]]:
+    """The sections that an attribute may be: one, or several alternatives that say their SECTION; none for a leaf."""
+    if dataclasses.is_dataclass(kind):
+        assert isinstance(kind, type)
+        return {attribute: kind}
+    parts: tuple[Any, ...] = get_args(kind) if isinstance(kind, types.UnionType) else ()
+    return {part.SECTION: part for part in parts if hasattr(part, "SECTION")}
 
 
 def replace(config: Any, values: Mapping[str, Any]) -> Any:
     """A copy of `config` with the given leaves changed; unknown names are refused with the nearest."""
-    known = {field.name: field for field in leaves(type(config))}
+    held = sections(config)
+    every = list(leaves(type(config)))
+    known = {field.name: field for field in every if field.section is None or field.section in held}
     changes: dict[str, Any] = {}
     nested: dict[str, dict[str, Any]] = {}
     for name, value in values.items():
         if name not in known:
+            others = " and ".join(f.section.upper() for f in every if f.name == name and f.section)
+            if others:
+                here = next(section for section, attribute in held.items() if section != attribute)
+                raise FlatoutError(f"{flag(name)} is a setting of {others}, not of {here.upper()}")
             raise FlatoutError(f"unknown setting {name!r}{did_you_mean(name, known)}")
         field = known[name]
         target = changes if field.section is None else nested.setdefault(field.section, {})
         target[name] = convert(field, value)
     for section, part in nested.items():
-        changes[section] = dataclasses.replace(getattr(config, section), **part)
+        changes[held[section]] = dataclasses.replace(getattr(config, held[section]), **part)
     return dataclasses.replace(config, **changes)
 
 
 def to_json(config: Any) -> dict[str, Any]:
     """Nested plain data, complete."""
-    return dataclasses.asdict(config)
+    names = {attribute: section for section, attribute in sections(config).items()}
+    return {names.get(name, name): value for name, value in dataclasses.asdict(config).items()}
 
 
 def flatten_json(config: type[Any], data: Any, source: str) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from time import perf_counter, thread_time
 from typing import Any
 
@@ -15,8 +16,7 @@ import gymnasium as gym
 import numpy as np
 import torch
 
-from flatout.agent import PPO
-from flatout.algorithms import ppo
+from flatout.agent import Agent
 from flatout.buffers.rollout import Rollout
 from flatout.collect.collector import Collector
 from flatout.diagnosis.costs import Costs, Points, Settings, UpdateCost
@@ -29,6 +29,8 @@ from flatout.executors.serial import SerialExecutor
 from flatout.hardware.threads import torch_threads
 from flatout.learn.compile import kept, load
 from flatout.learn.learner import Learner
+from flatout.learn.make import make_learner
+from flatout.models.policy import ActorCritic, PolicyNet
 from flatout.pipeline.progress import Progress
 from flatout.planning import acting_seconds, count_params, fastest, launch_seconds, update_recipe
 from flatout.trace.phases import PhaseClock
@@ -62,7 +64,7 @@ class Moment:
     metrics: dict[str, float]
 
 
-def measure_costs(agent: PPO, tell: Callable[[str], None] = lambda _: None) -> Costs:
+def measure_costs(agent: Agent, tell: Callable[[str], None] = lambda _: None) -> Costs:
     """What env, policy and learner cost on this machine."""
     info, config = agent._env_info(), agent.config
     tell("stepping envs")
@@ -136,45 +138,54 @@ def _time_steps(
     return waited, compute, slowness
 
 
-def update_costs(agent: PPO) -> tuple[UpdateCost, UpdateCost | None, float]:
-    """One update, eager and compiled if a compiled one is kept; and the advantage of one transition."""
+def update_costs(agent: Agent) -> tuple[UpdateCost, UpdateCost | None, float]:
+    """One update, eager, and compiled or by hand if there is such a one; and the advantage of one transition."""
     config, policy = agent.config, agent.policy
-    learner = Learner(policy.model, config.ppo, n_envs=config.n_envs, seed=0, clock=PhaseClock())
-    size = config.ppo.batch_size
+    learner = make_learner(policy.model, config.algorithm, n_envs=config.n_envs, seed=0, clock=PhaseClock())
+    size = config.algorithm.batch_size
     n_cores = agent._machine.cores
     threads, before = torch_threads(count_params(policy), size, n_cores), torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         launch = launch_seconds(policy, config)
+        by_hand, learner.update.by_hand = learner.update.by_hand, None
         eager = update_cost(learner, launch, TINY, size, min(4 * size, max(config.total_batch, size)))
         compiled = None
         path = kept(update_recipe(config, policy, "fp32", threads))
-        if path.exists():
-            step, inputs = load(path), learner.update.current_inputs(learner.example_batch(size))
-            seconds = fastest(lambda: step(*inputs), 8)
+        batch = learner.example_batch(size)
+        fast: Callable[[], Any] | None = None
+        if by_hand is not None:
+            fast = partial(by_hand, batch)
+        elif path.exists():
+            fast = partial(load(path), *learner.update.current_inputs(batch))
+        if fast is not None:
+            with learner.update.rehearsing():
+                seconds = fastest(fast, 8)
             compiled = UpdateCost(python=min(0.05e-3, seconds), rows=((size, seconds),))
-        n = min(config.total_batch, 4096)
-        obs = learner.example_batch(n).obs
-        value = fastest(lambda: _values(learner, obs)) / n
+        value = 0.0
+        if config.algo != "dqn":  # which stores a rollout and learns from samples alone
+            n = min(config.total_batch, 4096)
+            obs = learner.example_batch(n).obs
+            value = fastest(lambda: _values(policy.model, obs)) / n
     finally:
         torch.set_num_threads(before)
     return eager, compiled, 1.5 * value
 
 
-def update_cost(learner: Learner, launch: float, *sizes: int) -> UpdateCost:
+def update_cost(learner: Learner[Any], launch: float, *sizes: int) -> UpdateCost:
     """One eager update with minibatches of such sizes, of which `launch` seconds are launching it."""
     points = tuple((n, _update_seconds(learner, n)) for n in sorted(set(sizes)))
     return UpdateCost(python=min(launch, points[-1][1]), rows=_rising(points))
 
 
 @torch.no_grad()
-def _values(learner: Learner, obs: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    return learner.model.value(obs)
+def _values(model: PolicyNet, obs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    return model.value(obs) if isinstance(model, ActorCritic) else model.policy(obs)
 
 
-def _update_seconds(learner: Learner, n_rows: int) -> float:
+def _update_seconds(learner: Learner[Any], n_rows: int) -> float:
     """Of one eager update; nothing is learned."""
-    batch: ppo.Minibatch = learner.example_batch(n_rows)
+    batch = learner.example_batch(n_rows)
     update = learner.update
     update.parts.n_rows = max(update.parts.n_rows, n_rows)
     times: list[float] = []
@@ -187,7 +198,7 @@ def _update_seconds(learner: Learner, n_rows: int) -> float:
     return statistics.median(times[1:] or times)
 
 
-def _with_store(costs: Costs, agent: PPO, info: EnvInfo) -> Costs:
+def _with_store(costs: Costs, agent: Agent, info: EnvInfo) -> Costs:
     """Costs whose steps and storing are those of a real collector with a few envs in one process."""
     n_envs = min(agent.config.n_envs, 8)
     policy = agent.policy
@@ -230,7 +241,7 @@ def _rising(points: Points) -> Points:
     return tuple(out)
 
 
-def settings_of(agent: PPO) -> Settings:
+def settings_of(agent: Agent) -> Settings:
     """The settings of the agent's trainer as it would run."""
     trainer, config = agent._started(), agent.config
     plan = trainer.plan
@@ -239,9 +250,10 @@ def settings_of(agent: PPO) -> Settings:
     n_taken = plan.n_collectors if trainer.overlap and plan.children else 0
     return Settings(
         n_envs=config.n_envs,
-        n_steps=config.ppo.n_steps,
-        batch_size=config.ppo.batch_size,
-        n_epochs=config.ppo.n_epochs,
+        n_steps=config.algorithm.n_steps,
+        batch_size=config.algorithm.batch_size,
+        n_epochs=getattr(config.algorithm, "n_epochs", 1),
+        train_ratio=getattr(config.algorithm, "train_ratio", None),
         executor=plan.kind,
         n_collectors=plan.n_collectors,
         children=plan.children,
@@ -249,13 +261,13 @@ def settings_of(agent: PPO) -> Settings:
         overlap=trainer.overlap,
         compiled=trainer.compiled,
         n_cores=n_cores,
-        learn_threads=torch_threads(n_params, config.ppo.batch_size, n_cores, n_taken),
+        learn_threads=torch_threads(n_params, config.algorithm.batch_size, n_cores, n_taken),
         on_device=agent.policy.device.type == "cuda",
         n_params=n_params,
     )
 
 
-def run_a_moment(agent: PPO, seconds: float) -> Moment:
+def run_a_moment(agent: Agent, seconds: float) -> Moment:
     """Train for about so long after a first iteration, at least two more, and say what came of it."""
     seen: list[tuple[float, Progress]] = []
 

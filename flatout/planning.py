@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from flatout.algorithms.q_config import DQNConfig
 from flatout.config import RunConfig
 from flatout.envs.check import EnvInfo
 from flatout.envs.spaces import ActionLayout, ObsLayout
@@ -26,8 +27,10 @@ from flatout.hardware.cache import remembered
 from flatout.hardware.threads import torch_threads
 from flatout.learn.compile import Recipe, kept, load
 from flatout.learn.learner import TINY_BATCH, Learner
+from flatout.learn.make import make_learner
 from flatout.models.actor import make_actor
-from flatout.models.policy import ActorCritic, build
+from flatout.models.build import build_model
+from flatout.models.policy import PolicyNet
 from flatout.pipeline.choose import Work, decide_overlap, share_cores
 from flatout.trace.phases import PhaseClock
 
@@ -43,7 +46,7 @@ NARROW = 8
 class Policy:
     """What acting needs: the model and how spaces map to it."""
 
-    model: ActorCritic
+    model: PolicyNet
     obs: ObsLayout
     action: ActionLayout
     device: torch.device
@@ -69,7 +72,7 @@ class Planning:
     config: RunConfig
     env: EnvInfo
     policy: Policy
-    learner: Learner
+    learner: Learner[Any]
     n_cores: int
     n_steps: int
     """Env steps the run is for."""
@@ -109,7 +112,7 @@ class Planning:
             waits=waits,
             on_gpu=on_gpu,
             can_have_children=work is not None,
-            n_updates=n_iterations * config.updates_per_iteration,
+            n_updates=int(n_iterations * config.updates_per_iteration),
             n_iterations=n_iterations,
             gain=gain,
         )
@@ -136,7 +139,7 @@ class Planning:
         return Work(
             measured=measured,
             n_envs=config.n_envs,
-            n_steps=config.ppo.n_steps,
+            n_steps=config.algorithm.n_steps,
             n_cores=self.n_cores,
             learn_seconds=seconds[beside],
             learn_threads=beside,
@@ -146,12 +149,16 @@ class Planning:
 
     def _threads(self, n_taken: int) -> int:
         """The learner's threads where so many cores collect at the same time."""
-        return torch_threads(count_params(self.policy), self.config.ppo.batch_size, self.n_cores, n_taken)
+        return torch_threads(
+            count_params(self.policy), self.config.algorithm.batch_size, self.n_cores, n_taken
+        )
 
     def _facts(self) -> dict[str, Any]:
         """What the gain of overlap depends on, apart from the machine's mood; `rule`: of how it is worked out."""
         config = self.config
-        shape = (config.n_envs, config.ppo.n_steps, config.ppo.batch_size, config.ppo.n_epochs)
+        it = config.algorithm
+        shape: list[Any] = [config.n_envs, it.n_steps, it.batch_size]
+        shape += [it.train_ratio, "dqn"] if isinstance(it, DQNConfig) else [it.n_epochs]
         network = list(config.network.network_arch)
         return {
             "rule": 3,
@@ -165,7 +172,7 @@ class Planning:
 
     def _update_seconds(self, n_threads: int) -> float:
         """Seconds of one update on so many threads, compiled if one is kept; nothing is learned."""
-        batch, path = self.learner.example_batch(self.config.ppo.batch_size), self._compiled(n_threads)
+        batch, path = self.learner.example_batch(self.config.algorithm.batch_size), self._compiled(n_threads)
         before = torch.get_num_threads()
         torch.set_num_threads(n_threads)
         try:
@@ -193,8 +200,8 @@ class Planning:
 def launch_seconds(policy: Policy, config: RunConfig) -> float:
     """Seconds that launching an update takes: of a network as deep, so narrow that it computes next to nothing."""
     narrow = replace(config.network, network_arch=(NARROW,) * len(config.network.network_arch))
-    model = build(policy.obs, policy.action, narrow, 0, normalize_obs=config.ppo.normalize_obs)
-    learner = Learner(model.to(policy.device), config.ppo, n_envs=1, seed=0, clock=PhaseClock())
+    model = build_model(policy.obs, policy.action, narrow, config.algorithm.traits, 0)
+    learner = make_learner(model.to(policy.device), config.algorithm, n_envs=1, seed=0, clock=PhaseClock())
     batch = learner.example_batch(TINY_BATCH)
     return fastest(lambda: learner.update.step(batch), 8)
 
@@ -205,7 +212,7 @@ def update_recipe(config: RunConfig, policy: Policy, precision: str, n_threads: 
         obs=policy.obs,
         action=policy.action,
         network=config.network,
-        ppo=config.ppo,
+        algorithm=config.algorithm,
         device=str(policy.device),
         precision=precision,
         n_threads=n_threads,

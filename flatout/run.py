@@ -14,11 +14,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from flatout.algorithms.config import PPOConfig
 from flatout.buffers.rollout import Rollout
 from flatout.collect.batched import batched_collector, batched_eval_executor
 from flatout.collect.child import ChildCollectors, Job
 from flatout.collect.collector import Collector, Collects
 from flatout.collect.evaluate import Evaluation, evaluate
+from flatout.collect.noise import USUAL, Habits
 from flatout.config import RunConfig
 from flatout.envs.check import EnvInfo
 from flatout.envs.make import one_line
@@ -37,6 +39,7 @@ from flatout.hardware.threads import torch_threads
 from flatout.learn.checkpoint import Checkpoint
 from flatout.learn.compile import Compilation
 from flatout.learn.learner import Learner
+from flatout.learn.make import make_learner
 from flatout.pipeline.lockstep import Counted, Lockstep
 from flatout.pipeline.overlap import Overlap, Ready
 from flatout.pipeline.state import TrainState
@@ -76,15 +79,16 @@ class Trainer:
         self.precision, _ = choose_precision(config.precision, policy.device, n_params)
         if policy.device.type == "cuda":
             use_matmul_precision(self.precision)
-        self.learner = Learner(
+        self.learner = make_learner(
             policy.model,
-            config.ppo,
+            config.algorithm,
             n_envs=config.n_envs,
             seed=config.seed,
             clock=self.clock,
             precision=self.precision,
         )
         self.learner.fit_into(free_memory(policy.device))
+        self.learner.reserve()
         if config.eval_every and env.factory.is_instance:
             self.notes.append(EVAL_IN_PLACE)
         planning = Planning(
@@ -102,7 +106,7 @@ class Trainer:
         self.plan, self._collector, rollouts = self._first_that_starts(self._decision.ways)
         n_children = self.plan.n_collectors if self.plan.children else 0
         n_taken = n_children if self.overlap else 0
-        learn_threads = torch_threads(n_params, config.ppo.batch_size, n_cores, n_taken)
+        learn_threads = torch_threads(n_params, config.algorithm.batch_size, n_cores, n_taken)
         self._pipeline: Lockstep[Any] | Overlap[Any]
         if self.overlap:
             self._pipeline = Overlap(
@@ -135,6 +139,10 @@ class Trainer:
         if device == "cuda":
             self.learner.capture = True
             return
+        if self.learner.update.by_hand is not None:
+            if config.compile == "auto":
+                return  # as fast, from the first update on
+            self.learner.update.by_hand = None
         recipe = update_recipe(config, self.policy, self.precision, n_threads)
         self.learner.compilation = Compilation(recipe, wait=config.compile == "on")
 
@@ -153,16 +161,18 @@ class Trainer:
 
     def _assemble(self, plan: Plan) -> tuple[Collects[Any], Sequence[Counted]]:
         config, policy, env_ids = self.config, self.policy, np.arange(self.config.n_envs)
-        n_steps, n_slots = config.ppo.n_steps, 2 if self.overlap else 1
+        n_steps, n_slots = config.algorithm.n_steps, 2 if self.overlap else 1
         clock = PhaseClock("collector 0")
         model, source = policy.model, None
+        habits = exploration(config)
         if plan.children:
             job = Job(
                 factory=self._env.factory,
                 obs=policy.obs,
                 action=policy.action,
                 network=config.network,
-                normalize_obs=config.ppo.normalize_obs,
+                traits=config.algorithm.traits,
+                habits=habits,
                 seed=config.seed,
                 first=0,
                 end=config.n_envs,
@@ -192,6 +202,7 @@ class Trainer:
                 clock=clock,
                 n_slots=n_slots,
                 source=source,
+                habits=habits,
             )
         collector = Collector(
             self._executor(plan, env_ids),
@@ -201,6 +212,7 @@ class Trainer:
             seed=config.seed,
             clock=clock,
             source=source,
+            habits=habits,
         )
         slots = range(n_slots)
         return collector, [Rollout.alloc(policy.obs, policy.action, n_steps, config.n_envs) for _ in slots]
@@ -237,6 +249,10 @@ class Trainer:
         self.learner.n_updates = saved.n_updates
         self._collector.n_steps = saved.env_steps // self.config.n_envs
         self._take_ready(checkpoint)
+        replay = checkpoint.replay
+        if replay is not None and int(replay["env_steps"][0]) != saved.env_steps:
+            replay = None  # of another checkpoint that had this name
+        self.learner.restore_replay(replay, saved.env_steps)
         envs = {name[5:]: t.numpy() for name, t in tensors.items() if name.startswith("envs.")}
         if not envs or (not self._env.batched and "ages" not in envs):  # saved without a way back
             self._collector.reset()
@@ -253,7 +269,7 @@ class Trainer:
         for name, array in arrays.items():
             array[...] = checkpoint.tensors[f"ready.{name}"].numpy()
         pipeline.ready = Ready(0, [Episode(*fields) for fields in about["episodes"]], about["lag"])
-        self._collector.n_steps += self.config.ppo.n_steps
+        self._collector.n_steps += self.config.algorithm.n_steps
 
     def iterate(self, total_steps: int, stop: StopRequest) -> dict[str, float]:
         """Collect a rollout and learn from it."""
@@ -274,7 +290,10 @@ class Trainer:
             tensors |= {f"ready.{name}": torch.from_numpy(array.copy()) for name, array in arrays.items()}
             episodes = [[e.env_id, e.total_reward, e.length] for e in ready.episodes]
             about["ready"] = {"episodes": episodes, "lag": ready.lag}
-        return Checkpoint(tensors, about)
+        replay = self.learner.replay()
+        if replay is not None:
+            replay = {**replay, "env_steps": np.array([self.state.env_steps])}
+        return Checkpoint(tensors, about, replay)
 
     @property
     def lanes(self) -> list[Lane]:
@@ -313,7 +332,8 @@ class Trainer:
     @property
     def compiled(self) -> bool:
         """Whether updates run as compiled code or as a CUDA graph by now."""
-        return self.learner.update.compiled is not None or self.learner.update.replayed is not None
+        update = self.learner.update
+        return any(form is not None for form in (update.compiled, update.replayed, update.by_hand))
 
     def take_notes(self) -> list[str]:
         """What happened since this was asked last, one line each."""
@@ -352,10 +372,18 @@ class Trainer:
             self._eval_executor.close()
 
 
-def _close(collector: Collects[Any], learner: Learner) -> None:
+def _close(collector: Collects[Any], learner: Learner[Any]) -> None:
     collector.close()
-    if learner.compilation is not None:
-        learner.compilation.close()
+    learner.close()
+
+
+def exploration(config: RunConfig) -> Habits:
+    """How envs explore, where that is not the policy's own affair."""
+    it = config.algorithm
+    if isinstance(it, PPOConfig):
+        return USUAL
+    shift = np.log1p(it.exploration_spread * np.linspace(0, 1, config.n_envs)).astype(np.float32)
+    return Habits(shift if it.exploration_spread else None, it.exploration_hold)
 
 
 def eval_executor(env: EnvInfo, layout: ObsLayout, n_envs: int, seed: int) -> Executor:

@@ -13,7 +13,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from flatout.agent import PPO
+from flatout.agent import Agent
 from flatout.checkup import describe
 from flatout.config import RunConfig, save_tuned
 from flatout.diagnosis.costs import Costs, Settings
@@ -98,7 +98,7 @@ def tune(
         tell(what, min((perf_counter() - began) / budget, 1.0))
 
     told("measuring env, policy and learner")
-    agent = PPO(env, **settings)
+    agent = Agent(env, **settings)
     costs = measure_costs(agent, told)
     now = settings_of(agent)
     told("running the settings as they are")
@@ -200,7 +200,7 @@ def _as_config(way: Settings, now: Settings) -> dict[str, Any]:
 
 def _run(env: EnvSource, settings: dict[str, Any], trial: Trial) -> Trial:
     """The trial with what a moment of it gave."""
-    agent = PPO(env, **(settings | trial.config))
+    agent = Agent(env, **(settings | trial.config))
     try:
         moment = run_a_moment(agent, TRIAL_SECONDS)
     finally:

@@ -16,8 +16,8 @@ from flatout.algorithms import ppo
 from flatout.algorithms.config import PPOConfig
 from flatout.envs.spaces import ActionLayout, ObsLayout
 from flatout.learn.graphs import Captured
-from flatout.learn.learner import Learner
 from flatout.learn.params import FlatParams
+from flatout.learn.ppo import PPOLearner
 from flatout.learn.update import Update
 from flatout.models.config import NetworkConfig
 from flatout.models.policy import build
@@ -88,7 +88,7 @@ def test_a_captured_step_learns_like_the_update_and_sees_new_weights() -> None:
     learners = []
     for _ in range(2):
         model = build(obs_layout, action, NetworkConfig(), seed=0).to(device)
-        learners.append(Learner(model, PPOConfig(batch_size=32), n_envs=4, seed=0, clock=PhaseClock()))
+        learners.append(PPOLearner(model, PPOConfig(batch_size=32), n_envs=4, seed=0, clock=PhaseClock()))
     plain, captured = learners
     batch = plain.example_batch(32)
     for learner in learners:

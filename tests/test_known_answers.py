@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import flatout
+from flatout.models.policy import ActorCritic
 from tests.known import LENGTH, Forever, Match, OnlyTheMaskTells
 
 FAST: dict[str, Any] = {
@@ -90,8 +91,10 @@ def test_the_value_of_a_truncated_episode_goes_on(how: str, value: float | None)
     """With γ = 0.9 a reward of 1 for ever is worth 10; cut for good after 5 steps it is worth under 4.1."""
     settings = FAST | {"gamma": 0.9, "n_steps": 32}
     agent = flatout.PPO(partial(Forever, how), seed=1, **settings).learn(30_000)
+    model = agent.policy.model
+    assert isinstance(model, ActorCritic)
     with torch.inference_mode():
-        got = agent.policy.model.value((torch.ones(1, 1),)).item()
+        got = model.value((torch.ones(1, 1),)).item()
     if value is not None:
         assert got == pytest.approx(value, rel=0.05)
     else:

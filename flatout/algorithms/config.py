@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from flatout.errors import FlatoutError
+from flatout.models.config import Traits
 
 Schedule = Literal["constant", "linear"]
 
@@ -14,10 +15,12 @@ Schedule = Literal["constant", "linear"]
 class PPOConfig:
     """What PPO learns from and how hard."""
 
+    SECTION: ClassVar[str] = "ppo"
+
     n_steps: int = 256
     """Env steps of each env in a rollout."""
     batch_size: int = 256
-    """Transitions in a minibatch; divides n_envs x n_steps."""
+    """Transitions in a minibatch; divides n_envs x n_steps, except for DQN."""
     n_epochs: int = 4
     """Passes over each rollout."""
     learning_rate: float = 3e-4
@@ -53,19 +56,29 @@ class PPOConfig:
 
     def __post_init__(self) -> None:
         for name in ("n_steps", "batch_size", "n_epochs"):
-            _check(name, getattr(self, name), getattr(self, name) >= 1, "at least 1")
+            check(name, getattr(self, name), getattr(self, name) >= 1, "at least 1")
         for name in ("learning_rate", "clip_range", "max_grad_norm"):
-            _check(name, getattr(self, name), getattr(self, name) > 0, "above 0")
+            check(name, getattr(self, name), getattr(self, name) > 0, "above 0")
         for name in ("gamma", "gae_lambda"):
-            _check(name, getattr(self, name), 0 <= getattr(self, name) <= 1, "between 0 and 1")
+            check(name, getattr(self, name), 0 <= getattr(self, name) <= 1, "between 0 and 1")
         for name in ("ent_coef", "vf_coef"):
-            _check(name, getattr(self, name), getattr(self, name) >= 0, "0 or more")
+            check(name, getattr(self, name), getattr(self, name) >= 0, "0 or more")
         for name in ("clip_range_vf", "target_kl"):
             value = getattr(self, name)
-            _check(name, value, value is None or value > 0, "above 0, or none")
+            check(name, value, value is None or value > 0, "above 0, or none")
+
+    @property
+    def traits(self) -> Traits:
+        """What it wants of its network."""
+        return Traits(normalize_obs=self.normalize_obs)
+
+    def updates_per_iteration(self, total_batch: int) -> float:
+        """Optimizer steps per rollout."""
+        return total_batch // self.batch_size * self.n_epochs
 
 
-def _check(name: str, value: object, fine: bool, wanted: str) -> None:
+def check(name: str, value: object, fine: bool, wanted: str) -> None:
+    """Refuse a setting's value that is not fine."""
     if not fine:
         raise FlatoutError(f"--{name.replace('_', '-')} is {value}; it must be {wanted}")
 

@@ -73,6 +73,21 @@ class Minibatch:
         return Minibatch(tuple(tensors[5:]), *tensors[:5])
 
 
+def values_and_next(
+    value_of: Callable[[tuple[Tensor, ...]], Tensor], data: Transitions
+) -> tuple[Tensor, Tensor]:
+    """Values (T, N) of all observations, and of those that followed: the final ones where episodes were truncated."""
+    n_steps, n_envs = data.reward_tn.shape
+    value_tn = value_of(tuple(leaf.flatten(0, 1) for leaf in data.obs_tn)).view(n_steps, n_envs)
+    tail = tuple(
+        torch.cat([last, final]) for last, final in zip(data.last_obs_n, data.final_obs, strict=True)
+    )
+    tail_value = value_of(tail)
+    next_value = torch.cat([value_tn[1:].reshape(-1), tail_value[:n_envs]])
+    next_value = next_value.index_copy(0, data.final_index, tail_value[n_envs:])
+    return value_tn, next_value.view(n_steps, n_envs)
+
+
 @torch.no_grad()
 def log_ratio(model: ActorCritic, obs: tuple[Tensor, ...], action: Tensor, log_prob: Tensor) -> Tensor:
     """How much likelier each row's action has become since it was taken, as a logarithm."""
@@ -100,20 +115,13 @@ def advantages(
 
     With the logarithms of ratios the sums are cut by V-trace's weights (Espeholt et al. 2018), 1 where the policy is the same.
     """
-    n_steps, n_envs = data.reward_tn.shape
-    n_rows = n_steps * n_envs
+    n_rows = data.reward_tn.numel()
     flat_obs = tuple(leaf.flatten(0, 1) for leaf in data.obs_tn)
-    value_tn = value_of(flat_obs).view(n_steps, n_envs)
-    tail = tuple(
-        torch.cat([last, final]) for last, final in zip(data.last_obs_n, data.final_obs, strict=True)
-    )
-    tail_value = value_of(tail)
-    next_value = torch.cat([value_tn[1:].reshape(-1), tail_value[:n_envs]])
-    next_value = next_value.index_copy(0, data.final_index, tail_value[n_envs:])
+    value_tn, next_value_tn = values_and_next(value_of, data)
     advantage_tn = gae(
         data.reward_tn,
         value_tn,
-        next_value.view(n_steps, n_envs),
+        next_value_tn,
         data.terminated_tn,
         data.truncated_tn,
         gamma=config.gamma,

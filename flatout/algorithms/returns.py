@@ -21,6 +21,27 @@ def discounted_scan(x_tn: Tensor, decay_tn: Tensor) -> Tensor:
     return y
 
 
+def lambda_returns(
+    reward_tn: Tensor,
+    next_value_tn: Tensor,
+    terminated_tn: Tensor,
+    truncated_tn: Tensor,
+    *,
+    gamma: float,
+    mix: float,
+) -> Tensor:
+    """Returns that at every step take `mix` of what came and the rest of what was thought to come (Peng and Williams 1994).
+
+    `next_value` is the value of the observation that followed, the final one where an episode was truncated. After
+    the last step, and after both kinds of end, nothing came: there all of it is what was thought.
+    """
+    alive = (~terminated_tn).to(reward_tn.dtype)
+    goes_on = (~(terminated_tn | truncated_tn)).to(reward_tn.dtype)
+    goes_on = torch.cat([goes_on[:-1], torch.zeros_like(goes_on[:1])])
+    thought = reward_tn + gamma * alive * (1 - mix * goes_on) * next_value_tn
+    return discounted_scan(thought, gamma * mix * goes_on)
+
+
 def gae(
     reward_tn: Tensor,
     value_tn: Tensor,

@@ -20,7 +20,7 @@ class TensorRollout:
     ) -> None:
         self.n_steps, self.n_envs = n_steps, n_envs
         spec = rollout_spec(obs, action, n_steps, n_envs)
-        tensors = {
+        tensors = self.by_name = {
             name: torch.zeros(shape, dtype=_torch_dtype(dtype), device=device)
             for name, (shape, dtype) in spec.items()
         }

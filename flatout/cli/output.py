@@ -11,7 +11,7 @@ import psutil
 from flatout.cli.parser import Parser
 
 if TYPE_CHECKING:
-    from flatout.agent import PPO
+    from flatout.agent import Agent
 
 
 def add_output_flags(parser: Parser) -> None:
@@ -20,7 +20,7 @@ def add_output_flags(parser: Parser) -> None:
     parser.add_argument("--json", action="store_true", help="print the summary as the last line, as JSON")
 
 
-def learn_and_tell(agent: PPO, args: argparse.Namespace) -> int:
+def learn_and_tell(agent: Agent, args: argparse.Namespace) -> int:
     """Learn to the configured total, print the summary, and return the exit code."""
     agent.began_at = psutil.Process().create_time()  # imports count, for who waits for them
     agent.run(None, None, progress_bar=not args.quiet)

@@ -11,7 +11,10 @@ from flatout.config import RunConfig
 from flatout.errors import FlatoutError, did_you_mean
 from flatout.fields import Field, leaves
 
-SECTIONS = {None: "the run", "ppo": "PPO", "network": "the network"}
+SECTIONS = {None: "the run", "all": "every algorithm", "ppo": "PPO", "dqn": "DQN", "pqn": "PQN"}
+SECTIONS |= {"values": "DQN and PQN", "rollouts": "PPO and PQN", "network": "the network"}
+SHARED = {("ppo", "dqn", "pqn"): "all", ("dqn", "pqn"): "values", ("ppo", "pqn"): "rollouts"}
+"""Where settings are shown that several algorithms have."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -44,9 +47,13 @@ class _Formatter(argparse.HelpFormatter):
 def add_settings(parser: Parser) -> None:
     """A flag for every setting of a run, with its docstring as help; absent ones are not set."""
     groups = {section: parser.add_argument_group(title) for section, title in SECTIONS.items()}
+    having: dict[str, list[Field]] = {}
     for field in leaves(RunConfig):
-        if field.name != "env":
-            _add_flag(groups[field.section], field)
+        having.setdefault(field.name, []).append(field)
+    for name, fields in having.items():
+        owners = tuple(str(field.section) for field in fields)
+        if name != "env":
+            _add_flag(groups[SHARED.get(owners, fields[0].section)], fields[0])
 
 
 def settings(args: argparse.Namespace) -> dict[str, Any]:
@@ -75,6 +82,8 @@ def _add_flag(group: argparse._ArgumentGroup, field: Field) -> None:
 def _metavar(field: Field) -> str:
     if field.name == "batch_size":
         return "N|auto"
+    if field.name == "buffer_size":
+        return "N|50GB"
     if field.choices:
         return "|".join(field.choices)
     text = str(field.type)

@@ -46,12 +46,12 @@ def resume(path: Path, given: dict[str, Any], args: argparse.Namespace) -> int:
     """Go on with the run in `path`, with those settings changed that may change."""
     folder = RunFolder.open(path)
 
-    from flatout.agent import PPO
+    from flatout.agent import Agent
     from flatout.fields import replace
     from flatout.learn.checkpoint import CheckpointFolder
 
     _, checkpoint, skipped = CheckpointFolder(folder.checkpoints).newest()
-    agent = PPO.from_checkpoint(checkpoint)
+    agent = Agent.from_checkpoint(checkpoint)
     changed = replace(agent.config, given)
     if others := [name for name in given if name not in RESUMABLE and _differs(agent.config, changed, name)]:
         raise FlatoutError(
@@ -69,5 +69,5 @@ def resume(path: Path, given: dict[str, Any], args: argparse.Namespace) -> int:
 
 
 def _differs(before: Any, after: Any, name: str) -> bool:
-    parts = ((before, after), (before.ppo, after.ppo), (before.network, after.network))
+    parts = ((before, after), (before.algorithm, after.algorithm), (before.network, after.network))
     return any(getattr(a, name, None) != getattr(b, name, None) for a, b in parts)

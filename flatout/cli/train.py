@@ -42,9 +42,9 @@ def run(argv: Sequence[str]) -> int:
     if args.resume and (args.runs_dir / args.run_name).exists():
         return resume(args.runs_dir / args.run_name, given, args)
 
-    from flatout.agent import PPO
+    from flatout.agent import Agent
 
-    agent = PPO(
+    agent = Agent(
         args.env,
         config_file=args.config,
         run_name=args.run_name,

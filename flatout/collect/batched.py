@@ -11,6 +11,7 @@ from gymnasium.vector import VectorEnv
 from flatout.buffers.rollout import Rollout
 from flatout.buffers.tensors import TensorRollout
 from flatout.collect.collector import Collector, Collects
+from flatout.collect.noise import USUAL, Habits
 from flatout.collect.tensors import TensorCollector
 from flatout.envs.batched import batched_kind
 from flatout.envs.check import EnvInfo
@@ -21,13 +22,13 @@ from flatout.executors.base import Executor
 from flatout.executors.batched import BatchedExecutor
 from flatout.executors.host import HostExecutor
 from flatout.executors.tensors import TensorExecutor
-from flatout.models.policy import ActorCritic
+from flatout.models.policy import PolicyNet
 from flatout.trace.phases import PhaseClock
 
 
 def batched_collector(
     env: EnvInfo,
-    model: ActorCritic,
+    model: PolicyNet,
     obs: ObsLayout,
     action: ActionLayout,
     *,
@@ -37,12 +38,22 @@ def batched_collector(
     seed: int,
     clock: PhaseClock,
     n_slots: int = 1,
-    source: ActorCritic | None = None,
+    source: PolicyNet | None = None,
+    habits: Habits = USUAL,
 ) -> tuple[Collects[Any], list[Rollout] | list[TensorRollout]]:
     """A collector over the batched env, and rollouts on the side where the env's observations are."""
     executor = _open(env, obs, n_envs, seed)
     if isinstance(executor, BatchedExecutor):
-        collector = Collector(executor, model, action, device=device, seed=seed, clock=clock, source=source)
+        collector = Collector(
+            executor,
+            model,
+            action,
+            device=device,
+            seed=seed,
+            clock=clock,
+            source=source,
+            habits=habits,
+        )
         return collector, [Rollout.alloc(obs, action, n_steps, n_envs) for _ in range(n_slots)]
     if not same_device(device, executor.device):
         raise FlatoutError(
@@ -50,7 +61,9 @@ def batched_collector(
             f"pass --device {executor.device}"
         )
     rollouts = [TensorRollout(obs, action, n_steps, n_envs, executor.device) for _ in range(n_slots)]
-    return TensorCollector(executor, model, action, seed=seed, clock=clock, source=source), rollouts
+    return TensorCollector(
+        executor, model, action, seed=seed, clock=clock, source=source, habits=habits
+    ), rollouts
 
 
 def batched_eval_executor(env: EnvInfo, obs: ObsLayout, n_envs: int, seed: int) -> Executor:

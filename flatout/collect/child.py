@@ -20,6 +20,7 @@ import torch
 
 from flatout.buffers.rollout import Rollout, rollout_spec
 from flatout.collect.collector import Collector, Interrupted
+from flatout.collect.noise import USUAL, Habits
 from flatout.envs.make import EnvFactory
 from flatout.envs.spaces import ActionLayout, Array, ObsLayout
 from flatout.executors.base import Episode, merge_snapshots, part_of_snapshot
@@ -27,14 +28,16 @@ from flatout.executors.serial import SerialExecutor
 from flatout.executors.supervise import ChildProcess, Crew, RestartBudget
 from flatout.hardware.shared import SharedArrays
 from flatout.learn.params import ParamBlock
-from flatout.models.config import NetworkConfig
-from flatout.models.policy import ActorCritic, build
+from flatout.models.build import build_model
+from flatout.models.config import NetworkConfig, Traits
+from flatout.models.policy import PolicyNet
 from flatout.trace.phases import MAX_WAITING, PhaseClock, Span
 
 POLL_SECONDS = 0.1
 COLLECT, RESET, SNAPSHOT, RESTORE, RESET_ALL, DONE = b"C", b"0", b"S", b"R", b"A", b"D"
 PHASES = ("act", "env", "tail", "store", "slot", "start")
 """The columns of the spans that a child answers with, after their start and end."""
+PLAIN = Traits()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,11 +48,13 @@ class Job:
     obs: ObsLayout
     action: ActionLayout
     network: NetworkConfig
-    normalize_obs: bool
+    traits: Traits = PLAIN
     seed: int
     first: int
     """Its first column; its envs have consecutive numbers."""
     end: int
+    habits: Habits = USUAL
+    """How the envs of the whole run explore."""
     generation: int = 0
     """How often it was rebuilt; each time its envs get new seeds."""
 
@@ -87,7 +92,7 @@ class ChildCollectors:
     def __init__(
         self,
         job: Job,
-        model: ActorCritic,
+        model: PolicyNet,
         n_children: int,
         *,
         n_steps: int,
@@ -207,12 +212,20 @@ class ChildCollectors:
 def child_main(connection: Connection, job: Job, shared: SharedArrays) -> None:
     """A child's life: answer the parent's messages until it closes the connection."""
     torch.set_num_threads(1)
-    model = build(job.obs, job.action, job.network, job.seed, normalize_obs=job.normalize_obs)
+    model = build_model(job.obs, job.action, job.network, job.traits, job.seed)
     ParamBlock(model, shared["params"], shared["version"]).adopt()
     seed = job.seed if job.generation == 0 else _rebuilt_seed(job)
     executor = SerialExecutor(job.factory, job.obs, np.arange(job.first, job.end), seed)
     clock = PhaseClock()
-    collector = Collector(executor, model, job.action, device=torch.device("cpu"), seed=job.seed, clock=clock)
+    collector = Collector(
+        executor,
+        model,
+        job.action,
+        device=torch.device("cpu"),
+        seed=job.seed,
+        clock=clock,
+        habits=job.habits,
+    )
     rollouts = [rollout.part(job.first, job.end) for rollout in shared_rollouts(shared)]
     n_steps = rollouts[0].n_steps
     ended = shared["ended"][job.first * n_steps : job.end * n_steps]

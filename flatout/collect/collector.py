@@ -19,12 +19,12 @@ import torch
 
 from flatout.buffers.rollout import Rollout
 from flatout.collect.filling import Filling
-from flatout.collect.noise import ActionNoise
+from flatout.collect.noise import USUAL, ActionNoise, Habits
 from flatout.envs.spaces import ActionLayout, Array, Leaves
 from flatout.executors.base import Episode, Executor, Step
 from flatout.executors.waiting import WaitingExecutor
 from flatout.models.actor import Actor, make_actor
-from flatout.models.policy import ActorCritic, copy_parameters
+from flatout.models.policy import PolicyNet, copy_parameters
 from flatout.trace.phases import Lane, PhaseClock
 
 
@@ -80,7 +80,7 @@ class Collects(Protocol[R_contra]):
 
 @dataclass(slots=True)
 class _Policy:
-    model: ActorCritic
+    model: PolicyNet
     actor: Actor
 
 
@@ -102,15 +102,16 @@ class Collector:
     def __init__(
         self,
         executor: Executor,
-        model: ActorCritic,
+        model: PolicyNet,
         layout: ActionLayout,
         *,
         device: torch.device,
         seed: int,
         clock: PhaseClock,
-        source: ActorCritic | None = None,
+        source: PolicyNet | None = None,
+        habits: Habits = USUAL,
     ) -> None:
-        """`model` acts; with a `source` it is a copy that `publish` renews from there."""
+        """`model` acts; with a `source` it is a copy that `publish` renews from there. `habits`: how envs explore."""
         self.executor, self._layout, self._clock = executor, layout, clock
         self._source = source
         self.model, self._head = model, model.head
@@ -119,7 +120,7 @@ class Collector:
         self._waiting = executor if isinstance(executor, WaitingExecutor) else None
         self._away = np.zeros(executor.n_envs, bool)
         """Which envs were sent an action and are not back."""
-        self._noise = ActionNoise(layout, executor.env_ids, seed)
+        self._noise = ActionNoise(layout, executor.env_ids, seed, habits)
         self._all = np.arange(executor.n_envs)
         self._room = _Room(model, executor.n_envs)
         self._policy, self._device = _Policy(model, make_actor(model, executor.n_envs, device)), device

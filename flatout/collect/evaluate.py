@@ -11,7 +11,7 @@ import torch
 from flatout.collect.noise import ActionNoise
 from flatout.envs.spaces import ActionLayout
 from flatout.executors.base import Episode, Executor, step
-from flatout.models.policy import ActorCritic
+from flatout.models.policy import PolicyNet
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Evaluation:
 @torch.no_grad()
 def evaluate(
     executor: Executor,
-    model: ActorCritic,
+    model: PolicyNet,
     layout: ActionLayout,
     *,
     n_episodes: int,

@@ -6,6 +6,8 @@ run needs no generator state. SplitMix64 (Steele, Lea and Flood 2014), vectorise
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -18,10 +20,31 @@ _MIX1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX2 = np.uint64(0x94D049BB133111EB)
 
 
+@dataclass(frozen=True, slots=True)
+class Habits:
+    """How noise makes envs explore."""
+
+    shift: npt.NDArray[np.float32] | None = None
+    """By env, added to all its noise; see `GreedyHead`."""
+    hold: int = 1
+    """Steps for which an env's noise stays the same."""
+
+
+USUAL = Habits()
+
+
 class ActionNoise:
     """Gumbel noise for categorical actions, normal noise for continuous ones."""
 
-    def __init__(self, layout: ActionLayout, env_ids: npt.NDArray[np.int64], seed: int) -> None:
+    def __init__(
+        self,
+        layout: ActionLayout,
+        env_ids: npt.NDArray[np.int64],
+        seed: int,
+        habits: Habits = USUAL,
+    ) -> None:
+        self._shift = None if habits.shift is None else torch.from_numpy(habits.shift[env_ids])[:, None]
+        self._hold = habits.hold
         self._continuous = layout.continuous
         self._size = layout.noise_size
         with np.errstate(over="ignore"):
@@ -30,6 +53,12 @@ class ActionNoise:
 
     def draw(self, first_step: int, n_steps: int) -> Tensor:
         """Noise (n_steps, n_envs, size) for each env's steps from `first_step` on."""
+        if self._hold > 1:
+            block = torch.arange(first_step, first_step + n_steps) // self._hold
+            return self._fresh(int(block[0]), int(block[-1] - block[0]) + 1)[block - block[0]]
+        return self._fresh(first_step, n_steps)
+
+    def _fresh(self, first_step: int, n_steps: int) -> Tensor:
         n_values = n_steps * self._size
         counter = np.arange(1, n_values + 1, dtype=np.uint64) + np.uint64(first_step * self._size)
         with np.errstate(over="ignore"):
@@ -38,6 +67,8 @@ class ActionNoise:
         uniform = ((bits >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
         values = torch.from_numpy(uniform).view(len(self._keys), n_steps, self._size).transpose(0, 1)
         noise = torch.special.ndtri(values) if self._continuous else -(-values.log()).log()
+        if self._shift is not None:
+            noise += self._shift
         return noise.float().contiguous()
 
 

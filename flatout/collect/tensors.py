@@ -13,13 +13,14 @@ from torch import Tensor
 
 from flatout.buffers.tensors import TensorRollout
 from flatout.collect.collector import Interrupted
+from flatout.collect.noise import USUAL, Habits
 from flatout.envs.check import nan_message
 from flatout.envs.spaces import ActionLayout, Array
 from flatout.errors import EnvError
 from flatout.executors.base import Episode
 from flatout.executors.tensors import TensorExecutor
 from flatout.models.actor import KernelActor, is_small
-from flatout.models.policy import ActorCritic, copy_parameters
+from flatout.models.policy import PolicyNet, copy_parameters
 from flatout.trace.phases import Lane, PhaseClock
 
 KERNEL_ROWS = 512
@@ -57,7 +58,16 @@ class TensorActions:
 class DeviceNoise:
     """Gumbel or normal noise drawn on the device; a rollout's depends on the seed and its first step only."""
 
-    def __init__(self, layout: ActionLayout, n_envs: int, seed: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        layout: ActionLayout,
+        n_envs: int,
+        seed: int,
+        device: torch.device,
+        habits: Habits = USUAL,
+    ) -> None:
+        self._shift = None if habits.shift is None else torch.from_numpy(habits.shift).to(device)[:, None]
+        self._hold = habits.hold
         self._continuous, self._size = layout.continuous, layout.noise_size
         self._n_envs, self._seed = n_envs, seed
         self._generator = torch.Generator(device)
@@ -70,7 +80,10 @@ class DeviceNoise:
         if self._continuous:
             return noise.normal_(generator=self._generator)
         # -log of an exponential is Gumbel; an exponential of 0 would make it infinite.
-        return noise.exponential_(generator=self._generator).clamp_(min=1e-38).log_().neg_()
+        noise.exponential_(generator=self._generator).clamp_(min=1e-38).log_().neg_()
+        if self._hold > 1:  # begins anew with every rollout
+            noise = noise[:: self._hold].repeat_interleave(self._hold, 0)[:n_steps]
+        return noise if self._shift is None else noise.add_(self._shift)
 
 
 class TensorCollector:
@@ -79,17 +92,18 @@ class TensorCollector:
     def __init__(
         self,
         executor: TensorExecutor,
-        model: ActorCritic,
+        model: PolicyNet,
         layout: ActionLayout,
         *,
         seed: int,
         clock: PhaseClock,
-        source: ActorCritic | None = None,
+        source: PolicyNet | None = None,
+        habits: Habits = USUAL,
     ) -> None:
         self.executor, self._model, self._clock = executor, model, clock
         self._source = source
         self._actions = TensorActions(layout, executor.device)
-        self._noise = DeviceNoise(layout, executor.n_envs, seed, executor.device)
+        self._noise = DeviceNoise(layout, executor.n_envs, seed, executor.device, habits)
         small = executor.n_envs <= KERNEL_ROWS and is_small(model, executor.device)
         self._actor = KernelActor(model) if small else None
         self._returns = torch.zeros(executor.n_envs, dtype=torch.float64, device=executor.device)

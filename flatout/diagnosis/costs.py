@@ -103,6 +103,8 @@ class Settings:
     n_params: int = 0
     extra_seconds: float = 0.0
     """Of evaluation and checkpoints, for each iteration."""
+    train_ratio: float | None = None
+    """Updates per env step, where they do not follow from batch size and epochs."""
 
     @property
     def total_batch(self) -> int:
@@ -110,6 +112,8 @@ class Settings:
         return self.n_envs * self.n_steps
 
     @property
-    def n_updates(self) -> int:
+    def n_updates(self) -> float:
         """Updates in one iteration."""
+        if self.train_ratio is not None:
+            return self.train_ratio * self.total_batch
         return max(self.total_batch // self.batch_size, 1) * self.n_epochs

@@ -192,7 +192,7 @@ def big_network(case: Case) -> Finding | None:
     return case.finding(
         "big network",
         "the network's arithmetic is the limit",
-        f"an update of {names[0]} takes {_time(total)}, {settings.n_updates} of them an iteration; the envs could "
+        f"an update of {names[0]} takes {_time(total)}, {settings.n_updates:g} of them an iteration; the envs could "
         f"give {_rate(case.now.collect_rate)}",
         f"see whether {names[1]} learns as well (its update takes {_time(its_cost.seconds(settings.batch_size))}), "
         "or learn on a GPU",
@@ -215,7 +215,7 @@ def tiny_batches(case: Case) -> Finding | None:
         "tiny batches",
         "minibatches are so small that launching them is most of the work",
         f"an update of {settings.batch_size} rows takes {_time(update_seconds(case.costs, settings))}, one of "
-        f"{sizes[-1]} rows {_time(cost.seconds(sizes[-1]))}; {settings.n_updates:,} updates an iteration",
+        f"{sizes[-1]} rows {_time(cost.seconds(sizes[-1]))}; {settings.n_updates:,g} updates an iteration",
         f"learn from minibatches of {sizes[-1]}; this changes what is learned, so compare the returns",
         ("--batch-size", str(sizes[-1])),
         settings=better,

@@ -48,12 +48,14 @@ def case_of_run(summary: Mapping[str, Any], config: Mapping[str, Any], system: M
 
 def _settings(summary: Mapping[str, Any], config: Mapping[str, Any], n_cores: int) -> Settings:
     executor, widths = summary["executor"], config["network"]["network_arch"]
+    algorithm = config[config["algo"]]
     extra = sum(summary["phases"].get(name, 0.0) for name in ("checkpoint", "evaluate", "record"))
     return Settings(
         n_envs=config["n_envs"],
-        n_steps=config["ppo"]["n_steps"],
-        batch_size=config["ppo"]["batch_size"],
-        n_epochs=config["ppo"]["n_epochs"],
+        n_steps=algorithm["n_steps"],
+        batch_size=algorithm["batch_size"],
+        n_epochs=algorithm.get("n_epochs", 1),
+        train_ratio=algorithm.get("train_ratio"),
         executor=executor["kind"],
         n_collectors=executor["collectors"],
         children=bool(executor["children"]),
@@ -63,7 +65,7 @@ def _settings(summary: Mapping[str, Any], config: Mapping[str, Any], n_cores: in
         n_cores=n_cores,
         on_device=str(summary["device"]).startswith("cuda"),
         n_params=2 * sum(a * b for a, b in pairwise(widths)),
-        extra_seconds=extra / max(summary["env_steps"] / (config["n_envs"] * config["ppo"]["n_steps"]), 1),
+        extra_seconds=extra / max(summary["env_steps"] / (config["n_envs"] * algorithm["n_steps"]), 1),
     )
 
 

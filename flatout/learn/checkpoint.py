@@ -5,18 +5,14 @@ A kill at any moment leaves the older files whole; a file is trusted only when i
 
 from __future__ import annotations
 
-import errno
-import fcntl
+import dataclasses
 import hashlib
 import json
 import os
 import re
-import secrets
-import shutil
 import stat
 import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,12 +21,15 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from flatout.envs.spaces import Array
 from flatout.errors import FlatoutError
+from flatout.learn.durable import replacing, sweep
+from flatout.learn.saved import SavedArrays, write_arrays
 
 FORMAT_VERSION = 1
 FORMAT = f"flatout-{FORMAT_VERSION}"
 SUFFIX = ".flatout"
-STAGING_SUFFIX = ".flatout-saving"
+REPLAY_SUFFIX = ".replay"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,6 +40,8 @@ class Checkpoint:
     """CPU tensors by name; those that share memory come back apart"""
     state: dict[str, Any]
     """plain JSON: string keys, no NaN or infinity; tuples come back as lists"""
+    replay: Mapping[str, Array] | None = None
+    """what was stored to be learned from again; in a file of its own beside the checkpoint's"""
 
 
 def write(path: Path, checkpoint: Checkpoint) -> None:
@@ -48,20 +49,16 @@ def write(path: Path, checkpoint: Checkpoint) -> None:
     tensors, state = _plain_tensors(checkpoint.tensors), _canonical_json(checkpoint.state)
     metadata = {"format": FORMAT, "state": state, "checksum": _checksum(tensors, state)}
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with _staging(path.parent) as staging:
-            part = staging / "part"
+        if checkpoint.replay is not None:  # first, so that a checkpoint never waits for its replay
+            with replacing(path.with_suffix(REPLAY_SUFFIX)) as part:
+                write_arrays(part, checkpoint.replay)
+        with replacing(path) as part:
             save_file(tensors, part, metadata)
-            # safetensors makes files that only their owner may read; the folder shows what the umask allows.
-            part.chmod(staging.stat().st_mode & 0o666)
-            _fsync(part)
-            os.replace(part, path)
-        _fsync(path.parent)
     except (OSError, SafetensorError) as error:
         if isinstance(error, SafetensorError) and "I/O error" not in str(error):
             raise
         raise FlatoutError(f"cannot write checkpoint {str(path)!r}: {_reason(error)}") from error
-    _sweep(path.parent)
+    sweep(path.parent)
 
 
 def read(path: Path) -> Checkpoint:
@@ -76,7 +73,8 @@ def read(path: Path) -> Checkpoint:
         raise FlatoutError(
             f"checkpoint {str(path)!r} is corrupt: its checksum does not match; {_advice(path)}"
         )
-    return Checkpoint(tensors, json.loads(state))
+    replay = path.with_suffix(REPLAY_SUFFIX)
+    return Checkpoint(tensors, json.loads(state), SavedArrays(replay) if replay.exists() else None)
 
 
 class CheckpointFolder:
@@ -97,6 +95,7 @@ class CheckpointFolder:
         for step in steps.keys() - kept:
             try:
                 steps[step].unlink(missing_ok=True)
+                steps[step].with_suffix(REPLAY_SUFFIX).unlink(missing_ok=True)
             except OSError as error:
                 raise FlatoutError(f"cannot delete {str(steps[step])!r}: {_reason(error)}") from error
         return path
@@ -104,7 +103,7 @@ class CheckpointFolder:
     def save_best(self, checkpoint: Checkpoint) -> Path:
         """Write `checkpoint` as the best so far, in place of the one before."""
         path = self.path / f"best{SUFFIX}"
-        write(path, checkpoint)
+        write(path, dataclasses.replace(checkpoint, replay=None))  # nobody goes on from it
         return path
 
     def newest(self) -> tuple[Path, Checkpoint, list[str]]:
@@ -175,64 +174,6 @@ def _checksum(tensors: dict[str, torch.Tensor], state: str) -> str:
         digest.update(f"\n{json.dumps([name, str(tensor.dtype), list(tensor.shape)])}\n".encode())
         digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
-
-
-@contextmanager
-def _staging(folder: Path) -> Iterator[Path]:
-    """A new folder inside `folder`, locked while its writer lives and removed at the end.
-
-    A folder, because safetensors writes to a temporary file whose name it invents: after a kill
-    `_sweep` could not tell that file from a stranger's.
-    """
-    staging, descriptor = _new_locked_folder(folder)
-    try:
-        yield staging
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
-        os.close(descriptor)
-
-
-def _new_locked_folder(parent: Path) -> tuple[Path, int]:
-    while True:
-        folder = parent / f".{secrets.token_hex(8)}{STAGING_SUFFIX}"
-        folder.mkdir()
-        # Another writer may sweep the folder in the moment before it is locked: then make another one.
-        try:
-            descriptor = os.open(folder, os.O_RDONLY)
-        except FileNotFoundError:
-            continue
-        with suppress(OSError):  # A file system without locks: nothing is swept there, saving still works.
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        if folder.exists():
-            return folder, descriptor
-        os.close(descriptor)
-
-
-def _sweep(folder: Path) -> None:
-    """Remove what killed writers left in `folder`; the lock tells the dead from the living."""
-    for staging in folder.glob(f".*{STAGING_SUFFIX}"):
-        with suppress(OSError), _opened(staging) as descriptor:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(staging)
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[int]:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
-def _fsync(path: Path) -> None:
-    with _opened(path) as descriptor:
-        try:
-            os.fsync(descriptor)
-        except OSError as error:
-            # Some network file systems cannot sync a folder and say so with EINVAL.
-            if error.errno != errno.EINVAL or not path.is_dir():
-                raise
 
 
 def _require_file(path: Path) -> None:

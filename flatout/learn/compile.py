@@ -29,14 +29,15 @@ import torch
 from torch import Tensor
 
 from flatout.algorithms.config import PPOConfig
+from flatout.algorithms.q_config import DQNConfig, PQNConfig
 from flatout.envs.spaces import ActionLayout, ObsLayout, space_to_json
 from flatout.errors import FlatoutError
 from flatout.executors.supervise import ChildProcess
 from flatout.hardware.cache import cache_folder
-from flatout.learn.learner import Learner
+from flatout.learn.make import make_learner
 from flatout.learn.update import Step, Update
+from flatout.models.build import build_model
 from flatout.models.config import NetworkConfig
-from flatout.models.policy import build
 from flatout.trace.phases import PhaseClock
 
 DONE = b"D"
@@ -53,7 +54,7 @@ class Recipe:
     obs: ObsLayout
     action: ActionLayout
     network: NetworkConfig
-    ppo: PPOConfig
+    algorithm: PPOConfig | DQNConfig | PQNConfig
     device: str
     precision: str
     n_threads: int
@@ -61,12 +62,12 @@ class Recipe:
     def key(self) -> str:
         """A name that changes with anything the code depends on, our own source included."""
         # Schedules and the number of rollout steps are arguments of the step or not seen by it.
-        ppo = {k: v for k, v in asdict(self.ppo).items() if k not in _NOT_IN_THE_CODE}
+        settings = {k: v for k, v in asdict(self.algorithm).items() if k not in _NOT_IN_THE_CODE}
         facts = {
             "obs": space_to_json(self.obs.space),
             "action": space_to_json(self.action.space),
             "network": asdict(self.network),
-            "ppo": ppo,
+            self.algorithm.SECTION: settings,
             "device": self.device,
             "precision": self.precision,
             "threads": self.n_threads,
@@ -88,6 +89,22 @@ _NOT_IN_THE_CODE = (
     "clip_range_schedule",
     "normalize_reward",
     "vtrace",
+    "buffer_size",
+    "train_ratio",
+    "learning_starts",
+    "multi_step",
+    "prioritized",
+    "priority_alpha",
+    "priority_beta",
+    "target_update_interval",
+    "tau",
+    "exploration_fraction",
+    "exploration_initial_eps",
+    "exploration_final_eps",
+    "exploration_spread",
+    "exploration_hold",
+    "q_lambda",
+    "save_replay",
 )
 
 
@@ -294,12 +311,11 @@ def compiler_main(connection: Connection, recipe: Recipe, path: str) -> None:
     ):  # the tracer shows no progress, but would make a semaphore that a kill leaves behind
         import_module("tqdm").tqdm.set_lock(threading.RLock())
     torch.set_num_threads(recipe.n_threads)
-    model = build(
-        recipe.obs, recipe.action, recipe.network, seed=0, normalize_obs=recipe.ppo.normalize_obs
-    ).to(recipe.device)
-    learner = Learner(model, recipe.ppo, n_envs=1, seed=0, clock=PhaseClock(), precision=recipe.precision)
+    algorithm = recipe.algorithm
+    model = build_model(recipe.obs, recipe.action, recipe.network, algorithm.traits, seed=0).to(recipe.device)
+    learner = make_learner(model, algorithm, n_envs=1, seed=0, clock=PhaseClock(), precision=recipe.precision)
     learner.update.begin(1e-4, 0.2)
-    compile_to(Path(path), learner.update, learner.example_batch(recipe.ppo.batch_size))
+    compile_to(Path(path), learner.update, learner.example_batch(algorithm.batch_size))
     connection.send_bytes(DONE)
 
 

@@ -53,6 +53,13 @@ class PartSize:
             torch.cuda.empty_cache()
 
 
+def in_parts(function: Callable[[slice], Tensor], n_rows: int, size: int) -> Tensor:
+    """What `function` gives for all rows, so many at a time."""
+    if size >= n_rows:
+        return function(slice(None))
+    return torch.cat([function(slice(i, i + size)) for i in range(0, n_rows, size)])
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that the device's or the host's memory is exhausted."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):

@@ -14,10 +14,10 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
+from flatout.learn.adam import BETA1, BETA2, EPSILON
 from flatout.learn.memory import PartSize
 from flatout.learn.params import FlatParams
 
-BETA1, BETA2, EPSILON = 0.9, 0.999, 1e-5
 FIRST_SCALE, GROWTH_STEPS = 2.0**14, 1000
 """Loss scale for fp16: halved when gradients overflow, doubled after so many good steps."""
 
@@ -27,7 +27,7 @@ class Rows(Protocol):
 
     def __len__(self) -> int: ...
 
-    def take(self: Batch, index: slice) -> Batch:
+    def take(self: Batch, index: Tensor | slice) -> Batch:
         """Some of the rows."""
         ...
 
@@ -41,8 +41,9 @@ class Rows(Protocol):
 
 
 Batch = TypeVar("Batch", bound=Rows)
-LossFn = Callable[[Batch, Tensor], tuple[Tensor, Tensor]]
-"""(minibatch, the algorithm's scheduled coefficient) → mean loss over rows, vector of mean metrics over rows."""
+LossFn = Callable[[Batch, Tensor], tuple[Tensor, ...]]
+"""(minibatch, the algorithm's scheduled coefficient) → mean loss over rows, vector of mean metrics over rows, and
+what `row_output` asks for: a number for each row."""
 Step = Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]], Sequence[Tensor]]
 """(state, settings, the model's buffers, a minibatch's tensors) → new state."""
 
@@ -63,6 +64,7 @@ class Update(Generic[Batch]):
         kl_index: int = 0,
         kl_limit: float | None = None,
         autocast: torch.dtype | None = None,
+        row_output: bool = False,
     ) -> None:
         self._model, self._params, self._loss, self._prepare = model, params, loss, prepare
         self._max_grad_norm, self._kl_index, self._kl_limit = max_grad_norm, kl_index, kl_limit
@@ -84,17 +86,22 @@ class Update(Generic[Batch]):
         self.coefficient = torch.zeros((), device=flat.device)
         self._state = [flat, self.momentum, self.variance, self.n_steps, self.scale]
         self._state += [self.metrics, self.n_taken, self.n_bad, self.stopped]
+        self.row_output = torch.zeros(batch_size if row_output else 0, device=flat.device)
+        """What the last step's loss said of each row."""
+        self._state += [self.row_output] if row_output else []
         self._settings = [self.learning_rate, self.coefficient]
-        self._step_size = 0.0
+        self.step_size = 0.0
         self.compiled: Step | None = None
         """The same step as a compiled function, for minibatches of `batch_size` rows; None: not (yet)."""
         self.replayed: Callable[[Batch], None] | None = None
         """On CUDA: the same step, committed, as a graph; None: not captured."""
+        self.by_hand: Callable[[Batch], None] | None = None
+        """The same step, for minibatches of `batch_size` rows, written out without autograd; None: there is no such code."""
         self._compiled_rows = batch_size
 
     def begin(self, learning_rate: float, coefficient: float = 0.0) -> None:
         """Start a rollout's updates: clear the sums, set the step size and the loss's coefficient."""
-        self._step_size = learning_rate
+        self.step_size = learning_rate
         self.learning_rate.fill_(learning_rate)
         self.coefficient.fill_(coefficient)
         for tensor in (self.metrics, self.n_taken, self.n_bad, self.stopped):
@@ -105,7 +112,9 @@ class Update(Generic[Batch]):
         if self.replayed is not None and len(batch) == self._compiled_rows == self.parts.n_rows:
             self.replayed(batch)
             return
-        if self.compiled is not None and len(batch) == self._compiled_rows == self.parts.n_rows:
+        if self.by_hand is not None and len(batch) == self._compiled_rows == self.parts.n_rows:
+            self.by_hand(batch)
+        elif self.compiled is not None and len(batch) == self._compiled_rows == self.parts.n_rows:
             self.commit(self.parts.attempt(lambda: self._run_compiled(batch)))
         else:
             self._apply(*self.parts.attempt(lambda: self._change(batch)))
@@ -121,28 +130,35 @@ class Update(Generic[Batch]):
 
     def run_eagerly(self, batch: Batch) -> list[Tensor]:
         """The same, operation by operation."""
-        gradient, metrics = self._gradient(batch, self._params.leaves, self._loss, self.coefficient)
+        gradient, metrics, rows = self._gradient(batch, self._params.leaves, self._loss, self.coefficient)
         with torch.no_grad():
-            return self._advance(self._state, self.learning_rate, gradient, metrics)
+            return [*self._advance(self._state, self.learning_rate, gradient, metrics), *rows]
 
     def _change(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
         """All that a step needs memory for: gradient, what to divide it by, whether to leave it out, new counters."""
-        gradient, metrics = self._gradient(batch, self._params.leaves, self._loss, self.coefficient)
+        gradient, metrics, rows = self._gradient(batch, self._params.leaves, self._loss, self.coefficient)
         with torch.no_grad():
             go, shrink, counters = self._judge(self._state, gradient, metrics)
-            return gradient, 1 / shrink, 1 - go, counters
+            return gradient, 1 / shrink, 1 - go, [*counters, *rows]
 
     @torch.no_grad()
     def _apply(self, gradient: Tensor, divisor: Tensor, left_out: Tensor, counters: list[Tensor]) -> None:
         """Adam in one pass over the parameters, in place; in what passes and memory cost, `_advance` is no match."""
+        self._adam(gradient, divisor, left_out, counters[0])
+        torch._foreach_copy_(self._state[3:9], counters[:6])
+        for rows in counters[6:]:  # a batch of another size is only being tried
+            n = min(len(rows), len(self.row_output))
+            self.row_output[:n] = rows[:n]
+
+    def _adam(self, gradient: Tensor, divisor: Tensor, left_out: Tensor, n_steps: Tensor) -> None:
         torch._fused_adam_(
             [self._params.flat],
             [gradient],
             [self.momentum],
             [self.variance],
             [],
-            [counters[0]],
-            lr=self._step_size,
+            [n_steps],
+            lr=self.step_size,
             beta1=BETA1,
             beta2=BETA2,
             weight_decay=0.0,
@@ -152,7 +168,6 @@ class Update(Generic[Batch]):
             grad_scale=divisor,
             found_inf=left_out,
         )
-        torch._foreach_copy_(self._state[3:], counters)
 
     @torch.no_grad()
     def commit(self, new: Sequence[Tensor]) -> None:
@@ -188,14 +203,14 @@ class Update(Generic[Batch]):
             own = dict(zip([f"model.{name}" for name in names], leaves, strict=True))
             own |= dict(zip([f"model.{name}" for name in buffer_names], buffers, strict=True))
 
-            def loss(batch: Batch, coefficient: Tensor) -> tuple[Tensor, Tensor]:
-                out: tuple[Tensor, Tensor] = torch.func.functional_call(wrapped, own, (batch, coefficient))
+            def loss(batch: Batch, coefficient: Tensor) -> tuple[Tensor, ...]:
+                out: tuple[Tensor, ...] = torch.func.functional_call(wrapped, own, (batch, coefficient))
                 return out
 
             batch = example.like(tensors)
-            gradient, metrics = self._gradient(batch, leaves, loss, settings[1], state[4])
+            gradient, metrics, rows = self._gradient(batch, leaves, loss, settings[1], state[4])
             with torch.no_grad():
-                return self._advance(state, settings[0], gradient, metrics)
+                return [*self._advance(state, settings[0], gradient, metrics), *rows]
 
         return step
 
@@ -215,16 +230,18 @@ class Update(Generic[Batch]):
         loss_of: LossFn[Batch],
         coefficient: Tensor,
         scale: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Flat gradient and metrics of a minibatch, in parts of what fits into memory."""
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """Flat gradient and metrics of a minibatch, in parts of what fits into memory, and what it says of rows."""
         scale = self.scale if scale is None else scale
         batch, n, size = self._prepare(batch), len(batch), self.parts.n_rows
         grads: list[Tensor] = []
         means: list[Tensor] = []
+        said: list[Tensor] = []
         for start in range(0, n, size):
             part = batch if size >= n else batch.take(slice(start, start + size))
             with self._precision():
-                loss, metrics = loss_of(part, coefficient)
+                loss, metrics, *rows = loss_of(part, coefficient)
+            said += rows
             share = len(part) / n
             scaled = self._autocast is torch.float16
             part_grads = torch.autograd.grad(loss * (scale * share if scaled else share), leaves)
@@ -233,7 +250,7 @@ class Update(Generic[Batch]):
             means.append(metrics * share)
             if len(grads) == 2:
                 grads, means = [grads[0] + grads[1]], [means[0] + means[1]]
-        return grads[0], means[0]
+        return grads[0], means[0], [torch.cat(said)] if len(said) > 1 else said
 
     def _precision(self) -> Any:
         if self._autocast is None:
@@ -259,7 +276,7 @@ class Update(Generic[Batch]):
         self, state: Sequence[Tensor], grad: Tensor, metrics: Tensor
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
         """Whether this step counts (1.0 or 0.0), what clipping multiplies the gradient by, and the counters after."""
-        n_steps, scale, sums, n_taken, n_bad, stopped = state[3:]
+        n_steps, scale, sums, n_taken, n_bad, stopped = state[3:9]
         norm = torch.linalg.vector_norm(grad)
         finite = torch.isfinite(norm) & torch.isfinite(metrics[0])
         if self._kl_limit is not None:
@@ -290,5 +307,5 @@ class _Loss(nn.Module):
         self.model = model
         self._loss = loss
 
-    def forward(self, batch: Any, coefficient: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, batch: Any, coefficient: Tensor) -> tuple[Tensor, ...]:
         return self._loss(batch, coefficient)

@@ -11,11 +11,10 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch import nn
 
 from flatout.envs.spaces import Array, Leaves
-from flatout.models.heads import GaussianHead
-from flatout.models.policy import OBS_CLIP, ActorCritic
+from flatout.models.heads import GaussianHead, GreedyHead
+from flatout.models.policy import OBS_CLIP, PolicyNet
 
 SMALL_NETWORK = 100_000
 """Weights of a policy up to which the compiled function is faster: they stay in a core's own cache."""
@@ -38,22 +37,23 @@ class Actor(Protocol):
         """Write the rows drawn with the given noise, and their log-probabilities."""
 
 
-def make_actor(model: ActorCritic, n_rows: int, device: torch.device) -> Actor:
+def make_actor(model: PolicyNet, n_rows: int, device: torch.device) -> Actor:
     """The fastest way of acting on up to `n_rows` observations at once."""
     return KernelActor(model) if is_small(model, device) else TorchActor(model, n_rows, device)
 
 
-def is_small(model: ActorCritic, device: torch.device) -> bool:
+def is_small(model: PolicyNet, device: torch.device) -> bool:
     """Whether one compiled function may act for the model."""
     images = any(leaf.kind == "image" for leaf in model.obs.leaves)
-    n_weights = sum(layer.weight.numel() for layer in _layers(model))
-    return device.type == "cpu" and not images and n_weights <= SMALL_NETWORK
+    n_weights = sum(weight.numel() for weight, _ in model.acting_layers())
+    plain = not images and not model.layer_norm
+    return device.type == "cpu" and plain and n_weights <= SMALL_NETWORK
 
 
 class TorchActor:
     """The model itself, on its own device, fed through buffers made once."""
 
-    def __init__(self, model: ActorCritic, n_rows: int, device: torch.device) -> None:
+    def __init__(self, model: PolicyNet, n_rows: int, device: torch.device) -> None:
         self._model = model
         n_rows = _whole_blocks(n_rows)
         self._obs = tuple(torch.from_numpy(leaf).to(device) for leaf in model.obs.alloc(n_rows))
@@ -78,14 +78,14 @@ class TorchActor:
 class KernelActor:
     """A multi-layer perceptron on the CPU as one compiled function."""
 
-    def __init__(self, model: ActorCritic) -> None:
+    def __init__(self, model: PolicyNet) -> None:
         from flatout.models import kernel  # here, because the compiler takes a moment to load
 
         obs, action = model.obs, model.action
         self._model, self._mask_index = model, obs.mask_index
-        layers = _layers(model)
-        widths = [layers[0].in_features, *(layer.out_features for layer in layers)]
-        n_params = sum(layer.weight.numel() + layer.out_features for layer in layers)
+        layers = model.acting_layers()
+        widths = [layers[0][0].shape[1], *(len(bias) for _, bias in layers)]
+        n_params = sum(weight.numel() + len(bias) for weight, bias in layers)
         self._params = np.zeros(n_params, np.float32)
         self._few = BRIEF_WORK // n_params
         seen = [i for i, leaf in enumerate(obs.leaves) if leaf.kind != "mask"]
@@ -98,6 +98,10 @@ class KernelActor:
             self._sample_few: Callable[..., None] = kernel.sample_few_normals
             self._log_std = np.zeros(action.size, np.float32)
             self._head: tuple[Array, Array] = self._log_std, action.bounded & model.head.squashes
+        elif isinstance(model.head, GreedyHead):
+            self._sample = kernel.pick_greedily
+            self._epsilon = np.zeros(1)
+            self._head = self._epsilon, np.zeros((0, 1), bool)
         else:
             self._sample, self._sample_few = kernel.sample_categories, kernel.sample_few_categories
             self._head = np.array(action.nvec), np.zeros((0, 1), bool)  # no row: all is allowed
@@ -115,8 +119,8 @@ class KernelActor:
     def bind(self) -> None:
         """Take the model's parameters as they are now; once per rollout."""
         start = 0
-        for layer in _layers(self._model):
-            for tensor in (layer.weight.detach().t(), layer.bias.detach()):
+        for weight, bias in self._model.acting_layers():
+            for tensor in (weight.detach().t(), bias.detach()):
                 end = start + tensor.numel()
                 self._params[start:end] = tensor.numpy().reshape(-1)
                 start = end
@@ -125,6 +129,8 @@ class KernelActor:
             self._shift[0], self._shift[1] = mean.numpy().reshape(-1), scale.numpy().reshape(-1)
         if isinstance(self._model.head, GaussianHead):
             self._log_std[:] = self._model.head.log_std.detach().numpy()
+        elif isinstance(self._model.head, GreedyHead):
+            self._epsilon[:] = self._model.head.epsilon.numpy()
 
     def act(self, obs: Leaves, noise: Array, rows_out: Array, log_prob_out: Array) -> None:
         """Write the rows drawn with the given noise, and their log-probabilities."""
@@ -139,10 +145,6 @@ class KernelActor:
     def _features(self, obs: Leaves) -> Array:
         features: Array = self._model.features(tuple(torch.from_numpy(leaf) for leaf in obs)).numpy()
         return features
-
-
-def _layers(model: ActorCritic) -> list[nn.Linear]:
-    return [layer for layer in (*model.pi_body, model.pi_out) if isinstance(layer, nn.Linear)]
 
 
 def _whole_blocks(n_rows: int) -> int:

@@ -91,6 +91,42 @@ class CategoricalHead(nn.Module):
         return rows
 
 
+class GreedyHead(nn.Module):
+    """Raw outputs are the values of actions: the best one, or with probability `epsilon` any that is allowed.
+
+    Both choices are made by Gumbel noise, so collectors need not know which kind of head they have: of K such
+    numbers the place of the largest, M, is uniform, and independent of it exp(-K e^-M) is uniform in (0, 1). Adding
+    log c to all the noise of an env makes its own probability epsilon^c.
+    """
+
+    squashes = False
+    epsilon: Tensor
+
+    def __init__(self, n_actions: int) -> None:
+        super().__init__()
+        self.n_outputs = n_actions
+        self.register_buffer("epsilon", torch.ones(1))
+
+    def sample(self, out: Tensor, noise: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        if mask is None:
+            n_allowed: Tensor | int = self.n_outputs
+        else:
+            noise, n_allowed = noise.masked_fill(~mask, MASKED), mask.sum(1)
+        loudest, anyone = noise.max(1)
+        explores = n_allowed * (-loudest.double()).exp() > -self.epsilon.double().log()
+        best = self.mode(out, mask).squeeze(1)
+        return torch.where(explores, anyone, best).unsqueeze(1), torch.zeros_like(loudest)
+
+    def mode(self, out: Tensor, mask: Tensor | None) -> Tensor:
+        return (out if mask is None else out.masked_fill(~mask, MASKED)).argmax(1, keepdim=True)
+
+    def evaluate(self, out: Tensor, rows: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError("a choice by value has no log-probability to learn from")
+
+    def to_action(self, rows: Tensor) -> Tensor:
+        return rows
+
+
 class GaussianHead(nn.Module):
     """Independent normals with one learned spread per dimension; `squash` bends bounded ones with tanh.
 

@@ -174,6 +174,43 @@ def sample_categories(
 
 
 @_compiled
+def pick_greedily(
+    x: Array,
+    shift: Array,
+    clip: Any,
+    widths: Array,
+    params: Array,
+    bend: int,
+    scratch: Array,
+    epsilon: Array,
+    mask: Array,
+    noise: Array,
+    rows_out: Array,
+    log_prob_out: Array,
+) -> None:
+    """The best action, or with probability `epsilon` any that is allowed; see `GreedyHead` for how noise decides."""
+    rarity = -math.log(epsilon[0]) if epsilon[0] > 0.0 else np.inf
+    n_actions = widths[-1]
+    for i in range(len(x)):
+        log_prob_out[i] = _ZERO
+        n_allowed, loudest, choice = 0, _LEAST, 0
+        for j in range(n_actions):
+            if not len(mask) or mask[i, j]:
+                n_allowed += 1
+                if noise[i, j] > loudest:
+                    loudest, choice = noise[i, j], j
+        rows_out[i, 0] = choice
+        if n_allowed > 0 and n_allowed * math.exp(-np.float64(loudest)) > rarity:
+            continue
+        out = _forward(x[i], shift, clip, widths, params, bend, scratch)
+        best, choice = _LEAST, 0
+        for j in range(n_actions):
+            if (not len(mask) or mask[i, j]) and out[j] > best:
+                best, choice = out[j], j
+        rows_out[i, 0] = choice
+
+
+@_compiled
 def sample_normals(
     x: Array,
     shift: Array,

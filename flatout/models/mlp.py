@@ -19,9 +19,12 @@ def linear(n_in: int, n_out: int, gain: float) -> nn.Linear:
     return layer
 
 
-def mlp(n_in: int, widths: Sequence[int], activation: str) -> nn.Sequential:
-    """Hidden layers of the given widths, each followed by the activation."""
+def mlp(n_in: int, widths: Sequence[int], activation: str, *, layer_norm: bool = False) -> nn.Sequential:
+    """Hidden layers of the given widths, each followed by its normalisation, if any, and the activation."""
     layers: list[nn.Module] = []
     for a, b in pairwise([n_in, *widths]):
-        layers += [linear(a, b, HIDDEN_GAIN), ACTIVATIONS[activation]()]
+        layers.append(linear(a, b, HIDDEN_GAIN))
+        if layer_norm:
+            layers.append(nn.LayerNorm(b))
+        layers.append(ACTIVATIONS[activation]())
     return nn.Sequential(*layers)

@@ -1,4 +1,4 @@
-"""The actor-critic: leaves of observations in, the policy's raw outputs and values out.
+"""The actor-critic, and what every network that acts has: leaves of observations in, raw outputs for a head out.
 
 Observation normalisation is part of the model (two buffers per float leaf), so it is published, saved
 and frozen with the parameters.
@@ -16,7 +16,7 @@ from flatout.envs.spaces import ActionLayout, Leaf, ObsLayout
 from flatout.errors import FlatoutError
 from flatout.models.cnn import ImageEncoder
 from flatout.models.config import NetworkConfig
-from flatout.models.heads import make_head
+from flatout.models.heads import Head, make_head
 from flatout.models.mlp import linear, mlp
 
 Obs: TypeAlias = Sequence[Tensor]
@@ -57,34 +57,35 @@ class Encoder(nn.Module):
         return flat.float()
 
 
-class ActorCritic(nn.Module):
-    """Policy and value networks, apart or on one trunk."""
+class PolicyNet(nn.Module):
+    """Encoder, body and output layer of what acts, with the head that makes actions of the outputs."""
 
     def __init__(
-        self, obs: ObsLayout, action: ActionLayout, config: NetworkConfig, *, normalize_obs: bool = False
+        self,
+        obs: ObsLayout,
+        action: ActionLayout,
+        config: NetworkConfig,
+        head: Head,
+        *,
+        normalize_obs: bool,
+        out_gain: float,
+        layer_norm: bool = False,
     ) -> None:
         super().__init__()
         self.obs, self.action = obs, action
         self._mask_index = obs.mask_index
         if obs.mask_index is not None:
             _check_mask(obs.leaves[obs.mask_index], action)
-        self.shared = config.trunk == "shared" or (
-            config.trunk == "auto" and any(leaf.kind == "image" for leaf in obs.leaves)
-        )
-        self.head = make_head(action, config.log_std_init, squash=config.squash)
+        self.head = head
         self.float_leaves = tuple(i for i, leaf in enumerate(obs.leaves) if leaf.kind == "vector")
         for i in self.float_leaves:
             self.register_buffer(f"obs_mean_{i}", torch.zeros(obs.leaves[i].shape))
             self.register_buffer(f"obs_scale_{i}", torch.ones(obs.leaves[i].shape))
-        self.normalizes, self.activation = normalize_obs, config.activation
+        self.normalizes, self.activation, self.layer_norm = normalize_obs, config.activation, layer_norm
         self.pi_encoder = Encoder(obs.leaves)
-        widths, n_in = config.network_arch, self.pi_encoder.n_features
-        self.pi_body = mlp(n_in, widths, config.activation)
-        self.pi_out = linear(widths[-1], self.head.n_outputs, gain=0.01)
-        if not self.shared:
-            self.vf_encoder = Encoder(obs.leaves)
-            self.vf_body = mlp(n_in, widths, config.activation)
-        self.vf_out = linear(widths[-1], 1, gain=1.0)
+        widths = config.network_arch
+        self.pi_body = mlp(self.pi_encoder.n_features, widths, config.activation, layer_norm=layer_norm)
+        self.pi_out = linear(widths[-1], head.n_outputs, gain=out_gain)
 
     def features(self, obs: Obs) -> Tensor:
         """What the policy's first layer sees."""
@@ -92,9 +93,53 @@ class ActorCritic(nn.Module):
         return out
 
     def policy(self, obs: Obs) -> Tensor:
-        """Raw outputs of the policy, for the head."""
+        """Raw outputs for the head."""
         out: Tensor = self.pi_out(self.pi_body(self.features(obs)))
         return out
+
+    def acting_layers(self) -> list[tuple[Tensor, Tensor]]:
+        """Weight and bias of every layer from features to raw outputs."""
+        layers = [layer for layer in (*self.pi_body, self.pi_out) if isinstance(layer, nn.Linear)]
+        return [(layer.weight, layer.bias) for layer in layers]
+
+    def mask(self, obs: Obs) -> Tensor | None:
+        """Which actions are allowed, or None where the env has no mask."""
+        return None if self._mask_index is None else obs[self._mask_index]
+
+    def sample(self, obs: Obs, noise: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows and log-probabilities of actions drawn with the given noise."""
+        return self.head.sample(self.policy(obs), noise, self.mask(obs))
+
+    def mode(self, obs: Obs) -> Tensor:
+        """The most likely rows."""
+        return self.head.mode(self.policy(obs), self.mask(obs))
+
+    def _normalized(self, obs: Obs) -> Obs:
+        if not self.normalizes:
+            return obs
+        out = list(obs)
+        for i in self.float_leaves:
+            mean, scale = self.get_buffer(f"obs_mean_{i}"), self.get_buffer(f"obs_scale_{i}")
+            out[i] = ((out[i] - mean) * scale).clamp(-OBS_CLIP, OBS_CLIP)
+        return out
+
+
+class ActorCritic(PolicyNet):
+    """Policy and value networks, apart or on one trunk."""
+
+    def __init__(
+        self, obs: ObsLayout, action: ActionLayout, config: NetworkConfig, *, normalize_obs: bool = False
+    ) -> None:
+        head = make_head(action, config.log_std_init, squash=config.squash)
+        super().__init__(obs, action, config, head, normalize_obs=normalize_obs, out_gain=0.01)
+        self.shared = config.trunk == "shared" or (
+            config.trunk == "auto" and any(leaf.kind == "image" for leaf in obs.leaves)
+        )
+        widths = config.network_arch
+        if not self.shared:
+            self.vf_encoder = Encoder(obs.leaves)
+            self.vf_body = mlp(self.vf_encoder.n_features, widths, config.activation)
+        self.vf_out = linear(widths[-1], 1, gain=1.0)
 
     def value(self, obs: Obs) -> Tensor:
         """Values (B,)."""
@@ -112,32 +157,11 @@ class ActorCritic(nn.Module):
         vf_features = features if self.shared else self.vf_body(self.vf_encoder(obs))
         return self.pi_out(features), self.vf_out(vf_features).squeeze(-1)
 
-    def mask(self, obs: Obs) -> Tensor | None:
-        """Which actions are allowed, or None where the env has no mask."""
-        return None if self._mask_index is None else obs[self._mask_index]
-
-    def sample(self, obs: Obs, noise: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows and log-probabilities of actions drawn with the given noise."""
-        return self.head.sample(self.policy(obs), noise, self.mask(obs))
-
-    def mode(self, obs: Obs) -> Tensor:
-        """The most likely rows."""
-        return self.head.mode(self.policy(obs), self.mask(obs))
-
     def evaluate(self, obs: Obs, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Log-probabilities of the rows, entropy, and values."""
         out, value = self.both(obs)
         log_prob, entropy = self.head.evaluate(out.float(), rows, self.mask(obs))
         return log_prob, entropy, value.float()
-
-    def _normalized(self, obs: Obs) -> Obs:
-        if not self.normalizes:
-            return obs
-        out = list(obs)
-        for i in self.float_leaves:
-            mean, scale = self.get_buffer(f"obs_mean_{i}"), self.get_buffer(f"obs_scale_{i}")
-            out[i] = ((out[i] - mean) * scale).clamp(-OBS_CLIP, OBS_CLIP)
-        return out
 
 
 def _n_elements(leaf: Leaf) -> int:

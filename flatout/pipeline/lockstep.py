@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
@@ -42,7 +42,7 @@ class Lockstep(Generic[R]):
     def __init__(
         self,
         collector: Collects[R],
-        learner: Learner,
+        learner: Learner[Any],
         rollouts: Sequence[R],
         state: TrainState,
         *,

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Generic
+from typing import Any, Generic
 
 import torch
 
@@ -44,7 +44,7 @@ class Overlap(Generic[R]):
     def __init__(
         self,
         collector: Collects[R],
-        learner: Learner,
+        learner: Learner[Any],
         rollouts: Sequence[R],
         state: TrainState,
         *,

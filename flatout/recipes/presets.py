@@ -5,6 +5,8 @@ from __future__ import annotations
 from itertools import pairwise
 
 from flatout.algorithms.config import PPOConfig
+from flatout.algorithms.q_config import DQNConfig, PQNConfig
+from flatout.errors import FlatoutError
 from flatout.models.config import NetworkConfig
 from flatout.recipes.recipe import Recipe
 
@@ -14,7 +16,7 @@ def _preset(
 ) -> Recipe:
     return Recipe(
         n_envs=n_envs,
-        ppo=PPOConfig(n_steps=n_steps, batch_size=batch_size, n_epochs=n_epochs),
+        algorithm=PPOConfig(n_steps=n_steps, batch_size=batch_size, n_epochs=n_epochs),
         network=NetworkConfig(network_arch=arch),
         n_cores=n_cores,
     )
@@ -29,11 +31,50 @@ PRESETS = {
     "max": _preset(32, 8192, 512, 30, (1024, 1024, 512, 256), 8),
 }
 
+ALGORITHMS = {"ppo": PPOConfig, "dqn": DQNConfig, "pqn": PQNConfig}
 
-def auto(device: str, n_cores: int) -> Recipe:
+
+def _dqn_preset(
+    n_envs: int, batch_size: int, buffer_size: int, arch: tuple[int, ...], n_cores: int
+) -> Recipe:
+    return Recipe(
+        n_envs=n_envs,
+        algorithm=DQNConfig(batch_size=batch_size, buffer_size=buffer_size),
+        network=NetworkConfig(network_arch=arch, activation="relu"),
+        n_cores=n_cores,
+    )
+
+
+DQN_PRESETS = {
+    "cpu": _dqn_preset(1, 32, 10_000, (128, 128), 1),
+    "gpu": _dqn_preset(8, 128, 50_000, (256, 256, 256), 4),
+}
+
+
+def preset_recipe(algo: str, preset: str) -> Recipe:
+    """A preset's settings for an algorithm that has them."""
+    presets = {"ppo": PRESETS, "dqn": DQN_PRESETS}.get(algo, {})
+    if preset not in presets:
+        there = ", ".join([*presets, "auto"])
+        raise FlatoutError(f"--preset {preset} has no settings for {algo.upper()}; there {_are(there)}")
+    return presets[preset]
+
+
+def _are(names: str) -> str:
+    return f"are {names}" if "," in names else f"is {names}"
+
+
+def auto(device: str, n_cores: int, algo: str = "ppo") -> Recipe:
     """A sensible start for an unknown env: 8 to 32 envs by cores, a network by device."""
     n_envs = min(max(8, 2 * n_cores), 32)
-    if device.startswith("cuda"):
+    on_gpu = device.startswith("cuda")
+    if algo != "ppo":
+        return Recipe(
+            n_envs=n_envs,
+            algorithm=DQNConfig(batch_size=256 if on_gpu else 64) if algo == "dqn" else PQNConfig(),
+            network=NetworkConfig(network_arch=(256, 256) if on_gpu else (64, 64), activation="relu"),
+        )
+    if on_gpu:
         return _preset(n_envs, 256, 512, 10, (256, 256), 1)
     return _preset(n_envs, 256, 128, 10, (64, 64), 1)
 

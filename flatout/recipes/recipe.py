@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flatout.algorithms.config import PPOConfig
+from flatout.algorithms.q_config import DQNConfig, PQNConfig
 from flatout.models.config import NetworkConfig
 
 
@@ -13,8 +14,14 @@ class Recipe:
     """Defaults that any flag overrides."""
 
     n_envs: int
-    ppo: PPOConfig
+    algorithm: PPOConfig | DQNConfig | PQNConfig
     network: NetworkConfig
     timesteps: int = 1_000_000
     n_cores: int = 1
     """Cores it wants; a machine with fewer is warned about."""
+
+    @property
+    def ppo(self) -> PPOConfig:
+        """The settings of a recipe for PPO."""
+        assert isinstance(self.algorithm, PPOConfig), "a recipe for PPO"
+        return self.algorithm

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from flatout.algorithms.config import PPOConfig
 from flatout.models.config import NetworkConfig
 from flatout.recipes.recipe import Recipe
+from flatout.recipes.values import TUNED_DQN, TUNED_PQN
 
 
 def cartpole() -> Recipe:
@@ -16,7 +17,7 @@ def cartpole() -> Recipe:
     return Recipe(
         timesteps=100_000,
         n_envs=8,
-        ppo=PPOConfig(
+        algorithm=PPOConfig(
             n_steps=32,
             batch_size=256,
             n_epochs=20,
@@ -35,7 +36,7 @@ def acrobot() -> Recipe:
     return Recipe(
         timesteps=1_000_000,
         n_envs=16,
-        ppo=PPOConfig(
+        algorithm=PPOConfig(
             n_steps=256,
             batch_size=256,
             n_epochs=4,
@@ -54,7 +55,7 @@ def mountain_car() -> Recipe:
     return Recipe(
         timesteps=1_000_000,
         n_envs=16,
-        ppo=PPOConfig(
+        algorithm=PPOConfig(
             n_steps=64,
             batch_size=256,
             n_epochs=4,
@@ -72,7 +73,9 @@ def lunar_lander() -> Recipe:
     return Recipe(
         timesteps=1_000_000,
         n_envs=16,
-        ppo=PPOConfig(n_steps=1024, batch_size=64, n_epochs=4, gamma=0.999, gae_lambda=0.98, ent_coef=0.01),
+        algorithm=PPOConfig(
+            n_steps=1024, batch_size=64, n_epochs=4, gamma=0.999, gae_lambda=0.98, ent_coef=0.01
+        ),
         network=NetworkConfig(network_arch=(64, 64)),
     )
 
@@ -82,7 +85,7 @@ def pendulum() -> Recipe:
     return Recipe(
         timesteps=100_000,
         n_envs=4,
-        ppo=PPOConfig(n_steps=1024, batch_size=64, n_epochs=10, learning_rate=1e-3, gamma=0.9),
+        algorithm=PPOConfig(n_steps=1024, batch_size=64, n_epochs=10, learning_rate=1e-3, gamma=0.9),
         network=NetworkConfig(network_arch=(64, 64)),
     )
 
@@ -92,7 +95,7 @@ def market() -> Recipe:
     return Recipe(
         timesteps=3_000_000,
         n_envs=1024,
-        ppo=PPOConfig(
+        algorithm=PPOConfig(
             n_steps=32,
             batch_size=4096,
             n_epochs=2,
@@ -110,7 +113,7 @@ def crawl() -> Recipe:
     return Recipe(
         timesteps=300_000,
         n_envs=64,
-        ppo=PPOConfig(
+        algorithm=PPOConfig(
             n_steps=32,
             batch_size=256,
             n_epochs=6,
@@ -129,7 +132,7 @@ def snake() -> Recipe:
     return Recipe(
         timesteps=10_000_000,
         n_envs=256,
-        ppo=PPOConfig(
+        algorithm=PPOConfig(
             n_steps=32,
             batch_size=2048,
             n_epochs=2,
@@ -146,7 +149,7 @@ def mission() -> Recipe:
     return Recipe(
         timesteps=1_000_000,
         n_envs=16,
-        ppo=PPOConfig(
+        algorithm=PPOConfig(
             n_steps=128,
             batch_size=512,
             n_epochs=5,
@@ -169,3 +172,6 @@ TUNED: dict[str, Callable[[], Recipe]] = {
     "flatout/Snake-v0": snake,
     "flatout/Mission-v0": mission,
 }
+"""For PPO, by env."""
+RECIPES = {"ppo": TUNED, "dqn": TUNED_DQN, "pqn": TUNED_PQN}
+"""By algorithm and env."""

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flatout.algorithms.returns import discounted_scan, gae
+from flatout.algorithms.returns import discounted_scan, gae, lambda_returns
 
 
 def slow_gae(
@@ -94,3 +94,26 @@ def test_scan_solves_its_recurrence(n_steps: int) -> None:
     y = discounted_scan(x, decay)
     following = torch.cat([y[1:], torch.zeros(1, 3)])
     torch.testing.assert_close(y, x + decay * following)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    n_steps=st.integers(1, 9),
+    seed=st.integers(0, 10_000),
+    mix=st.sampled_from([0.0, 0.3, 0.65, 1.0]),
+)
+def test_lambda_returns_are_what_their_definition_says(n_steps: int, seed: int, mix: float) -> None:
+    rng = np.random.default_rng(seed)
+    reward, next_value = rng.normal(size=(2, n_steps, 3))
+    terminated, truncated = rng.random((2, n_steps, 3)) < 0.2
+    want = np.zeros_like(reward)
+    for n in range(3):
+        for t in reversed(range(n_steps)):
+            thought = 0.0 if terminated[t, n] else next_value[t, n]
+            ends = t == n_steps - 1 or terminated[t, n] or truncated[t, n]
+            came = thought if ends else want[t + 1, n]
+            want[t, n] = reward[t, n] + 0.9 * (mix * came + (1 - mix) * thought)
+    got = lambda_returns(
+        *map(torch.from_numpy, (reward, next_value, terminated, truncated)), gamma=0.9, mix=mix
+    )
+    np.testing.assert_allclose(got.numpy(), want, atol=1e-12)

@@ -178,11 +178,15 @@ def test_an_env_that_blocks_does_not_keep_the_run_from_stopping(executor: str, t
     assert summary_of(run)["env_steps"] == 5_120
 
 
-def test_a_killed_run_resumes_from_its_last_checkpoint(tmp_path: Path) -> None:
-    argv = ["train", "CartPole-v1", "--timesteps", "8000", "--checkpoint-every", "1000", "--quiet"]
+DQN = "--algo dqn --save-replay --network-arch 32,32 --train-ratio 0.25 --overlap off".split()
+
+
+@pytest.mark.parametrize("algo", [[], DQN], ids=["ppo", "dqn"])
+def test_a_killed_run_resumes_from_its_last_checkpoint(algo: list[str], tmp_path: Path) -> None:
+    argv = ["train", "CartPole-v1", "--timesteps", "8000", "--checkpoint-every", "1000", "--quiet", *algo]
     run = tmp_path / "runs" / "killed"
     process = start_and_wait(run, *argv, "--run-name", "killed")
-    while not list((run / "checkpoints").glob("step-*")):
+    while not list((run / "checkpoints").glob("step-*.flatout")):
         time.sleep(0.02)
     process.kill()
     process.communicate()

@@ -12,7 +12,7 @@ from flatout.collect.collector import Collector
 from flatout.envs.spaces import ActionLayout, ObsLayout
 from flatout.executors.batched import BatchedExecutor
 from flatout.models.config import NetworkConfig
-from flatout.models.policy import build
+from flatout.models.policy import ActorCritic, build
 from flatout.trace.phases import PhaseClock
 from tests.executors.test_batched import Counters
 
@@ -51,6 +51,7 @@ def test_a_transition_never_spans_two_episodes(mode: AutoresetMode) -> None:
 def _check_log_probs(collector: Collector, rollout: Rollout) -> None:
     """Each action's log-probability is that of the observation it is stored with."""
     model = collector.model
+    assert isinstance(model, ActorCritic)
     obs = tuple(torch.from_numpy(leaf[:-1]).flatten(0, 1) for leaf in rollout.obs)
     with torch.no_grad():
         log_prob = model.evaluate(obs, torch.from_numpy(rollout.action).flatten(0, 1))[0]

@@ -43,7 +43,6 @@ def job_for(source: Any, n_envs: int) -> tuple[Job, ActorCritic]:
         obs=obs,
         action=action,
         network=network,
-        normalize_obs=False,
         seed=1,
         first=0,
         end=n_envs,

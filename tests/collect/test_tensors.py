@@ -19,7 +19,7 @@ from flatout.collect.tensors import DeviceNoise, TensorActions, TensorCollector,
 from flatout.envs.spaces import ActionLayout, ObsLayout
 from flatout.errors import EnvError
 from flatout.executors.tensors import TensorExecutor
-from flatout.learn.learner import Learner
+from flatout.learn.ppo import PPOLearner
 from flatout.models.config import NetworkConfig
 from flatout.models.policy import ActorCritic, build
 from flatout.trace.phases import PhaseClock
@@ -151,7 +151,7 @@ def test_the_learner_takes_both_kinds_of_rollout_alike() -> None:
     for on_tensors in (True, False):
         policy = model(normalize_obs=True)
         config = PPOConfig(n_steps=24, batch_size=60, n_epochs=2, normalize_obs=True, normalize_reward=True)
-        learner = Learner(policy, config, n_envs=5, seed=0, clock=PhaseClock())
+        learner = PPOLearner(policy, config, n_envs=5, seed=0, clock=PhaseClock())
         tensors = TensorRollout(OBS, ACTION, 24, 5, CPU)
         collector(5, policy).collect(tensors)
         assert tensors.tensors(Staging(CPU)).final_index.numel() > 0
@@ -169,7 +169,7 @@ def test_the_learner_takes_both_kinds_of_rollout_alike() -> None:
 def test_a_batched_game_is_learned() -> None:
     policy = model()
     config = PPOConfig(n_steps=16, batch_size=256, n_epochs=4, learning_rate=3e-3, gamma=0.0)
-    learner = Learner(policy, config, n_envs=64, seed=0, clock=PhaseClock())
+    learner = PPOLearner(policy, config, n_envs=64, seed=0, clock=PhaseClock())
     collected = collector(64, policy)
     rollout = TensorRollout(OBS, ACTION, 16, 64, CPU)
     first: list[float] = []

@@ -30,7 +30,8 @@ from safetensors.torch import save_file
 
 from flatout.errors import FlatoutError
 from flatout.learn import checkpoint as checkpoint_module
-from flatout.learn.checkpoint import STAGING_SUFFIX, Checkpoint, CheckpointFolder, read, write
+from flatout.learn.checkpoint import Checkpoint, CheckpointFolder, read, write
+from flatout.learn.durable import STAGING_SUFFIX
 
 N_KILLS = 100
 REPOSITORY = Path(__file__).parents[2]

@@ -17,7 +17,7 @@ from flatout.algorithms.config import PPOConfig
 from flatout.envs.spaces import ActionLayout, ObsLayout
 from flatout.errors import FlatoutError
 from flatout.learn.compile import Compilation, Recipe, check_same, kept
-from flatout.learn.learner import Learner
+from flatout.learn.ppo import PPOLearner
 from flatout.models.config import NetworkConfig
 from flatout.models.policy import build
 from flatout.trace.phases import PhaseClock
@@ -41,7 +41,7 @@ def make_recipe(**changes: Any) -> Recipe:
         obs=ObsLayout(spaces.Box(-1, 1, (4,))),
         action=ActionLayout(spaces.Discrete(2)),
         network=NetworkConfig(network_arch=(16, 16)),
-        ppo=PPOConfig(batch_size=32),
+        algorithm=PPOConfig(batch_size=32),
         device="cpu",
         precision="fp32",
         n_threads=1,
@@ -49,9 +49,10 @@ def make_recipe(**changes: Any) -> Recipe:
     return replace(recipe, **changes)
 
 
-def make_learner(recipe: Recipe) -> Learner:
+def make_learner(recipe: Recipe) -> PPOLearner:
     model = build(recipe.obs, recipe.action, recipe.network, seed=0)
-    learner = Learner(model, recipe.ppo, n_envs=4, seed=0, clock=PhaseClock())
+    assert isinstance(recipe.algorithm, PPOConfig)
+    learner = PPOLearner(model, recipe.algorithm, n_envs=4, seed=0, clock=PhaseClock())
     learner.update.begin(1e-3, 0.2)
     return learner
 
@@ -166,7 +167,7 @@ def test_a_library_is_tried_at_the_step_size_and_clip_range_it_is_for() -> None:
 
 
 def test_the_pure_step_is_the_update_to_the_bit() -> None:
-    learner = make_learner(make_recipe(ppo=PPOConfig(batch_size=32, target_kl=0.01, clip_range_vf=0.2)))
+    learner = make_learner(make_recipe(algorithm=PPOConfig(batch_size=32, target_kl=0.01, clip_range_vf=0.2)))
     batch, update = learner.example_batch(32), learner.update
     for _ in range(5):
         new = update.pure(batch)(*update.current_inputs(batch))
@@ -181,8 +182,8 @@ def test_the_pure_step_is_the_update_to_the_bit() -> None:
         {"obs": ObsLayout(spaces.Box(-1, 1, (5,)))},
         {"action": ActionLayout(spaces.Discrete(3))},
         {"network": NetworkConfig(network_arch=(16, 17))},
-        {"ppo": PPOConfig(batch_size=64)},
-        {"ppo": PPOConfig(batch_size=32, vf_coef=0.4)},
+        {"algorithm": PPOConfig(batch_size=64)},
+        {"algorithm": PPOConfig(batch_size=32, vf_coef=0.4)},
         {"precision": "bf16"},
         {"n_threads": 2},
     ],
@@ -193,4 +194,4 @@ def test_whatever_the_code_depends_on_changes_its_key(changes: dict[str, Any]) -
 
 def test_what_is_an_argument_of_the_step_does_not() -> None:
     other = PPOConfig(batch_size=32, learning_rate=1e-2, n_epochs=9, n_steps=77, clip_range=0.1, gamma=0.5)
-    assert make_recipe(ppo=other).key() == make_recipe().key()
+    assert make_recipe(algorithm=other).key() == make_recipe().key()

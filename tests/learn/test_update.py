@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flatout.algorithms.config import PPOConfig
 from flatout.envs.spaces import ActionLayout, ObsLayout
-from flatout.learn.learner import Learner
 from flatout.learn.memory import bytes_per_row, rows_that_fit
 from flatout.learn.params import FlatParams
+from flatout.learn.ppo import PPOLearner
 from flatout.learn.update import Update
 from flatout.models.config import NetworkConfig
 from flatout.models.policy import build
@@ -43,7 +43,7 @@ class Inputs:
     def __len__(self) -> int:
         return len(self.x)
 
-    def take(self, index: slice) -> Inputs:
+    def take(self, index: Tensor | slice) -> Inputs:
         return Inputs(self.x[index])
 
     def tensors(self) -> list[Tensor]:
@@ -232,7 +232,7 @@ def test_a_scale_that_overflows_fp16_is_halved_until_it_fits() -> None:
 def test_a_minibatch_that_cannot_fit_is_split_from_the_start() -> None:
     obs, action = ObsLayout(spaces.Box(-1, 1, (4,))), ActionLayout(spaces.Discrete(2))
     model = build(obs, action, NetworkConfig(), seed=0)
-    learner = Learner(model, PPOConfig(batch_size=4096), n_envs=32, seed=0, clock=PhaseClock())
+    learner = PPOLearner(model, PPOConfig(batch_size=4096), n_envs=32, seed=0, clock=PhaseClock())
     learner.fit_into(10**10)
     assert learner.update.parts.n_rows == 4096
     assert not learner.take_notes()

@@ -29,7 +29,7 @@ SMALL: dict[str, Any] = {
 STEPS = 4 * 16 * 6
 
 
-def params(agent: flatout.PPO) -> torch.Tensor:
+def params(agent: Any) -> torch.Tensor:
     return torch.cat([p.detach().reshape(-1) for p in agent.policy.model.parameters()])
 
 

@@ -1,0 +1,185 @@
+"""DQN beside Stable-Baselines3, Snake at speed, and the recipes' returns.
+
+`python -m benchmarks.dqn [--cases speed,snake,returns] [--seeds 3]` → docs/benchmarks.md. Every run is a fresh process; the
+libraries alternate, seed by seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable
+from time import perf_counter
+from typing import Any
+
+from benchmarks.page import conditions, table, write_section
+
+SPEED_STEPS, RATIO, BATCH, NET = 20_000, 0.5, 64, (256, 256)
+SNAKE_STEPS = 3_000_000
+BARS = {
+    "CartPole-v1": (490.0, 500.0),
+    "Acrobot-v1": (-85.0, -76.6),
+    "MountainCar-v0": (-110.0, -100.8),
+    "LunarLander-v3": (150.0, 154.0),
+}
+"""The median return that a recipe has to reach within its steps, and what rl-zoo reports for DQN at as many."""
+
+
+def flatout_speed(seed: int) -> dict[str, Any]:
+    """Env steps/s of a whole run, and updates/s of its learner."""
+    import flatout
+
+    settings: dict[str, Any] = {"n_envs": 8, "n_steps": 32, "batch_size": BATCH, "train_ratio": RATIO}
+    settings |= {"learning_starts": 1000, "double": False, "target_update_interval": 10_000}
+    agent = flatout.DQN("CartPole-v1", preset="auto", network_arch=NET, seed=seed, **settings)
+    agent.learn(SPEED_STEPS)
+    summary = agent.summary
+    return {
+        "steps_per_second": summary["steps_per_second"],
+        "updates_per_second": summary["updates"] / summary["phases"]["update"],
+    }
+
+
+def sb3_speed(seed: int) -> dict[str, Any]:
+    """The same in Stable-Baselines3."""
+    from stable_baselines3 import DQN
+
+    agent = DQN(
+        "MlpPolicy",
+        "CartPole-v1",
+        batch_size=BATCH,
+        train_freq=256,
+        gradient_steps=int(256 * RATIO),
+        learning_starts=1000,
+        buffer_size=100_000,
+        policy_kwargs={"net_arch": list(NET)},
+        seed=seed,
+        device="cpu",
+    )
+    train, busy, n_updates = agent.train, 0.0, 0
+
+    def timed(gradient_steps: int, batch_size: int = 100) -> None:
+        nonlocal busy, n_updates
+        began = perf_counter()
+        train(gradient_steps, batch_size)
+        busy, n_updates = busy + perf_counter() - began, n_updates + gradient_steps
+
+    agent.train = timed  # type: ignore[method-assign]
+    began = perf_counter()
+    agent.learn(SPEED_STEPS)
+    return {
+        "steps_per_second": SPEED_STEPS / (perf_counter() - began),
+        "updates_per_second": n_updates / busy,
+    }
+
+
+def snake_speed(seed: int, algo: str = "dqn") -> dict[str, Any]:
+    """Env steps/s of Snake's recipe, and what it has learned after so many steps."""
+    import flatout
+
+    agent = (flatout.DQN if algo == "dqn" else flatout.PQN)("snake", seed=seed)
+    agent.learn(SNAKE_STEPS)
+    summary = agent.summary
+    return {"steps_per_second": summary["steps_per_second"], "food": agent.evaluate(100).return_mean}
+
+
+def recipe_return(seed: int, env: str) -> dict[str, Any]:
+    """A recipe's return after its own number of steps."""
+    import flatout
+
+    agent = flatout.DQN(env, seed=seed).learn()
+    keep = ("env_steps", "wall_seconds")
+    return {"return": agent.evaluate(100).return_mean} | {key: agent.summary[key] for key in keep}
+
+
+RUNS: dict[str, Callable[[int], dict[str, Any]]] = {
+    "speed/flatout": flatout_speed,
+    "speed/Stable-Baselines3": sb3_speed,
+    "snake/DQN": snake_speed,
+    "snake/PQN": lambda seed: snake_speed(seed, "pqn"),
+    **{f"returns/{env}": lambda seed, env=env: recipe_return(seed, env) for env in BARS},  # type: ignore[misc]
+}
+
+
+def run_case(case: str, seeds: int) -> dict[str, list[dict[str, Any]]]:
+    """Every run of a case for every seed, alternating, each in a process of its own."""
+    names = [name for name in RUNS if name.startswith(f"{case}/")]
+    out: dict[str, list[dict[str, Any]]] = {name.partition("/")[2]: [] for name in names}
+    for seed in range(1, seeds + 1):
+        for name in names:
+            command = [sys.executable, "-m", "benchmarks.dqn", "--one", name, "--seed", str(seed)]
+            done = subprocess.run(command, capture_output=True, text=True, check=True)
+            result = json.loads(done.stdout.splitlines()[-1])
+            print(name, seed, result, flush=True)
+            out[name.partition("/")[2]].append(result)
+    return out
+
+
+def speed(seeds: int) -> str:
+    """Env steps/s and updates/s at an equal train ratio."""
+    results = run_case("speed", seeds)
+    rows = []
+    for name, runs in results.items():
+        cells = []
+        for key in ("steps_per_second", "updates_per_second"):
+            ratios = [a[key] / b[key] for a, b in zip(results["flatout"], runs, strict=True)]
+            cells += [f"{statistics.median(r[key] for r in runs):,.0f}", f"{statistics.median(ratios):.2f}"]
+        rows.append([name, *cells])
+    header = ["", "env steps/s", "flatout is faster by", "updates/s", "flatout is faster by"]
+    return (
+        f"### Speed\n\nCartPole-v1, network {NET[0]}-{NET[1]}, batch {BATCH}, {RATIO} updates per env step, "
+        f"{SPEED_STEPS:,} env steps, {seeds} seeds; medians, and the median of the ratios.\n\n{table(header, rows)}"
+    )
+
+
+def snake(seeds: int) -> str:
+    """Snake at its recipe's settings."""
+    results = run_case("snake", seeds)
+    rows = [
+        [
+            name,
+            f"{statistics.median(r['steps_per_second'] for r in runs):,.0f}",
+            f"{statistics.median(r['food'] for r in runs):.1f}",
+        ]
+        for name, runs in results.items()
+    ]
+    header = ["", "env steps/s", "food eaten"]
+    return f"### Snake\n\n256 games, the recipes, {SNAKE_STEPS:,} env steps.\n\n{table(header, rows)}"
+
+
+def returns(seeds: int) -> str:
+    """The recipes' returns."""
+    rows = []
+    for env, runs in run_case("returns", seeds).items():
+        got = [run["return"] for run in runs]
+        bar, zoo = BARS[env]
+        median = statistics.median(got)
+        verdict = "reached" if median >= bar else "MISSED"
+        steps, every = f"{runs[0]['env_steps']:,}", ", ".join(f"{r:.1f}" for r in got)
+        rows.append([env, steps, every, f"**{median:.1f}**", f"{bar:g} ({verdict})", f"{zoo:g}"])
+    header = ["env", "env steps", "returns of the seeds", "median", "bar", "rl-zoo's DQN"]
+    return f"### Returns\n\n100 episodes of the greedy choice on unseen seeds.\n\n{table(header, rows)}"
+
+
+def main() -> None:
+    """Run the cases asked for."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--cases", default="speed,snake,returns")
+    parser.add_argument("--one")
+    parser.add_argument("--seed", type=int, default=1)
+    args = parser.parse_args()
+    if args.one:
+        print(json.dumps(RUNS[args.one](args.seed)))
+        return
+    cases: dict[str, Callable[[int], str]] = {"speed": speed, "snake": snake, "returns": returns}
+    parts = [cases[case](args.seeds) for case in args.cases.split(",")]
+    head = f"## DQN\n\n`python -m benchmarks.dqn`. {conditions()}"
+    write_section("dqn", "\n\n".join([head, *parts]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,287 @@
+"""Prioritized replay in RAM: draws in proportion to priority from a tree of sums, in compiled loops.
+
+Schaul et al. 2016, proportional and stratified. Every sum is made anew from its parts, so none ever drifts and
+a tree is the same whatever order it was written in. A slot has priority 0 exactly while it cannot be drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from flatout.buffers.batch import ReplayBatch, alloc_batch, as_array
+from flatout.buffers.compiled import compiled, draw_key, prefetch, uniform
+from flatout.buffers.replay import Replay
+from flatout.buffers.replay_kernel import EMPTY, first_and_end, slot_of
+from flatout.buffers.rings import check_window, n_used, nothing_stored
+from flatout.envs.spaces import Array
+
+FAN, LEAF_FAN = 8, 16
+"""Parts of a sum, of sums (float64) and of priorities (float32): as many as a line of the processor's cache holds."""
+LEAST, MOST = 1e-30, 1e30
+"""Bounds of a priority that can be drawn."""
+
+
+def tree_levels(size: int) -> list[int]:
+    """Where each level of sums over `size` priorities begins in one array, lowest first, and where the root's ends."""
+    offsets, width = [0], -(-size // LEAF_FAN)
+    while True:
+        offsets.append(offsets[-1] + -(-width // FAN) * FAN)
+        if width == 1:
+            return offsets
+        width = -(-width // FAN)
+
+
+def alloc_leaves(size: int) -> Array:
+    """Priorities of 0, up to a whole number of sums."""
+    return np.zeros(-(-size // LEAF_FAN) * LEAF_FAN, np.float32)
+
+
+@compiled
+def sum_up(leaves: Array, nodes: Array, offsets: Array, index: Array, n: int) -> None:
+    """Make all sums above the first `n` leaves in `index` anew; `index` is used up."""
+    for level in range(-1, len(offsets) - 2):
+        n_above, last = 0, -1
+        for j in range(n):
+            parent = index[j] // (LEAF_FAN if level < 0 else FAN)
+            if parent != last:
+                last = parent
+                index[n_above] = parent
+                n_above += 1
+                total = 0.0
+                if level < 0:
+                    for c in range(parent * LEAF_FAN, (parent + 1) * LEAF_FAN):
+                        total += np.float64(leaves[c])
+                else:
+                    for c in range(offsets[level] + parent * FAN, offsets[level] + (parent + 1) * FAN):
+                        total += nodes[c]
+                nodes[offsets[level + 1] + parent] = total
+        n = n_above
+
+
+@compiled
+def _part(parts: Array, base: int, n: int, mass: float) -> tuple[int, float]:
+    """Which of `n` parts a mass falls on, and where that begins; beyond the end by rounding, the last that is not 0."""
+    end, begin, pick = 0.0, 0.0, 0
+    for c in range(n):
+        end += np.float64(parts[base + c])
+        if end <= mass:
+            pick, begin = c + 1, end
+    if pick == n:
+        begin = 0.0
+        while pick > 1 and not parts[base + pick - 1] > 0.0:
+            pick -= 1
+        pick -= 1
+        for c in range(pick):
+            begin += np.float64(parts[base + c])
+    return pick, begin
+
+
+@compiled
+def find(leaves: Array, nodes: Array, offsets: Array, mass: Array, index: Array) -> None:
+    """The leaf that each mass, between 0 and the whole, falls on; never one of 0. `mass` is used up."""
+    for b in range(len(index)):
+        index[b] = 0
+    # All of them a level at a time, so that their waits for memory overlap.
+    for level in range(len(offsets) - 3, -1, -1):
+        for b in range(len(index)):
+            pick, begin = _part(nodes, offsets[level] + index[b] * FAN, FAN, mass[b])
+            mass[b] -= begin
+            index[b] = index[b] * FAN + pick
+            if level > 0:
+                prefetch(nodes, offsets[level - 1] + index[b] * FAN)
+            else:
+                prefetch(leaves, index[b] * LEAF_FAN)
+    for b in range(len(index)):
+        pick, _ = _part(leaves, index[b] * LEAF_FAN, LEAF_FAN, mass[b])
+        index[b] = index[b] * LEAF_FAN + pick
+
+
+@compiled
+def _draw(
+    leaves: Array,
+    nodes: Array,
+    offsets: Array,
+    key: Any,
+    beta: float,
+    mass: Array,
+    index: Array,
+    weight: Array,
+) -> bool:
+    """Draw one leaf from each of B equal parts of the whole; weights are relative to the largest among them."""
+    total, size = nodes[offsets[-2]], len(index)
+    if not total > 0.0:
+        return False
+    for b in range(size):
+        mass[b] = (b + uniform(key, b)) / size * total
+    find(leaves, nodes, offsets, mass, index)
+    least = np.inf
+    for b in range(size):
+        least = min(least, np.float64(leaves[index[b]]))
+    for b in range(size):
+        weight[b] = (least / np.float64(leaves[index[b]])) ** beta
+    return True
+
+
+@compiled
+def stored(priority: float, eps: float, alpha: float, most: float) -> float:
+    """A priority as the tree keeps it; what is no number or infinite counts as the largest seen before."""
+    value = (abs(priority) + eps) ** alpha
+    if not value < np.inf:
+        value = most
+    return float(min(max(value, LEAST), MOST))
+
+
+@compiled
+def _update(
+    leaves: Array,
+    nodes: Array,
+    offsets: Array,
+    index: Array,
+    serial: Array,
+    priority: Array,
+    eps: float,
+    alpha: float,
+    most: float,
+    n_slots: int,
+    head: Array,
+    scratch: Array,
+) -> float:
+    """Set the priorities of slots that still hold the step they were drawn as; returns the largest seen."""
+    n, largest = 0, most
+    for j in range(len(index)):
+        slot = index[j]
+        env, t = slot // n_slots, slot % n_slots
+        now = head[env] - (head[env] - t) % n_slots
+        if now == serial[j] and leaves[slot] > 0.0:
+            leaves[slot] = stored(priority[j], eps, alpha, most)
+            largest = max(largest, np.float64(leaves[slot]))
+            scratch[n] = slot
+            n += 1
+    sum_up(leaves, nodes, offsets, scratch, n)
+    return largest
+
+
+@compiled
+def _catch_up(
+    leaves: Array,
+    nodes: Array,
+    offsets: Array,
+    most: float,
+    n_step: int,
+    n_slots: int,
+    head: Array,
+    start: Array,
+    end: Array,
+    seen: Array,
+    scratch: Array,
+) -> None:
+    """Give slots that have become eligible since last time the largest priority, and overwritten ones none."""
+    n = 0
+    for env in range(len(head)):
+        _, last = first_and_end(env, n_step, n_slots, head, start)
+        for number in range(max(seen[env], head[env] - n_slots + 1), head[env] + 1):
+            slot = slot_of(env, number, n_slots)
+            value = most if number < last and end[slot] != EMPTY else 0.0
+            if leaves[slot] != value:
+                leaves[slot] = value
+                scratch[n] = slot
+                n += 1
+            if n == len(scratch):
+                sum_up(leaves, nodes, offsets, scratch, n)
+                n = 0
+        seen[env] = last
+    sum_up(leaves, nodes, offsets, scratch, n)
+
+
+class Prioritized:
+    """Draws transitions of a replay with probability ∝ (priority + eps)^alpha; new ones with the largest so far.
+
+    Draw number k is a function of the seed, k, and what was stored and updated before it.
+    """
+
+    def __init__(
+        self,
+        replay: Replay,
+        *,
+        gamma: float,
+        n_step: int = 1,
+        alpha: float = 0.6,
+        eps: float = 1e-6,
+        seed: int = 0,
+    ) -> None:
+        check_window(replay.n_slots, n_step, replay.n_envs)
+        self.replay, self._gamma, self._n_step = replay, gamma, n_step
+        self._alpha, self._eps, self._seed = alpha, eps, seed
+        levels = tree_levels(replay.size)
+        self._offsets = np.array(levels)
+        self._leaves, self._nodes = alloc_leaves(replay.size), np.zeros(levels[-1])
+        self._tree = self._leaves, self._nodes, self._offsets
+        self._seen = np.zeros(replay.n_envs, np.int64)
+        """Slot numbers up to which each env's steps were eligible last time."""
+        self._most = 1.0
+        self._scratch = np.empty(4096, np.int64)
+        self.n_draws = 0
+
+    @property
+    def priorities(self) -> Array:
+        """Each slot's part of the whole; 0 where nothing can be drawn."""
+        self._catch_up()
+        return self._leaves[: self.replay.size]
+
+    def _catch_up(self) -> None:
+        it, seen, scratch = self.replay, self._seen, self._scratch
+        state = it.head, it.start, it.end
+        _catch_up(*self._tree, self._most, self._n_step, it.n_slots, *state, seen, scratch)
+
+    def sample(self, size: int, beta: float = 0.4, out: ReplayBatch | None = None) -> ReplayBatch:
+        """Draw `size` transitions, with weights (n · P)^-beta relative to the largest of them."""
+        it = self.replay
+        self._catch_up()
+        if out is None:
+            out = alloc_batch(it.obs_layout, it.action_layout, size, pin=it.pin)
+        to = out.arrays
+        assert to is not None, "a batch in RAM has arrays"
+        key = draw_key(self._seed, self.n_draws)
+        if not _draw(*self._tree, key, beta, np.empty(size), to.index, to.weight):
+            raise nothing_stored(self._n_step)
+        self.n_draws += 1
+        return it.sample(to.index, gamma=self._gamma, n_step=self._n_step, out=out)
+
+    def update(self, index: Tensor, serial: Tensor, priority: Tensor) -> None:
+        """New priorities (|TD error|) of drawn transitions; those overwritten meanwhile are passed over."""
+        it = self.replay
+        self._catch_up()
+        if len(index) > len(self._scratch):
+            self._scratch = np.empty(len(index), np.int64)
+        self._most = _update(
+            *self._tree,
+            as_array(index),
+            as_array(serial),
+            as_array(priority),
+            self._eps,
+            self._alpha,
+            self._most,
+            it.n_slots,
+            it.head,
+            self._scratch,
+        )
+
+    def arrays(self) -> dict[str, Array]:
+        """Priorities and counters by name; with the replay's own arrays all that is needed to go on."""
+        ring = self.replay.n_envs, self.replay.n_slots
+        used = n_used(self.replay.head, self.replay.n_slots)
+        counters = {"most": np.array([self._most]), "n_draws": np.array([self.n_draws])}
+        return {"priority": self.priorities.reshape(ring)[:, :used], "seen": self._seen, **counters}
+
+    def restore(self, arrays: Mapping[str, Array]) -> None:
+        """Become what `arrays` was taken from, once the replay has; the sums follow from the priorities."""
+        ring, leaves = (self.replay.n_envs, self.replay.n_slots), self._leaves[: self.replay.size]
+        leaves[:] = 0
+        leaves.reshape(ring)[:, : arrays["priority"].shape[1]] = arrays["priority"]
+        sum_up(*self._tree, np.arange(self.replay.size), self.replay.size)
+        self._seen[:] = arrays["seen"]
+        self._most, self.n_draws = float(arrays["most"][0]), int(arrays["n_draws"][0])

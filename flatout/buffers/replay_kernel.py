@@ -1,0 +1,202 @@
+"""The replay's loops over transitions on the CPU: storing steps, and gathering n-step windows.
+
+M slots of time per env, N envs; slot i = n · M + t. Slot numbers of an env count up for ever, t is that modulo M.
+What a window reads thus lies side by side: of a random access, most of the cost is the wait for memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flatout.buffers.compiled import compiled, prefetch, uniform
+from flatout.envs.spaces import Array
+
+GOES_ON, TERMINATED, TRUNCATED, EMPTY = 0, 1, 2, 3
+"""How a slot's transition ended; an empty slot has none: unwritten, an env's newest observation, or a final one."""
+
+
+@compiled
+def slot_of(n: int, number: int, n_slots: int) -> int:
+    """The slot that an env's slot number stands for."""
+    return n * n_slots + number % n_slots
+
+
+@compiled
+def advance(
+    rows: Array,
+    action: Array,
+    reward: Array,
+    terminated: Array,
+    truncated: Array,
+    n_slots: int,
+    head: Array,
+    start: Array,
+    action_out: Array,
+    reward_out: Array,
+    end_out: Array,
+    obs_at: Array,
+    final_at: Array,
+) -> None:
+    """Store (T, B) transitions of the envs in `rows`; tells which slots take the observations that followed."""
+    for t in range(reward.shape[0]):
+        for i in range(len(rows)):
+            n = rows[i]
+            here = slot_of(n, head[n], n_slots)
+            for j in range(action.shape[2]):
+                action_out[here, j] = action[t, i, j]
+            reward_out[here] = reward[t, i]
+            head[n] += 1
+            final_at[t, i] = -1
+            end_out[here] = GOES_ON
+            if terminated[t, i]:
+                end_out[here] = TERMINATED
+                start[n] = head[n]
+            elif truncated[t, i]:
+                end_out[here] = TRUNCATED
+                final_at[t, i] = slot_of(n, head[n], n_slots)
+                end_out[final_at[t, i]] = EMPTY
+                head[n] += 1
+                start[n] = head[n]
+            obs_at[t, i] = slot_of(n, head[n], n_slots)
+            end_out[obs_at[t, i]] = EMPTY
+
+
+@compiled
+def put(obs_at: Array, obs: Array, final_at: Array, final_obs: Array, out: Array) -> None:
+    """Write (T, B, bytes) observations to their slots, later ones last; a place below 0 is none."""
+    for t in range(obs_at.shape[0]):
+        for i in range(obs_at.shape[1]):
+            if final_at[t, i] >= 0:
+                for j in range(out.shape[1]):
+                    out[final_at[t, i], j] = final_obs[t, i, j]
+            if obs_at[t, i] >= 0:
+                for j in range(out.shape[1]):
+                    out[obs_at[t, i], j] = obs[t, i, j]
+
+
+@compiled
+def begin(
+    rows: Array, changed: Array, n_slots: int, head: Array, start: Array, end: Array, at: Array
+) -> None:
+    """Where the envs' newest observations are to be written, and none where they have not changed.
+
+    An episode that has steps is cut before: what was its newest observation stays as its final one.
+    """
+    for i in range(len(rows)):
+        n = rows[i]
+        at[i] = -1
+        if changed[i]:
+            if head[n] > start[n]:
+                end[slot_of(n, head[n] - 1, n_slots)] = TRUNCATED
+                head[n] += 1
+                start[n] = head[n]
+            at[i] = slot_of(n, head[n], n_slots)
+            end[at[i]] = EMPTY
+
+
+@compiled
+def windows(
+    index: Array,
+    gamma: float,
+    n_step: int,
+    n_slots: int,
+    head: Array,
+    reward: Array,
+    end: Array,
+    return_out: Array,
+    discount_out: Array,
+    next_out: Array,
+    serial_out: Array,
+) -> int:
+    """n-step return, discount and bootstrap slot of each index; returns the first place that has no transition, or -1."""
+    for b in range(len(index)):
+        prefetch(reward, index[b])
+        prefetch(end, index[b])
+    for b in range(len(index)):
+        slot = index[b]
+        if slot < 0 or slot >= len(end) or end[slot] == EMPTY:
+            return b
+        n, t = slot // n_slots, slot % n_slots
+        n_stored = (head[n] - t) % n_slots
+        serial_out[b] = head[n] - n_stored
+        total, discount, m = 0.0, 1.0, 0
+        while True:
+            total += discount * reward[slot]
+            discount *= gamma
+            m += 1
+            how = end[slot]
+            slot, t = slot + 1, t + 1
+            if t == n_slots:
+                slot, t = slot - n_slots, 0
+            if how == TERMINATED:
+                discount = 0.0
+            if how != GOES_ON or m in (n_step, n_stored):
+                break
+        return_out[b], discount_out[b], next_out[b] = total, discount, slot
+    return -1
+
+
+@compiled
+def take(source: Array, index: Array, out: Array) -> None:
+    """Copy rows."""
+    flat, width = source.reshape(-1), source.shape[1]
+    for b in range(len(index)):
+        prefetch(flat, index[b] * width)
+    for b in range(len(index)):
+        i = index[b]
+        for j in range(out.shape[1]):
+            out[b, j] = source[i, j]
+
+
+@compiled
+def take_two(source: Array, index: Array, next_index: Array, out: Array, next_out: Array) -> None:
+    """Copy rows and the rows that follow them, which are mostly near."""
+    flat, width = source.reshape(-1), source.shape[1]
+    for b in range(len(index)):
+        prefetch(flat, index[b] * width)
+        prefetch(flat, next_index[b] * width)
+    for b in range(len(index)):
+        i, k = index[b], next_index[b]
+        for j in range(out.shape[1]):
+            out[b, j] = source[i, j]
+        for j in range(out.shape[1]):
+            next_out[b, j] = source[k, j]
+
+
+@compiled
+def first_and_end(n: int, n_step: int, n_slots: int, head: Array, start: Array) -> tuple[int, int]:
+    """The range of an env's slot numbers whose whole n-step window is stored; empty slots among them do not count."""
+    first = max(0, head[n] - n_slots + 1)
+    return first, max(first, start[n], head[n] - n_step + 1)
+
+
+@compiled
+def draw_uniform(
+    key: Any, n_step: int, n_slots: int, head: Array, start: Array, end: Array, upto: Array, index_out: Array
+) -> bool:
+    """Fill `index_out` with eligible slots, all equally likely; `upto` is room for a number per env."""
+    n_envs, total = len(head), 0
+    for n in range(n_envs):
+        first, last = first_and_end(n, n_step, n_slots, head, start)
+        total += last - first
+        upto[n] = total
+    if total == 0:
+        return False
+    place = 0
+    for b in range(len(index_out)):
+        slot = -1
+        # At most every second slot of the range is empty, so this ends soon.
+        while slot < 0 or end[slot] == EMPTY:
+            nth = min(int(uniform(key, place) * total), total - 1)
+            place += 1
+            low, high = 0, n_envs - 1
+            while low < high:
+                middle = (low + high) // 2
+                if upto[middle] > nth:
+                    high = middle
+                else:
+                    low = middle + 1
+            _, last = first_and_end(low, n_step, n_slots, head, start)
+            slot = slot_of(low, last - (upto[low] - nth), n_slots)
+        index_out[b] = slot
+    return True

@@ -1,0 +1,144 @@
+"""DQN's whole update written out, for multi-layer perceptrons on the CPU.
+
+A small network's update is mostly the framework's work around it: recording operations, then looking for what follows
+from what. Here the few matrix products are called one after another, into memory that is taken once, and two compiled
+loops do the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flatout.algorithms.dqn import Minibatch, Twins
+from flatout.algorithms.q_config import DQNConfig
+from flatout.envs.spaces import Array
+from flatout.learn import by_hand_kernel as kernel
+from flatout.learn.params import FlatParams
+from flatout.learn.update import Update
+from flatout.models.policy import OBS_CLIP
+from flatout.models.q import QNetwork
+
+BENDS = {"relu": torch.relu_, "tanh": torch.tanh_}
+"""Activations whose slope follows from what they gave."""
+ALL_ALLOWED = np.zeros((0, 1), np.bool_)
+
+
+class HandMadeStep:
+    """Learns from minibatches of one size, as `dqn.loss` and `Update` would."""
+
+    def __init__(
+        self, twins: Twins, params: FlatParams, config: DQNConfig, update: Update[Minibatch]
+    ) -> None:
+        model = twins.online
+        self._model, self._config, self._update = model, config, update
+        self._leaf = next(i for i, leaf in enumerate(model.obs.leaves) if leaf.kind != "mask")
+        n, widths = config.batch_size, [len(bias) for _, bias in model.acting_layers()]
+        self._bend = BENDS[model.activation]
+        self._is_relu = model.activation == "relu"
+        self._online = _Layers(params.views(params.flat), n, widths)
+        self._target = _Layers(params.views(twins.target), n, widths)
+        self._chooser = _Layers(params.views(params.flat), n, widths)
+        self.gradient = torch.zeros_like(params.flat)
+        self._grads = _pairs(params.views(self.gradient))
+        self._slopes = [torch.zeros(n, width) for width in widths]
+        self._ones = torch.ones(n)
+        self._means = np.zeros(3, np.float32)
+        chooser = self._chooser if config.double else self._target
+        layers = (self._online, self._target, chooser)
+        values = (layer.outputs[-1].numpy() for layer in layers)
+        errors = update.row_output.numpy(), self._slopes[-1].numpy(), self._means
+        self._errors: tuple[Array, ...] = (*values, *errors)
+        state = (params.flat, self.gradient, update.momentum, update.variance)
+        counts = (update.n_steps, update.n_taken, update.n_bad)
+        self._state: tuple[Array, ...] = (
+            *(tensor.detach().numpy() for tensor in state),
+            self._means,
+            *(tensor.view(1).numpy() for tensor in counts),
+            update.metrics.numpy(),
+        )
+
+    @torch.no_grad()
+    def __call__(self, batch: Minibatch) -> None:
+        """Learn from one minibatch."""
+        self.differentiate(batch)
+        norm = torch.linalg.vector_norm(self.gradient).item()
+        kernel.adam(norm, self._config.max_grad_norm, self._update.step_size, *self._state)
+
+    @torch.no_grad()
+    def differentiate(self, batch: Minibatch) -> None:
+        """Fill in the gradient, the rows' errors and the means."""
+        later, mask = self._seen(batch.next_obs), self._model.mask(batch.next_obs)
+        self._target.forward(later, self._bend)
+        if self._config.double:
+            self._chooser.forward(later, self._bend)
+        x = self._seen(batch.obs)
+        self._online.forward(x, self._bend)
+        kernel.errors(
+            self._config.loss == "mse",
+            ALL_ALLOWED if mask is None else mask.numpy(),
+            batch.action.numpy(),
+            batch.reward.numpy(),
+            batch.discount.numpy(),
+            batch.weight.numpy(),
+            *self._errors,
+        )
+        self._back(x)
+
+    def _back(self, x: Tensor) -> None:
+        layers, inputs = self._online.layers, [x, *self._online.outputs[:-1]]
+        slope = self._slopes[-1]
+        for k in range(len(layers) - 1, -1, -1):
+            weight_grad, bias_grad = self._grads[k]
+            across = slope.t()
+            torch.mm(across, inputs[k], out=weight_grad)
+            torch.mv(across, self._ones, out=bias_grad)
+            if k > 0:
+                before = torch.mm(slope, layers[k][0], out=self._slopes[k - 1])
+                slope = self._bend_back(before, inputs[k])
+
+    def _seen(self, obs: Sequence[Tensor]) -> Tensor:
+        x, model = obs[self._leaf].flatten(1), self._model
+        if not model.normalizes:
+            return x
+        mean, scale = (model.get_buffer(f"obs_{name}_{self._leaf}").flatten() for name in ("mean", "scale"))
+        return ((x - mean) * scale).clamp_(-OBS_CLIP, OBS_CLIP)
+
+    def _bend_back(self, slope: Tensor, output: Tensor) -> Tensor:
+        if self._is_relu:
+            torch.ops.aten.threshold_backward.grad_input(slope, output, 0, grad_input=slope)
+        else:
+            torch.ops.aten.tanh_backward.grad_input(slope, output, grad_input=slope)
+        return slope
+
+
+class _Layers:
+    """A perceptron's layers, and room for what each gives."""
+
+    def __init__(self, tensors: Sequence[Tensor], n_rows: int, widths: Sequence[int]) -> None:
+        self.layers = [(weight.detach(), bias.detach()) for weight, bias in _pairs(tensors)]
+        self.outputs = [torch.zeros(n_rows, width) for width in widths]
+        self._calls = [(w.t(), b, out) for (w, b), out in zip(self.layers, self.outputs, strict=True)]
+
+    def forward(self, x: Tensor, bend: Callable[[Tensor], Tensor]) -> None:
+        """Fill in the outputs."""
+        last = len(self._calls) - 1
+        for k, (weight, bias, out) in enumerate(self._calls):
+            torch.addmm(bias, x, weight, out=out)
+            if k < last:
+                bend(out)
+            x = out
+
+
+def can_be_made_by_hand(model: QNetwork, device: torch.device) -> bool:
+    """Whether this network is a plain perceptron over one vector, on the CPU."""
+    seen = [leaf for leaf in model.obs.leaves if leaf.kind != "mask"]
+    plain = not model.layer_norm and model.v_out is None and model.activation in BENDS
+    return plain and device.type == "cpu" and len(seen) == 1 and seen[0].kind == "vector"
+
+
+def _pairs(tensors: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    return list(zip(tensors[::2], tensors[1::2], strict=True))

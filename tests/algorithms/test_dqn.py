@@ -1,0 +1,236 @@
+"""DQN's targets and loss against closed forms, the gradient by hand against autograd, and what must hold on any device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from torch import Tensor
+
+from flatout.algorithms import dqn
+from flatout.algorithms.q_config import DQNConfig, epsilon_at
+from flatout.envs.spaces import ActionLayout, ObsLayout
+from flatout.errors import FlatoutError
+from flatout.learn.by_hand import HandMadeStep, can_be_made_by_hand
+from flatout.learn.dqn import DQNLearner
+from flatout.models.build import build_model
+from flatout.models.config import NetworkConfig
+from flatout.models.q import QNetwork
+from flatout.trace.phases import PhaseClock
+
+PLAIN = spaces.Box(-1, 1, (3,))
+MASKED = spaces.Dict({"action_mask": spaces.MultiBinary(4), "x": PLAIN})
+ACTION = ActionLayout(spaces.Discrete(4))
+
+
+def learner(
+    config: DQNConfig,
+    obs: spaces.Space[Any] = PLAIN,
+    device: str = "cpu",
+    activation: Any = "relu",
+) -> DQNLearner:
+    network = NetworkConfig(network_arch=(16, 8), activation=activation)
+    model = build_model(ObsLayout(obs), ACTION, network, config.traits, seed=1).to(device)
+    assert isinstance(model, QNetwork)
+    out = DQNLearner(model, config, n_envs=2, seed=0, clock=PhaseClock())
+    if device == "cpu":
+        out.twins.target.add_(torch.randn(out.twins.target.shape, generator=generator(7)) * 0.1)
+    return out
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def random_batch(it: DQNLearner, n: int) -> dqn.Minibatch:
+    g = generator(n)
+    batch = it.example_batch(n)
+    for leaf in (*batch.obs, *batch.next_obs):
+        if leaf.dtype == torch.bool:
+            leaf.copy_(torch.rand(leaf.shape, generator=g) < 0.5)
+            leaf[:, 1] = True
+        else:
+            leaf.normal_(generator=g)
+    batch.action.random_(0, 4, generator=g)
+    batch.reward.normal_(generator=g).mul_(3)
+    batch.weight.uniform_(generator=g)
+    batch.discount.fill_(0.9)
+    batch.discount[::3] = 0
+    return batch
+
+
+@pytest.mark.parametrize("double", [False, True])
+@pytest.mark.parametrize("obs", [PLAIN, MASKED], ids=["plain", "masked"])
+def test_targets_are_what_the_formula_says(double: bool, obs: spaces.Space[Any]) -> None:
+    it = learner(DQNConfig(batch_size=30, double=double), obs)
+    batch = random_batch(it, 30)
+    got = dqn.targets(it.twins, batch, double=double)
+    online = it.model(batch.next_obs).detach()
+    kept = it.params.flat.clone()
+    with torch.no_grad():
+        it.params.flat.copy_(it.twins.target)
+        older = it.model(batch.next_obs)
+        it.params.flat.copy_(kept)
+    mask = it.model.mask(batch.next_obs)
+    for i in range(30):
+        allowed = [a for a in range(4) if mask is None or mask[i, a]]
+        by = online if double else older
+        choice = max(allowed, key=lambda a: float(by[i, a]))
+        want = batch.reward[i] + batch.discount[i] * older[i, choice]
+        assert float(got[i]) == pytest.approx(float(want), abs=1e-5)
+
+
+def test_dueling_values_are_a_value_plus_centred_advantages() -> None:
+    it = learner(DQNConfig(dueling=True))
+    obs = (torch.randn(5, 3, generator=generator(1)),)
+    body = it.model.pi_body(it.model.features(obs))
+    assert it.model.v_out is not None
+    advantages, value = it.model.pi_out(body), it.model.v_out(body)
+    torch.testing.assert_close(it.model(obs), value + advantages - advantages.mean(1, keepdim=True))
+
+
+@pytest.mark.parametrize("kind", ["huber", "mse"])
+def test_the_loss_is_the_weighted_mean_and_errors_come_out(kind: Any) -> None:
+    config = DQNConfig(batch_size=20, loss=kind)
+    it = learner(config)
+    batch = random_batch(it, 20)
+    total, metrics, errors = dqn.loss(it.twins, batch, config)
+    error = dqn.targets(it.twins, batch, double=True) - it.model(batch.obs).gather(1, batch.action)[:, 0]
+    size = error.abs()
+    rows = error.square() if kind == "mse" else torch.where(size < 1, error.square() / 2, size - 0.5)
+    torch.testing.assert_close(total, (batch.weight * rows).mean())
+    torch.testing.assert_close(errors, size)
+    torch.testing.assert_close(metrics[2], size.mean())
+
+
+@pytest.mark.parametrize("activation", ["relu", "tanh"])
+@pytest.mark.parametrize("double", [False, True])
+@pytest.mark.parametrize("kind", ["huber", "mse"])
+@pytest.mark.parametrize("obs", [PLAIN, MASKED], ids=["plain", "masked"])
+def test_the_gradient_by_hand_is_autograds(
+    activation: str, double: bool, kind: Any, obs: spaces.Space[Any]
+) -> None:
+    config = DQNConfig(batch_size=24, double=double, loss=kind, normalize_obs=True)
+    it = learner(config, obs, activation=activation)
+    assert isinstance(it.update.by_hand, HandMadeStep)
+    with torch.no_grad():
+        i = it.model.float_leaves[0]
+        it.model.get_buffer(f"obs_mean_{i}").fill_(0.3)
+        it.model.get_buffer(f"obs_scale_{i}").fill_(1.7)
+    batch = random_batch(it, 24)
+    total, metrics, errors = dqn.loss(it.twins, batch, config)
+    want = it.params.flatten(torch.autograd.grad(total, it.params.leaves))
+    it.update.by_hand.differentiate(batch)
+    torch.testing.assert_close(it.update.by_hand.gradient, want, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(torch.from_numpy(it.update.by_hand._means), metrics)
+    torch.testing.assert_close(it.update.row_output, errors)
+
+
+def test_only_plain_perceptrons_are_made_by_hand() -> None:
+    assert not can_be_made_by_hand(learner(DQNConfig(dueling=True)).model, torch.device("cpu"))
+    assert not can_be_made_by_hand(learner(DQNConfig(), activation="silu").model, torch.device("cpu"))
+    images = spaces.Box(0, 255, (8, 8, 3), np.uint8)
+    assert not can_be_made_by_hand(learner(DQNConfig(), images).model, torch.device("cpu"))
+
+
+def step(it: DQNLearner, batch: dqn.Minibatch) -> tuple[Tensor, Tensor]:
+    it.update.begin(1e-2)
+    it.update.step(batch)
+    return it.params.flat.clone(), it.update.row_output.clone()
+
+
+@pytest.mark.parametrize("dueling", [False, True])
+def test_a_batch_in_parts_gives_what_the_whole_gives(dueling: bool) -> None:
+    config = DQNConfig(batch_size=24, dueling=dueling)
+    whole, parts = learner(config), learner(config)
+    parts.update.parts.n_rows = 7
+    (a, errors), (b, others) = (step(it, random_batch(it, 24)) for it in (whole, parts))
+    torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(errors, others)
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(by_hand: bool) -> None:
+    it = learner(DQNConfig(batch_size=24))
+    if not by_hand:
+        it.update.by_hand = None
+    batch = random_batch(it, 24)
+    before = it.params.flat.clone()
+    bad = random_batch(it, 24)
+    bad.reward[3] = float("nan")
+    it.update.begin(1e-2)
+    it.update.step(bad)
+    assert torch.equal(it.params.flat, before)
+    it.update.step(batch)
+    assert not torch.equal(it.params.flat, before)
+    counts = it.update.n_bad, it.update.n_taken, it.update.n_steps
+    assert [float(count) for count in counts] == [1, 1, 1]
+    assert torch.isfinite(it.update.metrics).all()
+
+
+def test_by_hand_clips_and_steps_as_the_update_does() -> None:
+    config = DQNConfig(batch_size=24, max_grad_norm=0.1)
+    hand, auto = learner(config), learner(config)
+    auto.update.by_hand = None
+    for seed in range(5):
+        batch = random_batch(hand, 24)
+        batch.reward.add_(seed)
+        (a, errors), (b, others) = step(hand, batch), step(auto, batch)
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(errors, others, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(hand.update.metrics, auto.update.metrics, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("dueling", [False, True])
+def test_the_update_never_waits_for_the_device(dueling: bool) -> None:
+    """On `meta` a host sync or a device mix-up raises."""
+    it = learner(DQNConfig(batch_size=8, dueling=dueling, tau=0.1), MASKED, device="meta")
+    assert it.update.by_hand is None
+    it.update.begin(1e-3)
+    state = it.update.run(it.example_batch(8))
+    it.update.commit(state)
+    it.twins.follow(0.1)
+    assert it.update.row_output.device.type == "meta"
+
+
+def test_the_target_follows_hard_and_softly() -> None:
+    it = learner(DQNConfig())
+    older = it.twins.target.clone()
+    it.twins.follow(0.25)
+    torch.testing.assert_close(it.twins.target, older + 0.25 * (it.params.flat - older))
+    it.twins.follow()
+    assert torch.equal(it.twins.target, it.params.flat)
+
+
+def test_the_share_of_random_actions_falls_to_its_end() -> None:
+    config = DQNConfig(exploration_fraction=0.5, exploration_initial_eps=0.8, exploration_final_eps=0.2)
+    assert [epsilon_at(config, x) for x in (0.0, 0.25, 0.5, 1.0)] == pytest.approx([0.8, 0.5, 0.2, 0.2])
+
+
+@pytest.mark.parametrize("ratio", [0.1, 0.29, 0.25, 1 / 3, 2.5, 0.0])
+def test_the_ratio_is_exact(ratio: float) -> None:
+    config = DQNConfig(train_ratio=ratio)
+    assert config.updates_after(-5) == 0
+    if ratio == 0.29:
+        assert config.updates_after(100) == 29  # 0.29 * 100 is less than 29 in floats
+    whole = config.updates_after(12_345)
+    parts = sum(config.updates_after(n + 7) - config.updates_after(n) for n in range(0, 12_345 - 7, 7))
+    assert 0 <= whole - parts <= 7 * ratio + 1
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("tau", 0.0),
+        ("train_ratio", -1.0),
+        ("multi_step", 0),
+        ("batch_size", 0),
+        ("exploration_fraction", 2.0),
+    ],
+)
+def test_settings_out_of_range_are_refused(name: str, value: float) -> None:
+    with pytest.raises(FlatoutError, match=f"--{name.replace('_', '-')} is {value}"):
+        DQNConfig(**{name: value})  # type: ignore[arg-type]
