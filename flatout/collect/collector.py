@@ -87,7 +87,7 @@ class _Policy:
 class _Room:
     """Memory for acting on some envs: what they see, their noise, what they do."""
 
-    def __init__(self, model: ActorCritic, n_envs: int) -> None:
+    def __init__(self, model: PolicyNet, n_envs: int) -> None:
         self.obs = model.obs.alloc(n_envs)
         self.noise = np.zeros((n_envs, model.action.noise_size), np.float32)
         self.action = np.zeros(

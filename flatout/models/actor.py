@@ -99,7 +99,7 @@ class KernelActor:
             self._log_std = np.zeros(action.size, np.float32)
             self._head: tuple[Array, Array] = self._log_std, action.bounded & model.head.squashes
         elif isinstance(model.head, GreedyHead):
-            self._sample = kernel.pick_greedily
+            self._sample, self._sample_few = kernel.pick_greedily, kernel.pick_few_greedily
             self._epsilon = np.zeros(1)
             self._head = self._epsilon, np.zeros((0, 1), bool)
         else:

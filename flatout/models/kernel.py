@@ -190,7 +190,7 @@ def pick_greedily(
 ) -> None:
     """The best action, or with probability `epsilon` any that is allowed; see `GreedyHead` for how noise decides."""
     rarity = -math.log(epsilon[0]) if epsilon[0] > 0.0 else np.inf
-    n_actions = widths[-1]
+    n_actions, known = widths[-1], 0  # rows before `known` have been through the network
     for i in range(len(x)):
         log_prob_out[i] = _ZERO
         n_allowed, loudest, choice = 0, _LEAST, 0
@@ -202,7 +202,11 @@ def pick_greedily(
         rows_out[i, 0] = choice
         if n_allowed > 0 and n_allowed * math.exp(-np.float64(loudest)) > rarity:
             continue
-        out = _forward(x[i], shift, clip, widths, params, bend, scratch)
+        if i >= known:
+            first = i - i % ROWS
+            known = first + ROWS
+            outs = _forward(x[first:known], shift, clip, widths, params, bend, scratch)
+        out = outs[i % ROWS]
         best, choice = _LEAST, 0
         for j in range(n_actions):
             if (not len(mask) or mask[i, j]) and out[j] > best:
@@ -251,6 +255,15 @@ def sample_few_categories(
     sample_categories(
         x, shift, clip, widths, params, bend, scratch, nvec, mask, noise, rows_out, log_prob_out
     )
+
+
+@_brief
+def pick_few_greedily(
+    x: Array, shift: Array, clip: Any, widths: Array, params: Array, bend: int, scratch: Array,
+    epsilon: Array, mask: Array, noise: Array, rows_out: Array, log_prob_out: Array,
+) -> None:  # fmt: skip
+    """`pick_greedily` for a few rows."""
+    pick_greedily(x, shift, clip, widths, params, bend, scratch, epsilon, mask, noise, rows_out, log_prob_out)
 
 
 @_brief
