@@ -184,7 +184,7 @@ def test_a_batched_game_is_learned() -> None:
 class ZeroNoise:
     """`meta` has no random generator."""
 
-    def __init__(self, layout: ActionLayout, n_envs: int, seed: int, device: torch.device) -> None:
+    def __init__(self, layout: ActionLayout, n_envs: int, seed: int, device: torch.device, _: object) -> None:
         self._shape = (n_envs, layout.noise_size)
 
     def draw(self, first_step: int, n_steps: int) -> Tensor:
