@@ -1,7 +1,7 @@
 """What lag 1 costs in learning: overlap and lockstep at equal env steps, five seeds, plotted.
 
-`python -m benchmarks.lag [--seeds 5] [--jobs 2]` → docs/benchmarks.md and docs/images/lag.svg. Nothing is timed, so
-runs may share the machine.
+`python -m benchmarks.lag [--seeds 5] [--jobs 2] [--keep FILE]` → docs/benchmarks.md and docs/images/lag.svg. Nothing is
+timed, so runs may share the machine; what is in the kept file is not run again.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import statistics
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 from benchmarks.page import PAGE, conditions, table, write_section
@@ -22,20 +23,12 @@ MODES = {"lockstep": "off", "overlap": "on"}
 
 
 def train_one(env: str, mode: str, seed: int) -> dict[str, Any]:
-    """The learning curve of one run, and how the deterministic policy does at its end."""
+    """How the deterministic policy does at the end of one run."""
     import flatout
 
-    curve: list[tuple[int, float]] = []
-
-    def note(progress: Any) -> None:
-        if progress.return_mean is not None:
-            curve.append((progress.env_steps, progress.return_mean))
-
     agent = flatout.PPO(env, seed=seed, overlap=MODES[mode], executor="serial", compile="off")
-    agent.learn(ENVS[env], callback=note)
-    thin = curve[:: max(len(curve) // 60, 1)]
-    fell_back = agent.summary["overlap"]["fell_back"]
-    return {"return": agent.evaluate(50).return_mean, "curve": thin, "fell_back": fell_back}
+    agent.learn(ENVS[env])
+    return {"return": agent.evaluate(50).return_mean, "fell_back": agent.summary["overlap"]["fell_back"]}
 
 
 def in_a_process(env: str, mode: str, seed: int) -> dict[str, Any]:
@@ -52,6 +45,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--keep", type=Path)
     parser.add_argument("--one", nargs=3)
     args = parser.parse_args()
     if args.one:
@@ -59,8 +53,18 @@ def main() -> None:
         print(json.dumps(train_one(env, mode, int(seed))))
         return
     keys = [(env, mode, seed) for env in ENVS for seed in range(1, args.seeds + 1) for mode in MODES]
+    results: dict[tuple[str, str, int], dict[str, Any]] = {}
+    if args.keep and args.keep.exists():
+        results = {tuple(key): value for key, value in map(json.loads, args.keep.read_text().splitlines())}
+
+    def run(key: tuple[str, str, int]) -> None:
+        results[key] = in_a_process(*key)
+        if args.keep:
+            with args.keep.open("a") as file:
+                file.write(json.dumps([key, results[key]]) + "\n")
+
     with ThreadPoolExecutor(args.jobs) as pool:
-        results = dict(zip(keys, pool.map(lambda key: in_a_process(*key), keys), strict=True))
+        list(pool.map(run, [key for key in keys if key not in results]))
     rows = []
     for env in ENVS:
         cells, medians = [], {}
@@ -81,29 +85,30 @@ def main() -> None:
     text = (
         f"## What lag 1 costs\n\n`python -m benchmarks.lag`: the recipes in lockstep and in overlap at equal env steps, "
         f"{args.seeds} seeds; return of the deterministic policy over 50 episodes.\n{conditions()}\n\n"
-        f"{table(header, rows)}\n\n![Learning curves in lockstep and overlap](images/lag.svg)"
+        f"{table(header, rows)}\n\n![Returns of every seed in lockstep and overlap](images/lag.svg)"
     )
     write_section("lag", text)
 
 
 def plot(results: dict[tuple[str, str, int], dict[str, Any]], n_seeds: int) -> None:
-    """docs/images/lag.svg: every seed's curve, both modes."""
+    """docs/images/lag.svg: every seed's return, both modes."""
     import matplotlib
 
     matplotlib.use("svg")
     from matplotlib import pyplot as plt
 
-    figure, grid = plt.subplots(2, 2, figsize=(9, 6))
+    figure, grid = plt.subplots(1, len(ENVS), figsize=(10, 3))
     for axes, env in zip(grid.flat, ENVS, strict=True):
-        for mode, color in (("lockstep", "tab:orange"), ("overlap", "tab:blue")):
-            for seed in range(1, n_seeds + 1):
-                steps, returns = zip(*results[env, mode, seed]["curve"], strict=True)
-                axes.plot(steps, returns, color=color, alpha=0.6, lw=1, label=mode if seed == 1 else None)
+        for x, (mode, color) in enumerate((("lockstep", "tab:orange"), ("overlap", "tab:blue"))):
+            returns = [results[env, mode, seed]["return"] for seed in range(1, n_seeds + 1)]
+            offsets = [x + 0.06 * (i - (n_seeds - 1) / 2) for i in range(n_seeds)]
+            axes.plot(offsets, returns, "o", color=color, alpha=0.8)
+            axes.hlines(statistics.median(returns), x - 0.25, x + 0.25, color=color)
         axes.set_title(env)
-        axes.set_xlabel("env steps")
-        axes.grid(alpha=0.3)
-    grid[0, 0].set_ylabel("mean return of the last 100 episodes")
-    grid[0, 0].legend()
+        axes.set_xticks(range(2), list(MODES))
+        axes.set_xlim(-0.5, 1.5)
+        axes.grid(alpha=0.3, axis="y")
+    grid[0].set_ylabel("return, 50 episodes")
     figure.tight_layout()
     figure.savefig(PAGE.parent / "images" / "lag.svg")
 
