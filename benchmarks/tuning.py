@@ -1,6 +1,7 @@
 """`flatout tune` against an exhaustive grid of the same ways: how near it comes, in what part of the time.
 
-`python -m benchmarks.tuning` → docs/benchmarks.md. The best of the grid and what tuning found are run again, alternating.
+`python -m benchmarks.tuning [--keep FILE]` → docs/benchmarks.md. The best of the grid and what tuning found are run again,
+alternating. A walk through the grid that is in the kept file is not walked again.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 import statistics
 import subprocess
 import sys
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -92,11 +94,28 @@ def in_a_process(what: str, case: str, settings: dict[str, Any]) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def walk(case: str, keep: Path | None) -> tuple[list[tuple[float, dict[str, Any]]], float]:
+    """Steps/s of every way of the grid, and how long they took together."""
+    kept = json.loads(keep.read_text()) if keep and keep.exists() else {}
+    if case not in kept:
+        began = perf_counter()
+        rates = []
+        for settings in grid(case):
+            rates.append((in_a_process("reach", case, settings), settings))
+            print(case, settings, round(rates[-1][0]), flush=True)
+        kept[case] = rates, perf_counter() - began
+        if keep:
+            keep.write_text(json.dumps(kept))
+    rates, seconds = kept[case]
+    return rates, seconds
+
+
 def main() -> None:
     """Tune, walk the grid, compare."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--one", nargs=3)
     parser.add_argument("--cases", default=",".join(CASES))
+    parser.add_argument("--keep", type=Path)
     args = parser.parse_args()
     if args.one:
         what, case, text = args.one
@@ -106,12 +125,7 @@ def main() -> None:
     for case in args.cases.split(","):
         found = in_a_process("tune", case, {})
         print(found, flush=True)
-        began = perf_counter()
-        rates = []
-        for settings in grid(case):
-            rates.append((in_a_process("reach", case, settings), settings))
-            print(case, settings, round(rates[-1][0]), flush=True)
-        grid_seconds = perf_counter() - began
+        rates, grid_seconds = walk(case, args.keep)
         top = [settings for _, settings in sorted(rates, key=lambda item: -item[0])[:3]]
         again: list[list[float]] = [[] for _ in (found["config"], *top)]
         for _ in range(3):
