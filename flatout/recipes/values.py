@@ -1,4 +1,4 @@
-"""Settings per known env for the algorithms that learn action values, DQN and PQN; reproduced by benchmarks/dqn.py."""
+"""Settings per known env for the algorithms that learn action values, DQN and PQN; benchmarks/dqn.py runs them."""
 
 from __future__ import annotations
 
