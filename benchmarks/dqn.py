@@ -47,7 +47,7 @@ def sb3_speed(seed: int) -> dict[str, Any]:
     """The same in Stable-Baselines3."""
     from stable_baselines3 import DQN
 
-    agent = DQN(
+    agent: Any = DQN(
         "MlpPolicy",
         "CartPole-v1",
         batch_size=BATCH,
@@ -67,7 +67,7 @@ def sb3_speed(seed: int) -> dict[str, Any]:
         train(gradient_steps, batch_size)
         busy, n_updates = busy + perf_counter() - began, n_updates + gradient_steps
 
-    agent.train = timed  # type: ignore[method-assign]
+    agent.train = timed
     began = perf_counter()
     agent.learn(SPEED_STEPS)
     return {
