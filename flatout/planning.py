@@ -161,7 +161,7 @@ class Planning:
         shape += [it.train_ratio, "dqn"] if isinstance(it, DQNConfig) else [it.n_epochs]
         network = list(config.network.network_arch)
         return {
-            "rule": 3,
+            "rule": 4,
             "env": [config.env, config.env_kwargs],
             "shape": shape,
             "network": network,

@@ -32,7 +32,7 @@ START_SECONDS = 2.5
 """What the first child process costs: a fork server that imports torch."""
 HANDOVER_SECONDS = 60e-6
 """A step's way to a worker process and back."""
-THREAD_SECONDS = 180e-6
+THREAD_SECONDS = 120e-6
 """A step's way through a thread and the collector, all of it with Python's lock."""
 COROUTINE_SECONDS = 35e-6
 """A step's way through the event loop."""

@@ -89,7 +89,7 @@ class Work:
     def gain(self, lockstep: Plan) -> float:
         """How much faster overlap is than collecting that way in turn with learning."""
         collect = self.n_envs * self.n_steps / lockstep.steps_per_second
-        if lockstep.kind == "thread":  # collecting and launching updates take turns with the lock
+        if self.measured.waits:  # collecting and launching updates take turns with Python's lock
             return (collect + self.alone_seconds) / max(collect + self.lock_seconds, self.learn_seconds)
         return (collect + self.alone_seconds) / self.seconds(self.best())
 

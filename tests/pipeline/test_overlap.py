@@ -260,6 +260,8 @@ def test_envs_on_threads_and_updates_take_turns_with_the_lock() -> None:
     assert work.gain(on_threads) == pytest.approx(1.8 / 1.2)
     slower = replace(work, learn_seconds=2.0, alone_seconds=2.0)
     assert slower.gain(on_threads) == pytest.approx(3.0 / 2.0)
+    workers = Plan(kind="process", n_workers=8, steps_per_second=800.0)
+    assert work.gain(workers) == work.gain(on_threads)
     light = replace(work, learn_seconds=0.1, alone_seconds=0.1, lock_seconds=0.1)
     assert light.gain(on_threads) == pytest.approx(1.0)
 
