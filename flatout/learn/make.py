@@ -6,7 +6,6 @@ from typing import Any
 
 from flatout.algorithms.config import PPOConfig
 from flatout.algorithms.q_config import DQNConfig, PQNConfig
-from flatout.learn.dqn import DQNLearner
 from flatout.learn.learner import Learner
 from flatout.learn.ppo import PPOLearner
 from flatout.learn.pqn import PQNLearner
@@ -30,5 +29,7 @@ def make_learner(
         return PPOLearner(model, config, n_envs=n_envs, seed=seed, clock=clock, precision=precision)
     assert isinstance(model, QNetwork), "this algorithm learns action values"
     if isinstance(config, DQNConfig):
+        from flatout.learn.dqn import DQNLearner  # here, because its compiled loops take a moment to load
+
         return DQNLearner(model, config, n_envs=n_envs, seed=seed, clock=clock, precision=precision)
     return PQNLearner(model, config, n_envs=n_envs, seed=seed, clock=clock, precision=precision)
