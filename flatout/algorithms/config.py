@@ -11,6 +11,11 @@ from flatout.models.config import Traits
 Schedule = Literal["constant", "linear"]
 
 
+def scheduled(value: float, schedule: Schedule, progress: float) -> float:
+    """What a setting is at this point of the run; `progress` in [0, 1]."""
+    return value * max(1.0 - progress, 0.0) if schedule == "linear" else value
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PPOConfig:
     """What PPO learns from and how hard."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from flatout.algorithms.q_config import DQNConfig, PQNConfig
+from flatout.algorithms.rows import Rows
 from flatout.models.heads import MASKED
 from flatout.models.q import QNetwork
 
@@ -20,7 +21,7 @@ METRICS = ("train/loss", "train/q_mean", "train/td_error")
 
 
 @dataclass(slots=True)
-class Minibatch:
+class Minibatch(Rows):
     """Transitions to learn from, in any order; see `ReplayBatch` for what the columns mean."""
 
     obs: tuple[Tensor, ...]
@@ -29,13 +30,6 @@ class Minibatch:
     reward: Tensor
     discount: Tensor
     weight: Tensor
-
-    def take(self, index: Tensor | slice) -> Minibatch:
-        """The rows named by the index."""
-        return self.like([tensor[index] for tensor in self.tensors()])
-
-    def __len__(self) -> int:
-        return len(self.reward)
 
     def tensors(self) -> list[Tensor]:
         """All of its tensors, in a fixed order."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from flatout.algorithms.config import PPOConfig
 from flatout.algorithms.returns import gae
+from flatout.algorithms.rows import Rows
 from flatout.models.policy import ActorCritic
 
 METRICS = (
@@ -47,7 +48,7 @@ class Transitions:
 
 
 @dataclass(frozen=True, slots=True)
-class Minibatch:
+class Minibatch(Rows):
     """Rows to learn from, in any order."""
 
     obs: tuple[Tensor, ...]
@@ -56,13 +57,6 @@ class Minibatch:
     advantage: Tensor
     returns: Tensor
     value: Tensor
-
-    def take(self, index: Tensor | slice) -> Minibatch:
-        """The rows named by the index."""
-        return self.like([tensor[index] for tensor in self.tensors()])
-
-    def __len__(self) -> int:
-        return len(self.action)
 
     def tensors(self) -> list[Tensor]:
         """All of its tensors, in a fixed order."""

@@ -11,31 +11,23 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from flatout.algorithms.dqn import METRICS as METRICS
 from flatout.algorithms.dqn import row_losses
 from flatout.algorithms.ppo import Transitions, values_and_next
 from flatout.algorithms.q_config import PQNConfig
 from flatout.algorithms.returns import lambda_returns
+from flatout.algorithms.rows import Rows
 from flatout.models.heads import MASKED
 from flatout.models.q import QNetwork
 
-METRICS = ("train/loss", "train/q_mean", "train/td_error")
-"""What each entry of the loss's metrics vector is."""
-
 
 @dataclass(frozen=True, slots=True)
-class Minibatch:
+class Minibatch(Rows):
     """Rows to learn from, in any order."""
 
     obs: tuple[Tensor, ...]
     action: Tensor
     returns: Tensor
-
-    def take(self, index: Tensor | slice) -> Minibatch:
-        """The rows named by the index."""
-        return self.like([tensor[index] for tensor in self.tensors()])
-
-    def __len__(self) -> int:
-        return len(self.returns)
 
     def tensors(self) -> list[Tensor]:
         """All of its tensors, in a fixed order."""

@@ -68,7 +68,7 @@ def alloc_batch(obs: ObsLayout, action: ActionLayout, size: int, *, pin: bool = 
     new: Any = _pinned if pin else np.empty
     obs_room = tuple([new((size, *leaf.shape), leaf.dtype) for leaf in obs.leaves])
     next_room = tuple([new((size, *leaf.shape), leaf.dtype) for leaf in obs.leaves])
-    kept = new((size, action.size), action_dtype(action))
+    kept = new((size, action.size), action.dtype)
     reward, discount, weight = new(size, np.float32), new(size, np.float32), new(size, np.float32)
     index, serial, next_index = new(size, np.int64), new(size, np.int64), np.empty(size, np.int64)
     weight.fill(1)
@@ -120,12 +120,7 @@ def torch_dtype(dtype: Any) -> torch.dtype:
     return torch.from_numpy(np.zeros(0, dtype)).dtype
 
 
-def action_dtype(action: ActionLayout) -> Any:
-    """What an action's row is made of."""
-    return np.float32 if action.continuous else np.int64
-
-
 def rows_of_bytes(array: Array, n_lead: int) -> Array:
-    """A contiguous array as rows of bytes below its leading dimensions."""
+    """An array whose rows are contiguous, as bytes below its leading dimensions; the same memory."""
     lead, rest = array.shape[:n_lead], array.shape[n_lead:]
     return array.reshape(*lead, math.prod(rest)).view(np.uint8)

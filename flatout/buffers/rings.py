@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from flatout.buffers.batch import action_dtype
 from flatout.buffers.replay_kernel import EMPTY
 from flatout.envs.spaces import ActionLayout, Array, ObsLayout
 from flatout.errors import FlatoutError
@@ -16,7 +15,7 @@ from flatout.errors import FlatoutError
 def ring_spec(obs: ObsLayout, action: ActionLayout) -> dict[str, tuple[tuple[int, ...], Any]]:
     """Shape and dtype of what a slot holds, by name."""
     leaves = {f"obs.{i}": (leaf.shape, leaf.dtype) for i, leaf in enumerate(obs.leaves)}
-    kept = {"action": ((action.size,), np.dtype(action_dtype(action)))}
+    kept = {"action": ((action.size,), action.dtype)}
     return {**leaves, **kept, "reward": ((), np.dtype(np.float32)), "end": ((), np.dtype(np.uint8))}
 
 

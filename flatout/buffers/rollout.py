@@ -50,7 +50,7 @@ def rollout_spec(obs: ObsLayout, action: ActionLayout, n_steps: int, n_envs: int
     return {
         **{f"obs.{i}": ((n_steps + 1, n_envs, *leaf.shape), leaf.dtype) for i, leaf in leaves},
         **{f"final_obs.{i}": ((*shape, *leaf.shape), leaf.dtype) for i, leaf in leaves},
-        "action": ((*shape, action.size), np.float32 if action.continuous else np.int64),
+        "action": ((*shape, action.size), action.dtype),
         "log_prob": (shape, np.float32),
         "reward": (shape, np.float32),
         "terminated": (shape, np.bool_),

@@ -90,9 +90,7 @@ class _Room:
     def __init__(self, model: PolicyNet, n_envs: int) -> None:
         self.obs = model.obs.alloc(n_envs)
         self.noise = np.zeros((n_envs, model.action.noise_size), np.float32)
-        self.action = np.zeros(
-            (n_envs, model.action.size), np.float32 if model.action.continuous else np.int64
-        )
+        self.action = np.zeros((n_envs, model.action.size), model.action.dtype)
         self.log_prob = np.zeros(n_envs, np.float32)
 
 

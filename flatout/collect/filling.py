@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from functools import cache
 from types import ModuleType
 
 import numpy as np
 
+from flatout.buffers.batch import rows_of_bytes
 from flatout.buffers.rollout import Rollout
 from flatout.envs.spaces import Array, Leaves
 from flatout.executors.base import Episode, Step
@@ -93,7 +93,4 @@ def loops() -> ModuleType:
 
 
 def _bytes(leaves: Leaves, n_lead: int) -> list[Array]:
-    """Arrays as rows of bytes below their leading dimensions; the same memory."""
-    return [
-        leaf.reshape(*leaf.shape[:n_lead], math.prod(leaf.shape[n_lead:])).view(np.uint8) for leaf in leaves
-    ]
+    return [rows_of_bytes(leaf, n_lead) for leaf in leaves]

@@ -31,7 +31,7 @@ class TensorActions:
     """`ActionLayout.to_env` on the device."""
 
     def __init__(self, layout: ActionLayout, device: torch.device) -> None:
-        zero = layout.to_env(np.zeros((1, layout.size), np.float32 if layout.continuous else np.int64))
+        zero = layout.to_env(np.zeros((1, layout.size), layout.dtype))
         self._shape = zero.shape[1:]
         self._dtype = torch.from_numpy(zero).dtype
         self._continuous = layout.continuous

@@ -107,6 +107,8 @@ class ActionLayout:
                 "and Box of floats"
             )
         self.continuous = not self.nvec
+        self.dtype: np.dtype[Any] = np.dtype(np.float32 if self.continuous else np.int64)
+        """Of a row."""
         self.size = len(self.nvec) or int(np.prod(space.shape or (1,)))
         self.n_logits = sum(self.nvec)
         self.noise_size = self.n_logits or self.size

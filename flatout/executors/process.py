@@ -356,7 +356,7 @@ def worker_main(connection: Connection, job: Job, shared: SharedArrays) -> None:
 
 
 def _spec(layout: ObsLayout, action: ActionLayout, n_envs: int) -> Spec:
-    zero = np.zeros((n_envs, action.size), np.float32 if action.continuous else np.int64)
+    zero = np.zeros((n_envs, action.size), action.dtype)
     like = action.to_env(zero)
     leaves = list(enumerate(layout.leaves))
     return {

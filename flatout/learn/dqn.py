@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from flatout.algorithms import dqn
+from flatout.algorithms.config import scheduled
 from flatout.algorithms.q_config import DQNConfig
 from flatout.buffers.rollout import Learnable, Rollout
 from flatout.buffers.tensors import TensorRollout
@@ -82,8 +83,7 @@ class DQNLearner(Learner[dqn.Minibatch]):
     ) -> dict[str, float]:
         """Store a rollout and learn; `progress` in [0, 1] drives the schedules. Returns the metrics."""
         config, experience = self.config, self.experience
-        left = max(1.0 - progress, 0.0)
-        learning_rate = config.learning_rate * (left if config.learning_rate_schedule == "linear" else 1.0)
+        learning_rate = scheduled(config.learning_rate, config.learning_rate_schedule, progress)
         beta = config.priority_beta + (1 - config.priority_beta) * min(progress, 1.0)
         self._enter("stage")
         assert isinstance(rollout, Rollout | TensorRollout), "what is stored is read directly"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flatout.algorithms import ppo
-from flatout.algorithms.config import PPOConfig
+from flatout.algorithms.config import PPOConfig, scheduled
 from flatout.buffers.rollout import Learnable
 from flatout.learn.epochs import Epochs, as_transitions
 from flatout.learn.learner import AUTOCAST, Learner, example_obs
@@ -70,9 +70,8 @@ class PPOLearner(Learner[ppo.Minibatch]):
         `lag`: how many versions the policy that collected it is behind.
         """
         config = self.config
-        left = max(1.0 - progress, 0.0)
-        learning_rate = config.learning_rate * (left if config.learning_rate_schedule == "linear" else 1.0)
-        clip_range = config.clip_range * (left if config.clip_range_schedule == "linear" else 1.0)
+        learning_rate = scheduled(config.learning_rate, config.learning_rate_schedule, progress)
+        clip_range = scheduled(config.clip_range, config.clip_range_schedule, progress)
 
         self._enter("stage")
         data = self._transitions(rollout)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flatout.algorithms import pqn
+from flatout.algorithms.config import scheduled
 from flatout.algorithms.q_config import PQNConfig
 from flatout.buffers.rollout import Learnable
 from flatout.learn.epochs import Epochs, as_transitions
@@ -60,8 +61,7 @@ class PQNLearner(Learner[pqn.Minibatch]):
     ) -> dict[str, float]:
         """Learn from one rollout; `progress` in [0, 1] drives the schedules. Returns the metrics."""
         config = self.config
-        left = max(1.0 - progress, 0.0)
-        learning_rate = config.learning_rate * (left if config.learning_rate_schedule == "linear" else 1.0)
+        learning_rate = scheduled(config.learning_rate, config.learning_rate_schedule, progress)
         self._enter("stage")
         data = rollout.tensors(self._staging)
         self._enter("advantage")

@@ -20,7 +20,7 @@ LOG_SQRT_2PI = 0.5 * math.log(2 * math.pi)
 
 
 class Head(Protocol):
-    """Turns a policy network's output into actions, log-probabilities and entropy."""
+    """Turns a network's output into actions."""
 
     n_outputs: int
     squashes: bool
@@ -34,12 +34,16 @@ class Head(Protocol):
         """The most likely rows."""
         ...
 
-    def evaluate(self, out: Tensor, rows: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Log-probabilities of the rows, and the entropy, both (B,)."""
-        ...
-
     def to_action(self, rows: Tensor) -> Tensor:
         """Rows as ActionLayout.to_env takes them."""
+        ...
+
+
+class PolicyHead(Head, Protocol):
+    """One whose actions have probabilities."""
+
+    def evaluate(self, out: Tensor, rows: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Log-probabilities of the rows, and the entropy, both (B,)."""
         ...
 
 
@@ -119,9 +123,6 @@ class GreedyHead(nn.Module):
 
     def mode(self, out: Tensor, mask: Tensor | None) -> Tensor:
         return (out if mask is None else out.masked_fill(~mask, MASKED)).argmax(1, keepdim=True)
-
-    def evaluate(self, out: Tensor, rows: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        raise NotImplementedError("a choice by value has no log-probability to learn from")
 
     def to_action(self, rows: Tensor) -> Tensor:
         return rows

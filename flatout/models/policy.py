@@ -16,7 +16,7 @@ from flatout.envs.spaces import ActionLayout, Leaf, ObsLayout
 from flatout.errors import FlatoutError
 from flatout.models.cnn import ImageEncoder
 from flatout.models.config import NetworkConfig
-from flatout.models.heads import Head, make_head
+from flatout.models.heads import Head, PolicyHead, make_head
 from flatout.models.mlp import linear, mlp
 
 Obs: TypeAlias = Sequence[Tensor]
@@ -126,6 +126,8 @@ class PolicyNet(nn.Module):
 
 class ActorCritic(PolicyNet):
     """Policy and value networks, apart or on one trunk."""
+
+    head: PolicyHead
 
     def __init__(
         self, obs: ObsLayout, action: ActionLayout, config: NetworkConfig, *, normalize_obs: bool = False
