@@ -98,12 +98,13 @@ class Planning:
                 children_ok=not on_gpu,
                 n_workers=config.n_workers,
             )
-        work = self._work(measured) if measured is not None and self._can_have_children(measured) else None
         waits = env.is_async or (measured is not None and measured.waits and config.executor != "serial")
+        spare = measured is not None and self._can_have_children(measured)
+        work = self._work(measured) if measured is not None and (spare or (waits and not on_gpu)) else None
 
         def gain() -> float:
             if work is None or on_gpu:
-                return math.inf
+                return math.inf  # nothing was measured: an async env, or a learner that is out of the way
             return remembered(self._facts(), lambda: work.gain(ranked[0]))
 
         overlap, reason = decide_overlap(
@@ -111,7 +112,7 @@ class Planning:
             batched=bool(env.batched),
             waits=waits,
             on_gpu=on_gpu,
-            can_have_children=work is not None,
+            can_have_children=spare,
             n_updates=int(n_iterations * config.updates_per_iteration),
             n_iterations=n_iterations,
             gain=gain,
@@ -162,7 +163,7 @@ class Planning:
         network = list(config.network.network_arch)
         return {
             "rule": 4,
-            "env": [config.env, config.env_kwargs],
+            "env": [config.env, config.env_kwargs, config.executor],
             "shape": shape,
             "network": network,
             "cores": self.n_cores,
@@ -246,9 +247,8 @@ def faster_device(policy: Policy, n_envs: int) -> torch.device:
 def acting_seconds(policy: Policy, n_rows: int) -> float:
     """Seconds the policy takes to act on `n_rows` observations, measured."""
     actor = make_actor(policy.model, n_rows, policy.device)
-    kind = np.float32 if policy.action.continuous else np.int64
     noise = np.zeros((n_rows, policy.action.noise_size), np.float32)
-    rows, log_prob = np.zeros((n_rows, policy.action.size), kind), np.zeros(n_rows, np.float32)
+    rows, log_prob = np.zeros((n_rows, policy.action.size), policy.action.dtype), np.zeros(n_rows, np.float32)
     obs = policy.obs.alloc(n_rows)
     times = []
     n_threads = torch.get_num_threads()
