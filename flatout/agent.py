@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import signal
 from collections.abc import Mapping
 from dataclasses import replace
@@ -21,6 +22,7 @@ from flatout.envs.check_batched import check_env
 from flatout.envs.make import EnvSource, env_factory
 from flatout.envs.spaces import ActionLayout, ObsLayout, space_from_json
 from flatout.errors import FlatoutError
+from flatout.fields import replace as replace_leaves
 from flatout.hardware.machine import machine, resolve_device
 from flatout.learn.checkpoint import Checkpoint, CheckpointFolder
 from flatout.learn.checkpoint import read as read_checkpoint
@@ -136,6 +138,17 @@ class Agent:
         agent.policy = _policy(agent.config, spaces[0], spaces[1], agent.device)
         _load_model(agent.policy, checkpoint)
         agent._setup(checkpoint)
+        return agent
+
+    def changed(self, settings: Mapping[str, Any]) -> Agent:
+        """A new agent that has learned nothing, with some settings changed, in the same env: which is not tried out
+        again."""
+        agent = copy.copy(self)
+        agent.began_at = time()
+        agent.config = replace_leaves(self.config, settings)
+        spaces = self.policy.obs.space, self.policy.action.space
+        agent.policy = _policy(agent.config, *spaces, self.device)
+        agent._setup(None)
         return agent
 
     def learn(

@@ -20,6 +20,7 @@ from flatout.diagnosis.costs import Costs, Settings
 from flatout.diagnosis.simulate import ladder, steps_per_second
 from flatout.diagnosis.ways import ways
 from flatout.envs.make import EnvSource
+from flatout.executors.choose import START_SECONDS
 from flatout.fields import replace as replace_leaves
 from flatout.measure import fitted, measure_costs, run_a_moment, settings_of
 from flatout.records.folder import write_json
@@ -29,6 +30,9 @@ MOST_ENVS = 512
 FEWEST_STEPS = 16
 NEAR = 0.9
 """A way that promises less than this share of the best measured is not tried."""
+CLOSE = 0.87
+"""A way that reached this share of the best may be the better one: a moment's figure is that uncertain."""
+MOST_CONTENDERS = 3
 WORTH = 1.05
 """Below this gain the settings stay as they are."""
 
@@ -43,12 +47,22 @@ class Trial:
     predicted: float
     measured: float | None = None
     learner_busy: float | None = None
+    seconds: float = 0.0
+    """What running it took, its start included."""
 
     @property
     def kind(self) -> tuple[Any, ...]:
         """What it has in common with ways of which the simulation is equally wrong."""
         way = self.settings
         return way.executor, way.children, way.n_collectors, way.overlap
+
+    @property
+    def as_promised(self) -> Trial:
+        """The trial as if it had been run and had kept its promise."""
+        way = self.settings
+        start = 2 * START_SECONDS if way.children or way.executor == "process" else 0.5
+        seconds = start + TRIAL_SECONDS + 2 * way.total_batch / self.predicted
+        return replace(self, measured=self.predicted, seconds=seconds)
 
     @property
     def words(self) -> str:
@@ -102,6 +116,7 @@ def tune(
     costs = measure_costs(agent, told)
     now = settings_of(agent)
     told("running the settings as they are")
+    at = perf_counter()
     moment = run_a_moment(agent, TRIAL_SECONDS)
     now = replace(now, compiled=bool(moment.summary["compiled"]))
     agent.close()
@@ -112,24 +127,26 @@ def tune(
         predicted=forecast.steps_per_second,
         measured=moment.steps_per_second,
         learner_busy=moment.learner_busy,
+        seconds=perf_counter() - at,
     )
     told("reckoning")
     reckoned = _reckon(costs, now, allow_learning_changes)
-    trials, longest = [before], 2 * TRIAL_SECONDS
+    trials = [before]
     while candidate := _most_promising(reckoned, trials):
-        at = perf_counter()
-        if at - began > budget - 3 * longest:  # this one, and before and after once more
+        kept = candidate.as_promised
+        again = sum(trial.seconds for trial in _contenders([*trials, kept]))
+        if perf_counter() - began + kept.seconds + again > budget:
             break
         told(candidate.words)
-        trials.append(_run(env, settings, candidate))
-        longest = max(longest, perf_counter() - at)
-    best = max(trials, key=lambda trial: trial.measured or 0.0)
-    if best is not before:
-        told("once more, before and after")
-        again = [_run(env, settings, trial) for trial in (before, best)]
-        before, best = (_mean(*pair) for pair in zip((before, best), again, strict=True))
-        if (best.measured or 0.0) < WORTH * (before.measured or 0.0):
-            best = before
+        trials.append(_run(agent, candidate))
+    contenders = _contenders(trials)
+    if contenders != [before]:
+        for trial in contenders:
+            told(f"once more: {trial.words}")
+            trials[trials.index(trial)] = _mean(trial, _run(agent, trial))
+    before, best = trials[0], max(trials, key=lambda trial: trial.measured or 0.0)
+    if (best.measured or 0.0) < WORTH * (before.measured or 0.0):
+        best = before
     config = replace_leaves(agent.config, best.config)
     save_tuned(config, agent.device, agent._machine.cores)
     told("done")
@@ -198,14 +215,27 @@ def _as_config(way: Settings, now: Settings) -> dict[str, Any]:
     return out | {"executor": way.executor, "n_collectors": 0, "n_workers": workers}
 
 
-def _run(env: EnvSource, settings: dict[str, Any], trial: Trial) -> Trial:
+def _contenders(trials: list[Trial]) -> list[Trial]:
+    """The fastest, and those so close to it that only a second run tells; the settings as they are go before others."""
+    ranked = sorted(trials, key=lambda trial: -(trial.measured or 0.0))
+    close = [trial for trial in ranked if (trial.measured or 0.0) >= CLOSE * (ranked[0].measured or 0.0)]
+    return sorted(close, key=lambda trial: (trial is not ranked[0], trial is not trials[0]))[:MOST_CONTENDERS]
+
+
+def _run(agent: Agent, trial: Trial) -> Trial:
     """The trial with what a moment of it gave."""
-    agent = Agent(env, **(settings | trial.config))
+    began = perf_counter()
+    changed = agent.changed(trial.config)
     try:
-        moment = run_a_moment(agent, TRIAL_SECONDS)
+        moment = run_a_moment(changed, TRIAL_SECONDS)
     finally:
-        agent.close()
-    return replace(trial, measured=moment.steps_per_second, learner_busy=moment.learner_busy)
+        changed.close()
+    return replace(
+        trial,
+        measured=moment.steps_per_second,
+        learner_busy=moment.learner_busy,
+        seconds=perf_counter() - began,
+    )
 
 
 def _mean(first: Trial, second: Trial) -> Trial:

@@ -121,6 +121,38 @@ def test_what_is_tried_next_is_corrected_by_what_was_measured() -> None:
     assert tuning._most_promising(reckoned, rest) is None  # threads with 16 envs would give 145
 
 
+def test_what_comes_close_to_the_best_is_run_once_more() -> None:
+    base = Settings(n_envs=8, n_steps=32, batch_size=64, n_epochs=4, executor="serial")
+
+    def trial(n_envs: int, measured: float) -> tuning.Trial:
+        return tuning.Trial(
+            settings=replace(base, n_envs=n_envs), config={}, predicted=100, measured=measured
+        )
+
+    before, slow, near, fast, nearer = trials = [trial(n, x) for n, x in enumerate((90, 60, 91, 100, 95), 1)]
+    assert tuning._contenders(trials) == [fast, before, nearer]  # not near: three are enough
+    assert tuning._contenders([slow, near, fast]) == [fast, near]
+    assert tuning._contenders([before]) == [before]
+
+
+def test_an_agent_with_changed_settings_takes_the_env_as_it_was_checked() -> None:
+    made = []
+
+    def env() -> Counter:
+        made.append(1)
+        return Counter(Script())
+
+    agent = flatout.PPO(env, **SMALL, n_envs=4, executor="serial", overlap="off", seed=3)
+    n_made = len(made)
+    other = agent.changed({"n_envs": 2, "n_steps": 64})
+    assert len(made) == n_made
+    assert (other.config.n_envs, other.config.total_batch) == (2, agent.config.total_batch)
+    assert other.policy.model is not agent.policy.model
+    assert other.learn(256).summary["env_steps"] == 256
+    assert agent.summary == {}
+    other.close()
+
+
 def test_asked_for_collectors_are_what_runs() -> None:
     agent = flatout.PPO("CartPole-v1", **SMALL, n_envs=4, n_collectors=2, overlap="off")
     agent.learn(4 * 32 * 2)
