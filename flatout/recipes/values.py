@@ -60,7 +60,7 @@ def mountain_car() -> Recipe:
         n_envs=4,
         algorithm=DQNConfig(
             n_steps=4,
-            batch_size=64,
+            batch_size=128,
             buffer_size=120_000,
             train_ratio=0.5,
             learning_starts=1000,
@@ -73,7 +73,7 @@ def mountain_car() -> Recipe:
             exploration_hold=32,
             normalize_obs=True,
         ),
-        network=NetworkConfig(network_arch=(64, 64), activation="relu"),
+        network=WIDE,
     )
 
 
