@@ -14,13 +14,14 @@ import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from time import perf_counter
 from typing import Any
 
 from benchmarks.page import conditions, table, write_section
 
 SPEED_STEPS, RATIO, BATCH, NET = 20_000, 0.5, 64, (256, 256)
-SNAKE_STEPS = 3_000_000
+SNAKE_STEPS, ENOUGH_FOOD = 4_000_000, 20
 BARS = {
     "CartPole-v1": (490.0, 500.0),
     "Acrobot-v1": (-85.0, -76.6),
@@ -78,14 +79,22 @@ def sb3_speed(seed: int) -> dict[str, Any]:
     }
 
 
-def snake_speed(seed: int, algo: str = "dqn") -> dict[str, Any]:
-    """Env steps/s of Snake's recipe, and what it has learned after so many steps."""
+def snake_speed(seed: int, algo: str) -> dict[str, Any]:
+    """Snake's recipe: seconds and env steps until 20 are eaten on average, steps/s, and what it eats in the end."""
     import flatout
+    from flatout.pipeline.progress import Progress
 
-    agent = (flatout.DQN if algo == "dqn" else flatout.PQN)("snake", seed=seed)
-    agent.learn(SNAKE_STEPS)
-    summary = agent.summary
-    return {"steps_per_second": summary["steps_per_second"], "food": agent.evaluate(100).return_mean}
+    soonest: dict[str, float] = {}
+
+    def watch(progress: Progress) -> None:
+        if (progress.return_mean or 0.0) >= ENOUGH_FOOD:
+            soonest.setdefault("steps", progress.env_steps)
+            soonest.setdefault("seconds", progress.seconds)
+
+    kinds = {"DQN": flatout.DQN, "PQN": flatout.PQN, "PPO": flatout.PPO}
+    agent = kinds[algo]("snake", seed=seed).learn(SNAKE_STEPS, watch)
+    speed = agent.summary["steps_per_second"]
+    return soonest | {"steps_per_second": speed, "food": agent.evaluate(100).return_mean}
 
 
 def recipe_return(seed: int, env: str) -> dict[str, Any]:
@@ -100,9 +109,8 @@ def recipe_return(seed: int, env: str) -> dict[str, Any]:
 RUNS: dict[str, Callable[[int], dict[str, Any]]] = {
     "speed/flatout": flatout_speed,
     "speed/Stable-Baselines3": sb3_speed,
-    "snake/DQN": snake_speed,
-    "snake/PQN": lambda seed: snake_speed(seed, "pqn"),
-    **{f"returns/{env}": lambda seed, env=env: recipe_return(seed, env) for env in BARS},  # type: ignore[misc]
+    **{f"snake/{algo}": partial(snake_speed, algo=algo) for algo in ("DQN", "PQN", "PPO")},
+    **{f"returns/{env}": partial(recipe_return, env=env) for env in BARS},
 }
 
 
@@ -144,18 +152,23 @@ def speed(seeds: int) -> str:
 
 
 def snake(seeds: int) -> str:
-    """Snake at its recipe's settings."""
-    results = run_case("snake", seeds)
-    rows = [
-        [
-            name,
-            f"{statistics.median(r['steps_per_second'] for r in runs):,.0f}",
-            f"{statistics.median(r['food'] for r in runs):.1f}",
-        ]
-        for name, runs in results.items()
+    """Snake at its recipes' settings."""
+    rows = []
+    for name, runs in run_case("snake", seeds).items():
+        middle = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
+        reached = [f"{middle['seconds']:.1f} s", f"{middle['steps']:,.0f}"]
+        rows.append([name, *reached, f"{middle['steps_per_second']:,.0f}", f"{middle['food']:.1f}"])
+    header = [
+        "",
+        f"until {ENOUGH_FOOD} are eaten",
+        "env steps until then",
+        "env steps/s",
+        "eaten in the end",
     ]
-    header = ["", "env steps/s", "food eaten"]
-    return f"## DQN and PQN: Snake\n\n256 games, the recipes, {SNAKE_STEPS:,} env steps.\n\n{table(header, rows)}"
+    return (
+        f"## Snake: DQN, PQN and PPO\n\n256 games, each algorithm's recipe, {SNAKE_STEPS:,} env steps, {seeds} seeds; medians. "
+        f"What was eaten until then is the mean of the last 100 games of training.\n\n{table(header, rows)}"
+    )
 
 
 def returns(seeds: int) -> str:

@@ -112,7 +112,7 @@ def _ratio(speeds: dict[str, list[float]], n: int) -> str:
 
 
 def training(quick: bool) -> list[str]:
-    """`flatout train snake`: steps/s, once with the compiled update made and kept, then measured."""
+    """`flatout train snake --algo ppo`: steps/s, once with the compiled update made and kept, then measured."""
     with tempfile.TemporaryDirectory() as folder:
         flags = ["--quiet", "--json", "--runs-dir", folder]
         if not quick:
@@ -144,7 +144,7 @@ def training(quick: bool) -> list[str]:
 
 
 def _train(flags: list[str]) -> dict[str, Any]:
-    command = [sys.executable, "-m", "flatout", "train", "snake", *flags]
+    command = [sys.executable, "-m", "flatout", "train", "snake", "--algo", "ppo", *flags]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     out: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return out
@@ -153,7 +153,7 @@ def _train(flags: list[str]) -> dict[str, Any]:
 def run(quick: bool) -> list[str]:
     """The Markdown lines of Snake's tables."""
     trained = training(quick)  # first: JAX, once loaded, keeps threads
-    return [*stepping(quick), "", "`flatout train snake`, 256 games:", "", *trained]
+    return [*stepping(quick), "", "`flatout train snake --algo ppo`, 256 games:", "", *trained]
 
 
 if __name__ == "__main__":

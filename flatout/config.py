@@ -23,7 +23,7 @@ from flatout.hardware.cache import cache_folder
 from flatout.models.config import NetworkConfig
 from flatout.recipes.presets import ALGORITHMS, auto, preset_recipe
 from flatout.recipes.recipe import Recipe
-from flatout.recipes.tuned import RECIPES
+from flatout.recipes.tuned import FIRST_CHOICE, RECIPES
 
 AUTO_BATCH = {"cpu": 256, "cuda": 2048}
 """What `--batch-size auto` aims at, by kind of device."""
@@ -40,7 +40,7 @@ class RunConfig:
     env_kwargs: dict[str, Any] = field(default_factory=dict)
     """Keywords for the env's constructor, as JSON."""
     algo: Literal["ppo", "dqn", "pqn"] = "ppo"
-    """Algorithm."""
+    """Algorithm; not given: the one whose recipe learns the env soonest, else PPO."""
     preset: Literal["auto", "cpu", "gpu", "fast", "heavy", "beast", "max"] | None = None
     """Where settings come from that are not given; none: the env's recipe if it has one, else auto."""
     timesteps: int
@@ -182,7 +182,7 @@ def resolve(
     if not env:
         raise FlatoutError("no env given; name one, such as CartPole-v1")
     given["env"] = env = WORKLOADS[env].env_id if env in WORKLOADS else env
-    algo = _algo(given)
+    given["algo"] = algo = _algo(given) if "algo" in given else _first_choice(env, given)
     recipe = _recipe(env, algo, given.get("preset"), device, n_cores)
     if given.get("preset") == "auto":
         given = tuned_settings(env, given, device, n_cores) | given
@@ -250,6 +250,13 @@ def _flatten(data: Any, source: str) -> dict[str, Any]:
 def _algo(given: Mapping[str, Any]) -> str:
     known = next(f for f in leaves(RunConfig) if f.name == "algo")
     return str(convert(known, given.get("algo", "ppo")))
+
+
+def _first_choice(env: str, given: Mapping[str, Any]) -> str:
+    """The algorithm whose recipe learns the env soonest, unless what is given is of another one."""
+    choice = FIRST_CHOICE.get(env, "ppo")
+    fitting = {f.name for f in leaves(RunConfig) if f.section in (None, "network", choice)}
+    return choice if given.keys() <= fitting and given.get("preset") in (None, "none") else "ppo"
 
 
 def _recipe(env: str, algo: str, preset: Any, device: str, n_cores: int) -> Recipe:

@@ -175,3 +175,5 @@ TUNED: dict[str, Callable[[], Recipe]] = {
 """For PPO, by env."""
 RECIPES = {"ppo": TUNED, "dqn": TUNED_DQN, "pqn": TUNED_PQN}
 """By algorithm and env."""
+FIRST_CHOICE = {"flatout/Snake-v0": "pqn"}
+"""The algorithm that learns an env soonest, where that is not PPO."""

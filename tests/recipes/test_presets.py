@@ -10,6 +10,7 @@ from flatout.config import RunConfig, resolve
 from flatout.errors import FlatoutError
 from flatout.recipes.presets import PRESETS, preset_note
 from flatout.recipes.tuned import TUNED
+from flatout.recipes.values import TUNED_PQN
 
 TABLE = {
     "cpu": (1, 256, 64, 4, (128, 128), 1),
@@ -57,13 +58,22 @@ def test_the_arithmetic_is_spelled_out() -> None:
 
 def test_a_known_env_gets_its_recipe_unless_a_preset_is_given() -> None:
     for env, recipe in TUNED.items():
-        got = config(env)
+        got = config(env, algo="ppo")
         assert (got.n_envs, got.ppo, got.network) == (recipe().n_envs, recipe().ppo, recipe().network)
         assert config(env, preset="cpu").ppo == PRESETS["cpu"].ppo
     assert config("snake") == config("flatout/Snake-v0")
     assert config("mission") == config("flatout/Mission-v0")
     assert config("CartPole-v1", gamma=0.5).ppo.gamma == 0.5
     assert config("CartPole-v1", gamma=0.5).n_envs == TUNED["CartPole-v1"]().n_envs
+
+
+def test_an_env_takes_the_algorithm_that_learns_it_soonest_unless_told() -> None:
+    assert config("CartPole-v1").algo == "ppo"
+    assert config("snake").algorithm == TUNED_PQN["flatout/Snake-v0"]().algorithm
+    assert config("snake", algo="dqn").algo == "dqn"
+    assert config("snake", n_envs=64, gamma=0.9).algo == "pqn"
+    assert config("snake", clip_range=0.1).algo == "ppo"  # a setting of PPO alone
+    assert config("snake", preset="cpu").algo == "ppo"
 
 
 def test_json_gives_the_same_config_back() -> None:
