@@ -6,7 +6,7 @@ Which of the two depends on the network alone, so that every collector of a run 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import numpy as np
@@ -46,8 +46,7 @@ def is_small(model: PolicyNet, device: torch.device) -> bool:
     """Whether one compiled function may act for the model."""
     images = any(leaf.kind == "image" for leaf in model.obs.leaves)
     n_weights = sum(weight.numel() for weight, _ in model.acting_layers())
-    plain = not images and not model.layer_norm
-    return device.type == "cpu" and plain and n_weights <= SMALL_NETWORK
+    return device.type == "cpu" and not images and n_weights <= SMALL_NETWORK
 
 
 class TorchActor:
@@ -85,7 +84,7 @@ class KernelActor:
         self._model, self._mask_index = model, obs.mask_index
         layers = model.acting_layers()
         widths = [layers[0][0].shape[1], *(len(bias) for _, bias in layers)]
-        n_params = sum(weight.numel() + len(bias) for weight, bias in layers)
+        n_params = sum(tensor.numel() for tensor in self._tensors())
         self._params = np.zeros(n_params, np.float32)
         self._few = BRIEF_WORK // n_params
         seen = [i for i, leaf in enumerate(obs.leaves) if leaf.kind != "mask"]
@@ -111,7 +110,7 @@ class KernelActor:
             np.float32(OBS_CLIP),
             np.array(widths),
             self._params,
-            kernel.BENDS[model.activation],
+            kernel.BENDS[model.activation] + kernel.NORMED * model.layer_norm,
             scratch,
         )
         self.bind()
@@ -119,11 +118,10 @@ class KernelActor:
     def bind(self) -> None:
         """Take the model's parameters as they are now; once per rollout."""
         start = 0
-        for weight, bias in self._model.acting_layers():
-            for tensor in (weight.detach().t(), bias.detach()):
-                end = start + tensor.numel()
-                self._params[start:end] = tensor.numpy().reshape(-1)
-                start = end
+        for tensor in self._tensors():
+            end = start + tensor.numel()
+            self._params[start:end] = tensor.numpy().reshape(-1)
+            start = end
         if len(self._shift):
             mean, scale = (self._model.get_buffer(f"obs_{name}_{self._only}") for name in ("mean", "scale"))
             self._shift[0], self._shift[1] = mean.numpy().reshape(-1), scale.numpy().reshape(-1)
@@ -131,6 +129,14 @@ class KernelActor:
             self._log_std[:] = self._model.head.log_std.detach().numpy()
         elif isinstance(self._model.head, GreedyHead):
             self._epsilon[:] = self._model.head.epsilon.numpy()
+
+    def _tensors(self) -> Iterator[torch.Tensor]:
+        """The parameters in the order in which the compiled function reads them."""
+        norms = self._model.acting_norms()
+        for k, (weight, bias) in enumerate(self._model.acting_layers()):
+            yield from (weight.detach().t(), bias.detach())
+            if k < len(norms):
+                yield from (tensor.detach() for tensor in norms[k])
 
     def act(self, obs: Leaves, noise: Array, rows_out: Array, log_prob_out: Array) -> None:
         """Write the rows drawn with the given noise, and their log-probabilities."""

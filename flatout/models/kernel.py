@@ -21,6 +21,8 @@ F = np.float32
 ROWS = 4
 """Observations that go through the network together."""
 BENDS = {"tanh": 0, "relu": 1, "elu": 2, "silu": 3}
+NORMED = 4
+"""Added to these where each hidden layer is normalised first."""
 
 # tanh(x) = x P(x²) / Q(x²): a rational least-maximum fit, within 4e-7 of the truth for every float32.
 _EDGE = F(8.2)
@@ -33,6 +35,7 @@ _MASKED = F(-1e8)
 _LOG_SQRT_2PI = F(0.5 * math.log(2 * math.pi))
 _LOG_2 = F(math.log(2))
 _LEAST = F(-3e38)
+_NORM_EPSILON = F(1e-5)
 
 
 OPTIONS: dict[str, Any] = {"cache": True, "fastmath": {"contract"}, "error_model": "numpy"}
@@ -105,6 +108,30 @@ def _affine(x: Array, weight: Array, bias: Array, y: Array) -> None:
 
 
 @_compiled
+def _normalize(y: Array, gain: Array, shift: Array) -> None:
+    """Layer normalisation of four rows, side by side because each sum waits for itself."""
+    y0, y1, y2, y3 = y[0], y[1], y[2], y[3]
+    n, share = len(gain), _ONE / F(len(gain))
+    a = b = c = d = _ZERO
+    for j in range(n):
+        a, b, c, d = a + y0[j], b + y1[j], c + y2[j], d + y3[j]
+    a, b, c, d = a * share, b * share, c * share, d * share
+    p = q = r = s = _ZERO
+    for j in range(n):
+        p += (y0[j] - a) * (y0[j] - a)
+        q += (y1[j] - b) * (y1[j] - b)
+        r += (y2[j] - c) * (y2[j] - c)
+        s += (y3[j] - d) * (y3[j] - d)
+    p, q = _ONE / np.sqrt(p * share + _NORM_EPSILON), _ONE / np.sqrt(q * share + _NORM_EPSILON)
+    r, s = _ONE / np.sqrt(r * share + _NORM_EPSILON), _ONE / np.sqrt(s * share + _NORM_EPSILON)
+    for j in range(n):
+        y0[j] = (y0[j] - a) * p * gain[j] + shift[j]
+        y1[j] = (y1[j] - b) * q * gain[j] + shift[j]
+        y2[j] = (y2[j] - c) * r * gain[j] + shift[j]
+        y3[j] = (y3[j] - d) * s * gain[j] + shift[j]
+
+
+@_compiled
 def _forward(
     x: Array, shift: Array, clip: Any, widths: Array, params: Array, bend: int, rows: Array
 ) -> Array:
@@ -122,11 +149,14 @@ def _forward(
         end = start + n_in * n_out
         weight = params[start:end].reshape(n_in, n_out)
         _affine(here, weight, params[end : end + n_out], there)
-        if layer < n_layers - 1:
-            for i in range(len(x)):
-                _bend(there[i, :n_out], bend)
-        here, there = there, here
         start = end + n_out
+        if layer < n_layers - 1:
+            if bend >= NORMED:
+                _normalize(there, params[start : start + n_out], params[start + n_out : start + 2 * n_out])
+                start += 2 * n_out
+            for i in range(len(x)):
+                _bend(there[i, :n_out], bend % NORMED)
+        here, there = there, here
     out: Array = here
     return out
 

@@ -102,6 +102,10 @@ class PolicyNet(nn.Module):
         layers = [layer for layer in (*self.pi_body, self.pi_out) if isinstance(layer, nn.Linear)]
         return [(layer.weight, layer.bias) for layer in layers]
 
+    def acting_norms(self) -> list[tuple[Tensor, Tensor]]:
+        """Gain and shift of every hidden layer's normalisation; none where layers are not normalised."""
+        return [(layer.weight, layer.bias) for layer in self.pi_body if isinstance(layer, nn.LayerNorm)]
+
     def mask(self, obs: Obs) -> Tensor | None:
         """Which actions are allowed, or None where the env has no mask."""
         return None if self._mask_index is None else obs[self._mask_index]

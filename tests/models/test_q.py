@@ -41,10 +41,13 @@ def inputs(model: QNetwork, n: int) -> tuple[tuple[Array, ...], Array]:
     return leaves, ActionNoise(model.action, np.arange(n), 7).draw(0, 1)[0].numpy()
 
 
-@pytest.mark.parametrize("dueling", [False, True])
+@pytest.mark.parametrize("kind", ["plain", "dueling", "layer_norm"])
 @pytest.mark.parametrize("epsilon", [0.0, 0.3, 1.0])
-def test_the_compiled_choice_is_torchs_and_allowed(dueling: bool, epsilon: float) -> None:
-    model = network(dueling=dueling)
+def test_the_compiled_choice_is_torchs_and_allowed(kind: str, epsilon: float) -> None:
+    traits: dict[str, Any] = {} if kind == "plain" else {kind: True}
+    model = network(MASKED, **traits)
+    for tensor in (tensor for pair in model.acting_norms() for tensor in pair):
+        tensor.data += torch.randn(tensor.shape, generator=torch.Generator().manual_seed(3))
     model.greedy.epsilon.fill_(epsilon)
     n = 4000
     obs, noise = inputs(model, n)
