@@ -17,9 +17,10 @@ import gymnasium as gym
 import torch
 
 import flatout
-from benchmarks.envs import Await, Burn, TensorPoles, Wait, loops_for
+from benchmarks.envs import Await, Burn, Wait, loops_for
 from benchmarks.page import conditions, table, write_section
 from benchmarks.stepping import Way, alternate
+from benchmarks.tensor_env import TensorPoles
 from flatout.executors.choose import Plan
 from flatout.pipeline.stop import StopRequest
 from flatout.run import Trainer

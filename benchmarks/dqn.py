@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -155,9 +156,12 @@ def snake(seeds: int) -> str:
     """Snake at its recipes' settings."""
     rows = []
     for name, runs in run_case("snake", seeds).items():
-        middle = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
-        reached = [f"{middle['seconds']:.1f} s", f"{middle['steps']:,.0f}"]
-        rows.append([name, *reached, f"{middle['steps_per_second']:,.0f}", f"{middle['food']:.1f}"])
+        keys = ("seconds", "steps", "steps_per_second", "food")
+        seconds, steps, speed, food = (
+            statistics.median(run.get(key, math.inf) for run in runs) for key in keys
+        )
+        reached = [f"{seconds:.1f} s", f"{steps:,.0f}"] if steps < math.inf else ["not reached", ""]
+        rows.append([name, *reached, f"{speed:,.0f}", f"{food:.1f}"])
     header = [
         "",
         f"until {ENOUGH_FOOD} are eaten",

@@ -6,8 +6,6 @@ import platform
 from datetime import date
 from pathlib import Path
 
-from flatout.hardware.machine import machine
-
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
 
 
@@ -27,6 +25,8 @@ def write_section(name: str, text: str) -> None:
 
 def conditions() -> str:
     """One line on where and when the figures were measured."""
+    from flatout.hardware.machine import machine
+
     here = machine()
     versions = here.to_json()["versions"]
     return (

@@ -30,6 +30,8 @@ class Minibatch(Rows):
     reward: Tensor
     discount: Tensor
     weight: Tensor
+    later: Tensor | None = None
+    """The older network's values of `next_obs`, where they are known already."""
 
     def tensors(self) -> list[Tensor]:
         """All of its tensors, in a fixed order."""

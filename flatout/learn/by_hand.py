@@ -8,6 +8,7 @@ loops do the rest.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -25,6 +26,8 @@ from flatout.models.q import QNetwork
 BENDS = {"relu": torch.relu_, "tanh": torch.tanh_}
 """Activations whose slope follows from what they gave."""
 ALL_ALLOWED = np.zeros((0, 1), np.bool_)
+NARROW = 16
+"""Inputs up to which a layer's gradient is faster made lying on its side."""
 
 
 class HandMadeStep:
@@ -40,18 +43,17 @@ class HandMadeStep:
         self._bend = BENDS[model.activation]
         self._is_relu = model.activation == "relu"
         self._online = _Layers(params.views(params.flat), n, widths)
-        self._target = _Layers(params.views(twins.target), n, widths)
+        older = params.views(twins.target)
+        self._target = _Layers(older, n, widths)
+        self._ahead = lru_cache(2)(lambda n_rows: _Layers(older, n_rows, widths))
         self._chooser = _Layers(params.views(params.flat), n, widths)
         self.gradient = torch.zeros_like(params.flat)
         self._grads = _pairs(params.views(self.gradient))
         self._slopes = [torch.zeros(n, width) for width in widths]
         self._ones = torch.ones(n)
         self._means = np.zeros(3, np.float32)
-        chooser = self._chooser if config.double else self._target
-        layers = (self._online, self._target, chooser)
-        values = (layer.outputs[-1].numpy() for layer in layers)
-        errors = update.row_output.numpy(), self._slopes[-1].numpy(), self._means
-        self._errors: tuple[Array, ...] = (*values, *errors)
+        self._thin = torch.zeros(params.views(params.flat)[0].shape[1], widths[0])
+        self._errors: tuple[Array, ...] = update.row_output.numpy(), self._slopes[-1].numpy(), self._means
         state = (params.flat, self.gradient, update.momentum, update.variance)
         counts = (update.n_steps, update.n_taken, update.n_bad)
         self._state: tuple[Array, ...] = (
@@ -69,14 +71,19 @@ class HandMadeStep:
         kernel.adam(norm, self._config.max_grad_norm, self._update.step_size, *self._state)
 
     @torch.no_grad()
+    def look_ahead(self, batches: Minibatch) -> Tensor:
+        """The older network's values of what follows in several minibatches at once; valid until the next ones."""
+        layers: _Layers = self._ahead(len(batches))
+        return layers.forward(self._seen(batches.next_obs), self._bend)
+
+    @torch.no_grad()
     def differentiate(self, batch: Minibatch) -> None:
         """Fill in the gradient, the rows' errors and the means."""
-        later, mask = self._seen(batch.next_obs), self._model.mask(batch.next_obs)
-        self._target.forward(later, self._bend)
-        if self._config.double:
-            self._chooser.forward(later, self._bend)
+        mask, following = self._model.mask(batch.next_obs), self._seen(batch.next_obs)
+        later = self._target.forward(following, self._bend) if batch.later is None else batch.later
+        chooses = self._chooser.forward(following, self._bend) if self._config.double else later
         x = self._seen(batch.obs)
-        self._online.forward(x, self._bend)
+        value = self._online.forward(x, self._bend)
         kernel.errors(
             self._config.loss == "mse",
             ALL_ALLOWED if mask is None else mask.numpy(),
@@ -84,6 +91,9 @@ class HandMadeStep:
             batch.reward.numpy(),
             batch.discount.numpy(),
             batch.weight.numpy(),
+            value.numpy(),
+            later.numpy(),
+            chooses.numpy(),
             *self._errors,
         )
         self._back(x)
@@ -94,7 +104,10 @@ class HandMadeStep:
         for k in range(len(layers) - 1, -1, -1):
             weight_grad, bias_grad = self._grads[k]
             across = slope.t()
-            torch.mm(across, inputs[k], out=weight_grad)
+            if k == 0 and len(self._thin) <= NARROW:
+                weight_grad.copy_(torch.mm(x.t(), slope, out=self._thin).t())
+            else:
+                torch.mm(across, inputs[k], out=weight_grad)
             torch.mv(across, self._ones, out=bias_grad)
             if k > 0:
                 before = torch.mm(slope, layers[k][0], out=self._slopes[k - 1])
@@ -123,14 +136,15 @@ class _Layers:
         self.outputs = [torch.zeros(n_rows, width) for width in widths]
         self._calls = [(w.t(), b, out) for (w, b), out in zip(self.layers, self.outputs, strict=True)]
 
-    def forward(self, x: Tensor, bend: Callable[[Tensor], Tensor]) -> None:
-        """Fill in the outputs."""
+    def forward(self, x: Tensor, bend: Callable[[Tensor], Tensor]) -> Tensor:
+        """Fill in the outputs; returns the last."""
         last = len(self._calls) - 1
         for k, (weight, bias, out) in enumerate(self._calls):
             torch.addmm(bias, x, weight, out=out)
             if k < last:
                 bend(out)
             x = out
+        return x
 
 
 def can_be_made_by_hand(model: QNetwork, device: torch.device) -> bool:

@@ -122,7 +122,9 @@ class DQNLearner(Learner[dqn.Minibatch]):
         update, twins, experience = self.update, self.twins, self.experience
         soft = self.config.tau if self.config.tau < 1 else None
         prioritized = self.config.prioritized
-        for batch, sample in experience.batches(n_updates, beta):
+        by_hand = update.by_hand
+        look_ahead = by_hand.look_ahead if isinstance(by_hand, HandMadeStep) and soft is None else None
+        for batch, sample in experience.batches(n_updates, beta, look_ahead):
             update.step(batch)
             if soft is not None:
                 twins.follow(soft)

@@ -5,7 +5,7 @@ On the CPU in RAM; for a GPU on the device where it fits, else in pinned RAM wit
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -61,7 +61,7 @@ class Experience:
             self.replay = Replay(obs, action, n_envs, capacity, pin=device.type == "cuda")
             self._sampler = (Prioritized if config.prioritized else Uniform)(self.replay, **how)
         self._in_ram = device.type == "cpu"
-        self._rooms: dict[int, tuple[ReplayBatch, list[Minibatch]]] = {}
+        self._rooms: dict[int, tuple[ReplayBatch, Minibatch, list[Minibatch]]] = {}
         self._prefetch = Prefetch(
             self._sampler,
             config.batch_size,
@@ -88,13 +88,21 @@ class Experience:
             self._as_host[id(rollout)] = Rollout({n: t.numpy() for n, t in rollout.by_name.items()})
         return self._as_host[id(rollout)]
 
-    def batches(self, n: int, beta: float) -> Iterator[tuple[Minibatch, ReplayBatch]]:
-        """So many minibatches, each with the sample that it is a part of; a batch is valid until the next."""
+    def batches(
+        self, n: int, beta: float, look_ahead: Callable[[Minibatch], Tensor] | None = None
+    ) -> Iterator[tuple[Minibatch, ReplayBatch]]:
+        """So many minibatches, each with the sample that it is a part of; a batch is valid until the next.
+
+        `look_ahead` gives the older network's values of what follows, if that network stays as it is meanwhile.
+        """
         if self._in_ram and not self._config.prioritized:
+            size = self._config.batch_size
             for start in range(0, n, AT_ONCE):
-                sample, parts = self._room(min(AT_ONCE, n - start))
+                sample, whole, parts = self._room(min(AT_ONCE, n - start))
                 self._sampler.sample(len(sample.reward), out=sample)
-                for part in parts:
+                values = look_ahead(whole) if look_ahead else None
+                for i, part in enumerate(parts):
+                    part.later = None if values is None else values[i * size : (i + 1) * size]
                     yield part, sample
             return
         self._prefetch.ask(beta)
@@ -117,12 +125,12 @@ class Experience:
         self._sampler.n_draws = n_draws
         return _minibatch(sample)
 
-    def _room(self, n: int) -> tuple[ReplayBatch, list[Minibatch]]:
+    def _room(self, n: int) -> tuple[ReplayBatch, Minibatch, list[Minibatch]]:
         if n not in self._rooms:
             size, replay = self._config.batch_size, self.replay
             sample = alloc_batch(replay.obs_layout, replay.action_layout, n * size)
             whole = _minibatch(sample)
-            self._rooms[n] = sample, [whole.take(slice(i * size, (i + 1) * size)) for i in range(n)]
+            self._rooms[n] = sample, whole, [whole.take(slice(i * size, (i + 1) * size)) for i in range(n)]
         return self._rooms[n]
 
     def surprise(self, sample: ReplayBatch, error: Tensor) -> None:

@@ -127,6 +127,22 @@ def test_the_gradient_by_hand_is_autograds(
     torch.testing.assert_close(it.update.by_hand.gradient, want, rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(torch.from_numpy(it.update.by_hand._means), metrics)
     torch.testing.assert_close(it.update.row_output, errors)
+    seen_before = it.update.by_hand.look_ahead(random_batch(it, 72))  # of other rows: must not stay
+    batch.later = it.update.by_hand.look_ahead(batch)
+    assert batch.later is not seen_before
+    it.update.by_hand.gradient.zero_()
+    it.update.by_hand.differentiate(batch)
+    torch.testing.assert_close(it.update.by_hand.gradient, want, rtol=1e-4, atol=1e-6)
+
+
+def test_by_hand_a_wide_input_is_like_a_narrow_one() -> None:
+    it = learner(DQNConfig(batch_size=24), spaces.Box(-1, 1, (40,)))
+    assert isinstance(it.update.by_hand, HandMadeStep)
+    batch = random_batch(it, 24)
+    total, _, _ = dqn.loss(it.twins, batch, it.config)
+    it.update.by_hand.differentiate(batch)
+    want = it.params.flatten(torch.autograd.grad(total, it.params.leaves))
+    torch.testing.assert_close(it.update.by_hand.gradient, want, rtol=1e-4, atol=1e-6)
 
 
 def test_only_plain_perceptrons_are_made_by_hand() -> None:
