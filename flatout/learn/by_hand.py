@@ -27,7 +27,7 @@ BENDS = {"relu": torch.relu_, "tanh": torch.tanh_}
 """Activations whose slope follows from what they gave."""
 ALL_ALLOWED = np.zeros((0, 1), np.bool_)
 NARROW = 16
-"""Inputs up to which a layer's gradient is faster made lying on its side."""
+"""Inputs up to which a loop is faster than a product of matrices."""
 
 
 class HandMadeStep:
@@ -52,7 +52,7 @@ class HandMadeStep:
         self._slopes = [torch.zeros(n, width) for width in widths]
         self._ones = torch.ones(n)
         self._means = np.zeros(3, np.float32)
-        self._thin = torch.zeros(params.views(params.flat)[0].shape[1], widths[0])
+        self._side = np.zeros((self._online.n_inputs, widths[0]), np.float32)
         self._errors: tuple[Array, ...] = update.row_output.numpy(), self._slopes[-1].numpy(), self._means
         state = (params.flat, self.gradient, update.momentum, update.variance)
         counts = (update.n_steps, update.n_taken, update.n_bad)
@@ -96,22 +96,35 @@ class HandMadeStep:
             chooses.numpy(),
             *self._errors,
         )
-        self._back(x)
+        self._back(x, batch.action)
 
-    def _back(self, x: Tensor) -> None:
+    def _back(self, x: Tensor, action: Tensor) -> None:
         layers, inputs = self._online.layers, [x, *self._online.outputs[:-1]]
-        slope = self._slopes[-1]
-        for k in range(len(layers) - 1, -1, -1):
+        slopes, last = self._slopes, len(layers) - 1
+        for k in range(last, -1, -1):
             weight_grad, bias_grad = self._grads[k]
-            across = slope.t()
-            if k == 0 and len(self._thin) <= NARROW:
-                weight_grad.copy_(torch.mm(x.t(), slope, out=self._thin).t())
+            if k == last > 0:
+                kernel.back_through_values(
+                    action.numpy(),
+                    slopes[k].numpy(),
+                    inputs[k].numpy(),
+                    layers[k][0].numpy(),
+                    self._is_relu,
+                    weight_grad.numpy(),
+                    bias_grad.numpy(),
+                    slopes[k - 1].numpy(),
+                )
+            elif k == 0 and len(self._side) <= NARROW:
+                kernel.back_to_inputs(
+                    x.numpy(), slopes[k].numpy(), self._side, weight_grad.numpy(), bias_grad.numpy()
+                )
             else:
+                across = slopes[k].t()
                 torch.mm(across, inputs[k], out=weight_grad)
-            torch.mv(across, self._ones, out=bias_grad)
-            if k > 0:
-                before = torch.mm(slope, layers[k][0], out=self._slopes[k - 1])
-                slope = self._bend_back(before, inputs[k])
+                torch.mv(across, self._ones, out=bias_grad)
+                if k > 0:
+                    torch.mm(slopes[k], layers[k][0], out=slopes[k - 1])
+                    self._bend_back(slopes[k - 1], inputs[k])
 
     def _seen(self, obs: Sequence[Tensor]) -> Tensor:
         x, model = obs[self._leaf].flatten(1), self._model
@@ -120,12 +133,11 @@ class HandMadeStep:
         mean, scale = (model.get_buffer(f"obs_{name}_{self._leaf}").flatten() for name in ("mean", "scale"))
         return ((x - mean) * scale).clamp_(-OBS_CLIP, OBS_CLIP)
 
-    def _bend_back(self, slope: Tensor, output: Tensor) -> Tensor:
+    def _bend_back(self, slope: Tensor, output: Tensor) -> None:
         if self._is_relu:
             torch.ops.aten.threshold_backward.grad_input(slope, output, 0, grad_input=slope)
         else:
             torch.ops.aten.tanh_backward.grad_input(slope, output, grad_input=slope)
-        return slope
 
 
 class _Layers:
@@ -134,13 +146,20 @@ class _Layers:
     def __init__(self, tensors: Sequence[Tensor], n_rows: int, widths: Sequence[int]) -> None:
         self.layers = [(weight.detach(), bias.detach()) for weight, bias in _pairs(tensors)]
         self.outputs = [torch.zeros(n_rows, width) for width in widths]
+        self.n_inputs = self.layers[0][0].shape[1]
         self._calls = [(w.t(), b, out) for (w, b), out in zip(self.layers, self.outputs, strict=True)]
+        weight, bias = self.layers[0]
+        side = np.zeros((self.n_inputs, widths[0]), np.float32)
+        self._first: tuple[Array, ...] = weight.numpy(), bias.numpy(), side, self.outputs[0].numpy()
 
     def forward(self, x: Tensor, bend: Callable[[Tensor], Tensor]) -> Tensor:
         """Fill in the outputs; returns the last."""
         last = len(self._calls) - 1
         for k, (weight, bias, out) in enumerate(self._calls):
-            torch.addmm(bias, x, weight, out=out)
+            if k == 0 and self.n_inputs <= NARROW:
+                kernel.affine(x.numpy(), *self._first)
+            else:
+                torch.addmm(bias, x, weight, out=out)
             if k < last:
                 bend(out)
             x = out

@@ -59,6 +59,77 @@ def errors(
 
 
 @compiled
+def affine(x: Array, weight: Array, bias: Array, room: Array, out: Array) -> None:
+    """out = x Wᵀ + b for a layer of few inputs; `room` is for W on its side."""
+    n_inputs, n_outputs = room.shape
+    for k in range(n_inputs):
+        for j in range(n_outputs):
+            room[k, j] = weight[j, k]
+    for b in range(len(x)):
+        row = out[b]
+        for j in range(n_outputs):
+            row[j] = bias[j]
+        for k in range(n_inputs):
+            size, side = x[b, k], room[k]
+            for j in range(n_outputs):
+                row[j] += size * side[j]
+
+
+@compiled
+def _bend_back(slope: Array, output: Array, is_relu: bool) -> None:
+    if is_relu:
+        for j in range(len(slope)):
+            slope[j] = slope[j] if output[j] > 0 else np.float32(0)
+    else:
+        for j in range(len(slope)):
+            slope[j] *= _ONE - output[j] * output[j]
+
+
+@compiled
+def back_through_values(
+    action: Array,
+    slope: Array,
+    hidden: Array,
+    weight: Array,
+    is_relu: bool,
+    weight_out: Array,
+    bias_out: Array,
+    slope_out: Array,
+) -> None:
+    """The last layer's gradient, and what pulls at the layer before: of a row's values only the one taken does."""
+    weight_out[:] = 0
+    bias_out[:] = 0
+    for b in range(len(slope)):
+        taken = action[b, 0]
+        pull, row, seen = slope[b, taken], slope_out[b], hidden[b]
+        towards, along = weight_out[taken], weight[taken]
+        bias_out[taken] += pull
+        for j in range(len(row)):
+            towards[j] += pull * seen[j]
+            row[j] = pull * along[j]
+        _bend_back(row, seen, is_relu)
+
+
+@compiled
+def back_to_inputs(x: Array, slope: Array, room: Array, weight_out: Array, bias_out: Array) -> None:
+    """The gradient of a first layer of few inputs."""
+    n_inputs, n_outputs = room.shape
+    room[:] = 0
+    bias_out[:] = 0
+    for b in range(len(x)):
+        row = slope[b]
+        for k in range(n_inputs):
+            size, side = x[b, k], room[k]
+            for j in range(n_outputs):
+                side[j] += size * row[j]
+        for j in range(n_outputs):
+            bias_out[j] += row[j]
+    for j in range(n_outputs):
+        for k in range(n_inputs):
+            weight_out[j, k] = room[k, j]
+
+
+@compiled
 def adam(
     norm: float,
     longest: float,
