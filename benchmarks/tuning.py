@@ -134,8 +134,12 @@ def main() -> None:
         print(case, "tuned, then the best of the grid:", again, flush=True)
         ours, *theirs = map(statistics.median, again)
         best = theirs.index(max(theirs))
-        cells = [f"{theirs[best]:,.0f}", f"{100 * ours / theirs[best]:.0f} %"]
         shown = {k: v for k, v in found["config"].items() if v not in (0, None)}
+        ratio = f"{100 * ours / theirs[best]:.0f} %"
+        cells = [
+            f"{theirs[best]:,.0f}",
+            f"the same settings (run as two: {ratio})" if shown == top[best] else ratio,
+        ]
         cells += [
             f"{found['seconds']:.0f} s",
             f"{grid_seconds:.0f} s, {len(rates)} runs",
