@@ -9,35 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from flatout.algorithms.rows import Rows
 from flatout.learn.adam import BETA1, BETA2, EPSILON
 from flatout.learn.memory import PartSize
 from flatout.learn.params import FlatParams
 
 FIRST_SCALE, GROWTH_STEPS = 2.0**14, 1000
 """Loss scale for fp16: halved when gradients overflow, doubled after so many good steps."""
-
-
-class Rows(Protocol):
-    """A minibatch: tensors with one row per transition."""
-
-    def __len__(self) -> int: ...
-
-    def take(self: Batch, index: Tensor | slice) -> Batch:
-        """Some of the rows."""
-        ...
-
-    def tensors(self) -> list[Tensor]:
-        """All of its tensors, in a fixed order."""
-        ...
-
-    def like(self: Batch, tensors: Sequence[Tensor]) -> Batch:
-        """The same kind of minibatch with other tensors."""
-        ...
 
 
 Batch = TypeVar("Batch", bound=Rows)

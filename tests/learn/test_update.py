@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flatout.algorithms.config import PPOConfig
+from flatout.algorithms.rows import Rows
 from flatout.envs.spaces import ActionLayout, ObsLayout
 from flatout.learn.memory import bytes_per_row, rows_that_fit
 from flatout.learn.params import FlatParams
@@ -35,16 +36,10 @@ def batches(n: int) -> list[Tensor]:
 
 
 @dataclass(frozen=True)
-class Inputs:
+class Inputs(Rows):
     """A minibatch of one tensor."""
 
     x: Tensor
-
-    def __len__(self) -> int:
-        return len(self.x)
-
-    def take(self, index: Tensor | slice) -> Inputs:
-        return Inputs(self.x[index])
 
     def tensors(self) -> list[Tensor]:
         return [self.x]
