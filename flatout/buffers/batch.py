@@ -108,11 +108,9 @@ def _pinned(shape: int | tuple[int, ...], dtype: Any) -> Array:
 
 def as_array(tensor: Tensor) -> Array:
     """The tensor as an array of a float or integer type that NumPy has; the same memory where it is in RAM."""
-    tensor = tensor.detach()
-    if not tensor.is_cpu or tensor.dtype in (torch.bfloat16, torch.float16):
-        tensor = tensor.to("cpu", tensor.dtype if tensor.dtype.itemsize > 2 else torch.float32)
-    out: Array = tensor.contiguous().numpy()
-    return out
+    if tensor.dtype in (torch.bfloat16, torch.float16):
+        tensor = tensor.float()
+    return np.ascontiguousarray(tensor.numpy(force=True))
 
 
 def torch_dtype(dtype: Any) -> torch.dtype:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import re
 
-import numpy as np
 import torch
 
+from flatout.buffers.rings import ring_spec
 from flatout.envs.spaces import ActionLayout, ObsLayout
 from flatout.errors import FlatoutError
 from flatout.hardware.machine import free_memory
@@ -22,9 +22,8 @@ PRIORITY_BYTES = 5
 
 def transition_bytes(obs: ObsLayout, action: ActionLayout, *, prioritized: bool = False) -> int:
     """Bytes that one transition takes: its observation, action, reward, how it ended, its priority."""
-    seen = sum(math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in obs.leaves)
-    done = action.size * (4 if action.continuous else 8)
-    return seen + done + 5 + (PRIORITY_BYTES if prioritized else 0)
+    held: int = sum(math.prod(shape) * dtype.itemsize for shape, dtype in ring_spec(obs, action).values())
+    return held + (PRIORITY_BYTES if prioritized else 0)
 
 
 def parse_capacity(text: str | int, bytes_each: int) -> int:

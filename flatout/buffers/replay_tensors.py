@@ -135,7 +135,7 @@ class TensorReplay:
         self.end[obs_at] = EMPTY
         how = torch.where(cut, TRUNCATED, terminated.to(torch.uint8) * TERMINATED)
         self.end[here] = how.to(torch.uint8)
-        self.action[here] = action.view(n_steps, len(rows), -1)
+        self.action[here] = action.view(n_steps, len(rows), -1).to(self.action.dtype)
         self.reward[here] = reward.float()
         began = torch.where(terminated | truncated, followed, 0).amax(0)
         self.start[rows] = torch.maximum(self.start[rows], began)
@@ -166,7 +166,7 @@ class TensorReplay:
             goes_on = goes_on & (how == GOES_ON) & (number < newest)
         return ReplayBatch(
             obs=tuple(leaf[index] for leaf in self.obs),
-            action=self.action[index],
+            action=self.action[index].to(torch_dtype(self.action_layout.dtype)),
             reward=total.float(),
             next_obs=tuple(leaf[slot] for leaf in self.obs),
             discount=discount.float(),

@@ -15,8 +15,13 @@ from flatout.errors import FlatoutError
 def ring_spec(obs: ObsLayout, action: ActionLayout) -> dict[str, tuple[tuple[int, ...], Any]]:
     """Shape and dtype of what a slot holds, by name."""
     leaves = {f"obs.{i}": (leaf.shape, leaf.dtype) for i, leaf in enumerate(obs.leaves)}
-    kept = {"action": ((action.size,), action.dtype)}
+    kept = {"action": ((action.size,), _narrow(action))}
     return {**leaves, **kept, "reward": ((), np.dtype(np.float32)), "end": ((), np.dtype(np.uint8))}
+
+
+def _narrow(action: ActionLayout) -> np.dtype[Any]:
+    """A type that holds all actions: a byte where that will do, less memory and less to wait for at random places."""
+    return np.dtype(np.uint8 if not action.continuous and max(action.nvec) <= 256 else action.dtype)
 
 
 def slots_per_env(capacity: int, n_envs: int) -> int:

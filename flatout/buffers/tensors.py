@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy as np
 import torch
 
+from flatout.buffers.batch import torch_dtype
 from flatout.buffers.rollout import RolloutTensors, rollout_spec
 from flatout.buffers.staging import Staging
 from flatout.envs.spaces import ActionLayout, ObsLayout
@@ -21,7 +19,7 @@ class TensorRollout:
         self.n_steps, self.n_envs = n_steps, n_envs
         spec = rollout_spec(obs, action, n_steps, n_envs)
         tensors = self.by_name = {
-            name: torch.zeros(shape, dtype=_torch_dtype(dtype), device=device)
+            name: torch.zeros(shape, dtype=torch_dtype(dtype), device=device)
             for name, (shape, dtype) in spec.items()
         }
         n_leaves = len(obs.leaves)
@@ -62,7 +60,3 @@ class TensorRollout:
             final_obs=tuple(leaf.flatten(0, 1)[index].to(device) for leaf in self.final_obs),
             final_index=index.to(device),
         )
-
-
-def _torch_dtype(dtype: Any) -> torch.dtype:
-    return torch.from_numpy(np.zeros(0, dtype)).dtype

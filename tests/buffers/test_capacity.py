@@ -58,6 +58,7 @@ def test_what_does_not_fit_is_refused_with_what_does() -> None:
 def test_a_transition_takes_its_observation_once() -> None:
     image = ObsLayout(spaces.Box(0, 255, (84, 84, 4), np.uint8))
     discrete = ActionLayout(spaces.Discrete(6))
-    assert transition_bytes(image, discrete) == 84 * 84 * 4 + 8 + 5
-    assert transition_bytes(image, discrete, prioritized=True) == 84 * 84 * 4 + 8 + 10
+    assert transition_bytes(image, discrete) == 84 * 84 * 4 + 1 + 5
+    assert transition_bytes(image, discrete, prioritized=True) == 84 * 84 * 4 + 1 + 10
+    assert transition_bytes(image, ActionLayout(spaces.Discrete(300))) == 84 * 84 * 4 + 8 + 5
     assert transition_bytes(ObsLayout(spaces.Box(-1, 1, (3,))), ActionLayout(spaces.Box(-1, 1, (2,)))) == 25
