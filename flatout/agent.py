@@ -23,6 +23,7 @@ from flatout.envs.make import EnvSource, env_factory
 from flatout.envs.spaces import ActionLayout, ObsLayout, space_from_json
 from flatout.errors import FlatoutError
 from flatout.fields import replace as replace_leaves
+from flatout.hardware.garbage import undisturbed
 from flatout.hardware.machine import machine, resolve_device
 from flatout.learn.checkpoint import Checkpoint, CheckpointFolder
 from flatout.learn.checkpoint import read as read_checkpoint
@@ -169,6 +170,7 @@ class Agent:
             raise SystemExit(128 + self.stop_signal)
         return self
 
+    @undisturbed()
     def run(self, total_timesteps: int | None, callback: Callback | None, progress_bar: bool) -> None:
         """`learn`, with the signal that ended it left in `stop_signal`."""
         trainer = self._started(total_timesteps)

@@ -26,7 +26,6 @@ from flatout.envs.check import EnvInfo
 from flatout.envs.spaces import ActionLayout
 from flatout.executors.choose import COROUTINE_SECONDS, random_row
 from flatout.executors.serial import SerialExecutor
-from flatout.hardware.threads import torch_threads
 from flatout.learn.compile import kept, load
 from flatout.learn.learner import Learner
 from flatout.learn.make import make_learner
@@ -144,7 +143,7 @@ def update_costs(agent: Agent) -> tuple[UpdateCost, UpdateCost | None, float]:
     learner = make_learner(policy.model, config.algorithm, n_envs=config.n_envs, seed=0, clock=PhaseClock())
     size = config.algorithm.batch_size
     n_cores = agent._machine.cores
-    threads, before = torch_threads(count_params(policy), size, n_cores), torch.get_num_threads()
+    threads, before = learner.threads(n_cores), torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         launch = launch_seconds(policy, config)
@@ -261,7 +260,7 @@ def settings_of(agent: Agent) -> Settings:
         overlap=trainer.overlap,
         compiled=trainer.compiled,
         n_cores=n_cores,
-        learn_threads=torch_threads(n_params, config.algorithm.batch_size, n_cores, n_taken),
+        learn_threads=trainer.learner.threads(n_cores, n_taken),
         on_device=agent.policy.device.type == "cuda",
         n_params=n_params,
     )

@@ -24,14 +24,13 @@ from flatout.envs.check import EnvInfo
 from flatout.envs.spaces import ActionLayout, ObsLayout
 from flatout.executors.choose import Plan, Probe, children, only_plan, plans, probe
 from flatout.hardware.cache import remembered
-from flatout.hardware.threads import torch_threads
 from flatout.learn.compile import Recipe, kept, load
 from flatout.learn.learner import TINY_BATCH, Learner
 from flatout.learn.make import make_learner
 from flatout.models.actor import make_actor
 from flatout.models.build import build_model
 from flatout.models.policy import PolicyNet
-from flatout.pipeline.choose import Work, decide_overlap, share_cores
+from flatout.pipeline.choose import AROUND, Work, decide_overlap, share_cores
 from flatout.trace.phases import PhaseClock
 
 ENOUGH_SECONDS = 0.5
@@ -133,9 +132,9 @@ class Planning:
 
     def _work(self, measured: Probe) -> Work:
         config = self.config
-        beside, alone = self._threads(1), self._threads(0)
+        beside, alone = (self.learner.threads(self.n_cores, n_taken) for n_taken in (1, 0))
         n_updates = config.updates_per_iteration
-        seconds = {n: n_updates * self._update_seconds(n) for n in {beside, alone}}
+        seconds = {n: AROUND * n_updates * self._update_seconds(n) for n in {beside, alone}}
         lock = self._lock_seconds(beside) if measured.waits else 0.0
         return Work(
             measured=measured,
@@ -148,12 +147,6 @@ class Planning:
             lock_seconds=min(n_updates * lock, seconds[beside]),
         )
 
-    def _threads(self, n_taken: int) -> int:
-        """The learner's threads where so many cores collect at the same time."""
-        return torch_threads(
-            count_params(self.policy), self.config.algorithm.batch_size, self.n_cores, n_taken
-        )
-
     def _facts(self) -> dict[str, Any]:
         """What the gain of overlap depends on, apart from the machine's mood; `rule`: of how it is worked out."""
         config = self.config
@@ -162,13 +155,13 @@ class Planning:
         shape += [it.train_ratio, "dqn"] if isinstance(it, DQNConfig) else [it.n_epochs]
         network = list(config.network.network_arch)
         return {
-            "rule": 4,
+            "rule": 5,
             "env": [config.env, config.env_kwargs, config.executor],
             "shape": shape,
             "network": network,
             "cores": self.n_cores,
             "compile": config.compile,
-            "compiled": self._compiled(self._threads(1)) is not None,
+            "compiled": self._compiled(self.learner.threads(self.n_cores, 1)) is not None,
         }
 
     def _update_seconds(self, n_threads: int) -> float:
@@ -192,7 +185,7 @@ class Planning:
     def _compiled(self, n_threads: int) -> Path | None:
         """The compiled update that is kept for so many threads, if one is and may be used."""
         policy = self.policy
-        if self.config.compile == "off" or policy.device.type != "cpu":
+        if self.config.compile == "off" or policy.device.type != "cpu" or self.learner.update.by_hand:
             return None
         path = kept(update_recipe(self.config, policy, self.precision, n_threads))
         return path if path.exists() else None

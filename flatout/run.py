@@ -87,6 +87,8 @@ class Trainer:
             clock=self.clock,
             precision=self.precision,
         )
+        if config.compile == "on":
+            self.learner.update.by_hand = None
         self.learner.fit_into(free_memory(policy.device))
         self.learner.reserve()
         if config.eval_every and env.factory.is_instance:
@@ -106,7 +108,7 @@ class Trainer:
         self.plan, self._collector, rollouts = self._first_that_starts(self._decision.ways)
         n_children = self.plan.n_collectors if self.plan.children else 0
         n_taken = n_children if self.overlap else 0
-        learn_threads = torch_threads(n_params, config.algorithm.batch_size, n_cores, n_taken)
+        learn_threads = self.learner.threads(n_cores, n_taken)
         self._pipeline: Lockstep[Any] | Overlap[Any]
         if self.overlap:
             self._pipeline = Overlap(
@@ -140,9 +142,7 @@ class Trainer:
             self.learner.capture = True
             return
         if self.learner.update.by_hand is not None:
-            if config.compile == "auto":
-                return  # as fast, from the first update on
-            self.learner.update.by_hand = None
+            return  # as fast, from the first update on
         recipe = update_recipe(config, self.policy, self.precision, n_threads)
         self.learner.compilation = Compilation(recipe, wait=config.compile == "on")
 

@@ -16,7 +16,9 @@ class Rows(ABC):
 
     def take(self, index: Tensor | slice) -> Self:
         """The rows named by the index."""
-        return self.like([tensor[index] for tensor in self.tensors()])
+        if isinstance(index, slice):
+            return self.like([tensor[index] for tensor in self.tensors()])
+        return self.like([tensor.index_select(0, index) for tensor in self.tensors()])
 
     def __len__(self) -> int:
         return len(self.tensors()[0])

@@ -1,137 +1,99 @@
-"""DQN's whole update written out, for multi-layer perceptrons on the CPU.
+"""Whole updates written out, for plain perceptrons on the CPU.
 
 A small network's update is mostly the framework's work around it: recording operations, then looking for what follows
-from what. Here the few matrix products are called one after another, into memory that is taken once, and two compiled
+from what. Here the few matrix products are called one after another, into memory that is taken once, and compiled
 loops do the rest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import lru_cache
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Generic
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from flatout.algorithms.dqn import Minibatch, Twins
-from flatout.algorithms.q_config import DQNConfig
 from flatout.envs.spaces import Array
 from flatout.learn import by_hand_kernel as kernel
 from flatout.learn.params import FlatParams
-from flatout.learn.update import Update
-from flatout.models.policy import OBS_CLIP
-from flatout.models.q import QNetwork
+from flatout.learn.update import Batch, Update
+from flatout.models.policy import OBS_CLIP, Obs, PolicyNet
 
-BENDS = {"relu": torch.relu_, "tanh": torch.tanh_}
+BENDS = ("relu", "tanh")
 """Activations whose slope follows from what they gave."""
-ALL_ALLOWED = np.zeros((0, 1), np.bool_)
 NARROW = 16
-"""Inputs up to which a loop is faster than a product of matrices."""
+"""Inputs or outputs of a layer up to which a loop is faster than a product of matrices."""
+
+Layer = tuple[Tensor, Tensor]
+"""Weight and bias."""
 
 
-class HandMadeStep:
-    """Learns from minibatches of one size, as `dqn.loss` and `Update` would."""
+class Perceptron:
+    """Layers, room for what each gives to `n_rows` rows, and, given room for gradients, for what pulls at it."""
 
     def __init__(
-        self, twins: Twins, params: FlatParams, config: DQNConfig, update: Update[Minibatch]
+        self, layers: Sequence[Layer], n_rows: int, activation: str, grads: Sequence[Layer] = ()
     ) -> None:
-        model = twins.online
-        self._model, self._config, self._update = model, config, update
-        self._leaf = next(i for i, leaf in enumerate(model.obs.leaves) if leaf.kind != "mask")
-        n, widths = config.batch_size, [len(bias) for _, bias in model.acting_layers()]
-        self._bend = BENDS[model.activation]
-        self._is_relu = model.activation == "relu"
-        self._online = _Layers(params.views(params.flat), n, widths)
-        older = params.views(twins.target)
-        self._target = _Layers(older, n, widths)
-        self._ahead = lru_cache(2)(lambda n_rows: _Layers(older, n_rows, widths))
-        self._chooser = _Layers(params.views(params.flat), n, widths)
-        self.gradient = torch.zeros_like(params.flat)
-        self._grads = _pairs(params.views(self.gradient))
-        self._slopes = [torch.zeros(n, width) for width in widths]
-        self._ones = torch.ones(n)
-        self._means = np.zeros(3, np.float32)
-        self._side = np.zeros((self._online.n_inputs, widths[0]), np.float32)
-        self._errors: tuple[Array, ...] = update.row_output.numpy(), self._slopes[-1].numpy(), self._means
-        state = (params.flat, self.gradient, update.momentum, update.variance)
-        counts = (update.n_steps, update.n_taken, update.n_bad)
-        self._state: tuple[Array, ...] = (
-            *(tensor.detach().numpy() for tensor in state),
-            self._means,
-            *(tensor.view(1).numpy() for tensor in counts),
-            update.metrics.numpy(),
-        )
+        self._layers = [(weight.detach(), bias.detach()) for weight, bias in layers]
+        widths = [len(bias) for _, bias in layers]
+        self._outputs = [torch.zeros(n_rows, width) for width in widths]
+        self.out = self._outputs[-1].numpy()
+        self._is_relu = activation == "relu"
+        rooms = [(out, out.numpy()) for out in self._outputs]
+        self._calls = [(w.t(), b, *room) for (w, b), room in zip(self._layers, rooms, strict=True)]
+        n_inputs = layers[0][0].shape[1]
+        self._side = np.zeros((n_inputs, widths[0]), np.float32)
+        self._starts_narrow = n_inputs <= NARROW
+        self._ends_narrow = len(widths) > 1 and widths[-1] <= NARROW
+        self._first = *_arrays(self._layers[0]), self._side, self._outputs[0].numpy()
+        if not grads:
+            return
+        self._grads = list(grads)
+        self._slopes = [torch.zeros(n_rows, width) for width in widths]
+        self.slope = self._slopes[-1].numpy()
+        """What pulls at the outputs, to be filled in before `backward`."""
+        self._ones = torch.ones(n_rows)
+        self._first_back = self._slopes[0].numpy(), self._side, *_arrays(grads[0])
+        if self._ends_narrow:
+            before, after = self._outputs[-2].numpy(), self._slopes[-2].numpy()
+            weight = self._layers[-1][0].numpy()
+            self._last_back = self.slope, before, weight, self._is_relu, *_arrays(grads[-1]), after
 
-    @torch.no_grad()
-    def __call__(self, batch: Minibatch) -> None:
-        """Learn from one minibatch."""
-        self.differentiate(batch)
-        norm = torch.linalg.vector_norm(self.gradient).item()
-        kernel.adam(norm, self._config.max_grad_norm, self._update.step_size, *self._state)
+    def forward(self, x: Tensor) -> Tensor:
+        """What it gives to these rows; valid until the next ones."""
+        last = len(self._calls) - 1
+        for k, (weight, bias, out, hidden) in enumerate(self._calls):
+            if k == 0 and self._starts_narrow:
+                kernel.affine(x.numpy(), *self._first)
+            else:
+                torch.addmm(bias, x, weight, out=out)
+            if k < last and self._is_relu:
+                torch.relu_(out)
+            elif k < last:
+                kernel.bend_by_tanh(hidden)
+            x = out
+        return x
 
-    @torch.no_grad()
-    def look_ahead(self, batches: Minibatch) -> Tensor:
-        """The older network's values of what follows in several minibatches at once; valid until the next ones."""
-        layers: _Layers = self._ahead(len(batches))
-        return layers.forward(self._seen(batches.next_obs), self._bend)
-
-    @torch.no_grad()
-    def differentiate(self, batch: Minibatch) -> None:
-        """Fill in the gradient, the rows' errors and the means."""
-        mask, following = self._model.mask(batch.next_obs), self._seen(batch.next_obs)
-        later = self._target.forward(following, self._bend) if batch.later is None else batch.later
-        chooses = self._chooser.forward(following, self._bend) if self._config.double else later
-        x = self._seen(batch.obs)
-        value = self._online.forward(x, self._bend)
-        kernel.errors(
-            self._config.loss == "mse",
-            ALL_ALLOWED if mask is None else mask.numpy(),
-            batch.action.numpy(),
-            batch.reward.numpy(),
-            batch.discount.numpy(),
-            batch.weight.numpy(),
-            value.numpy(),
-            later.numpy(),
-            chooses.numpy(),
-            *self._errors,
-        )
-        self._back(x, batch.action)
-
-    def _back(self, x: Tensor, action: Tensor) -> None:
-        layers, inputs = self._online.layers, [x, *self._online.outputs[:-1]]
-        slopes, last = self._slopes, len(layers) - 1
+    def backward(self, x: Tensor) -> None:
+        """Fill in the gradients, of the rows that `forward` was given."""
+        slopes, inputs = self._slopes, [x, *self._outputs[:-1]]
+        last = len(slopes) - 1
         for k in range(last, -1, -1):
             weight_grad, bias_grad = self._grads[k]
-            if k == last > 0:
-                kernel.back_through_values(
-                    action.numpy(),
-                    slopes[k].numpy(),
-                    inputs[k].numpy(),
-                    layers[k][0].numpy(),
-                    self._is_relu,
-                    weight_grad.numpy(),
-                    bias_grad.numpy(),
-                    slopes[k - 1].numpy(),
-                )
-            elif k == 0 and len(self._side) <= NARROW:
-                kernel.back_to_inputs(
-                    x.numpy(), slopes[k].numpy(), self._side, weight_grad.numpy(), bias_grad.numpy()
-                )
+            if k == last and self._ends_narrow:
+                kernel.back_through_few(*self._last_back)
+            elif k == 0 and self._starts_narrow:
+                kernel.back_to_inputs(x.numpy(), *self._first_back)
             else:
                 across = slopes[k].t()
                 torch.mm(across, inputs[k], out=weight_grad)
                 torch.mv(across, self._ones, out=bias_grad)
                 if k > 0:
-                    torch.mm(slopes[k], layers[k][0], out=slopes[k - 1])
+                    torch.mm(slopes[k], self._layers[k][0], out=slopes[k - 1])
                     self._bend_back(slopes[k - 1], inputs[k])
-
-    def _seen(self, obs: Sequence[Tensor]) -> Tensor:
-        x, model = obs[self._leaf].flatten(1), self._model
-        if not model.normalizes:
-            return x
-        mean, scale = (model.get_buffer(f"obs_{name}_{self._leaf}").flatten() for name in ("mean", "scale"))
-        return ((x - mean) * scale).clamp_(-OBS_CLIP, OBS_CLIP)
 
     def _bend_back(self, slope: Tensor, output: Tensor) -> None:
         if self._is_relu:
@@ -140,38 +102,69 @@ class HandMadeStep:
             torch.ops.aten.tanh_backward.grad_input(slope, output, grad_input=slope)
 
 
-class _Layers:
-    """A perceptron's layers, and room for what each gives."""
+class HandMadeStep(ABC, Generic[Batch]):
+    """Learns from minibatches of one size, as the algorithm's loss and `Update` would."""
 
-    def __init__(self, tensors: Sequence[Tensor], n_rows: int, widths: Sequence[int]) -> None:
-        self.layers = [(weight.detach(), bias.detach()) for weight, bias in _pairs(tensors)]
-        self.outputs = [torch.zeros(n_rows, width) for width in widths]
-        self.n_inputs = self.layers[0][0].shape[1]
-        self._calls = [(w.t(), b, out) for (w, b), out in zip(self.layers, self.outputs, strict=True)]
-        weight, bias = self.layers[0]
-        side = np.zeros((self.n_inputs, widths[0]), np.float32)
-        self._first: tuple[Array, ...] = weight.numpy(), bias.numpy(), side, self.outputs[0].numpy()
+    def __init__(self, model: PolicyNet, params: FlatParams, update: Update[Batch]) -> None:
+        self._model, self._update = model, update
+        self._only = _only_leaf(model)
+        self.gradient = torch.zeros_like(params.flat)
+        self.means = np.zeros(update.metrics.numel() - 1, np.float32)
+        """The metrics of the last minibatch."""
+        state = (params.flat, self.gradient, update.momentum, update.variance)
+        counts = (update.n_steps, update.n_taken, update.n_bad, update.stopped)
+        self._state: tuple[Array, ...] = (
+            *(tensor.detach().numpy() for tensor in state),
+            self.means,
+            *(tensor.view(1).numpy() for tensor in counts),
+            update.metrics.numpy(),
+        )
 
-    def forward(self, x: Tensor, bend: Callable[[Tensor], Tensor]) -> Tensor:
-        """Fill in the outputs; returns the last."""
-        last = len(self._calls) - 1
-        for k, (weight, bias, out) in enumerate(self._calls):
-            if k == 0 and self.n_inputs <= NARROW:
-                kernel.affine(x.numpy(), *self._first)
-            else:
-                torch.addmm(bias, x, weight, out=out)
-            if k < last:
-                bend(out)
-            x = out
-        return x
+    @abstractmethod
+    def differentiate(self, batch: Batch) -> None:
+        """Fill in the gradient and the means."""
+
+    @torch.no_grad()
+    def __call__(self, batch: Batch) -> None:
+        """Learn from one minibatch."""
+        self.differentiate(batch)
+        norm, update = math.sqrt(torch.dot(self.gradient, self.gradient).item()), self._update
+        moved = float(self.means[update.kl_index])
+        limit = math.inf if update.kl_limit is None else update.kl_limit
+        kernel.adam(norm, update.max_grad_norm, update.step_size, moved, limit, *self._state)
+
+    def _seen(self, obs: Obs) -> Tensor:
+        """What the first layer sees."""
+        model, i = self._model, self._only
+        if i is None:
+            return model.features(obs)
+        x = obs[i].flatten(1)
+        if not model.normalizes:
+            return x
+        mean, scale = (model.get_buffer(f"obs_{name}_{i}").flatten() for name in ("mean", "scale"))
+        return ((x - mean) * scale).clamp_(-OBS_CLIP, OBS_CLIP)
 
 
-def can_be_made_by_hand(model: QNetwork, device: torch.device) -> bool:
-    """Whether this network is a plain perceptron over one vector, on the CPU."""
-    seen = [leaf for leaf in model.obs.leaves if leaf.kind != "mask"]
-    plain = not model.layer_norm and model.v_out is None and model.activation in BENDS
-    return plain and device.type == "cpu" and len(seen) == 1 and seen[0].kind == "vector"
+def is_plain(model: PolicyNet, device: torch.device) -> bool:
+    """Whether all that this network learns is in plain layers after one another, on the CPU."""
+    plain = not model.layer_norm and model.activation in BENDS
+    return plain and device.type == "cpu" and not any(leaf.kind == "image" for leaf in model.obs.leaves)
 
 
-def _pairs(tensors: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    return list(zip(tensors[::2], tensors[1::2], strict=True))
+def layers_in(
+    params: FlatParams, flat: Tensor, layers: Sequence[tuple[nn.Parameter | Tensor, nn.Parameter | Tensor]]
+) -> list[Layer]:
+    """Where some of a model's layers lie in such a flat tensor."""
+    places = {id(leaf): view for leaf, view in zip(params.leaves, params.views(flat), strict=True)}
+    return [(places[id(weight)], places[id(bias)]) for weight, bias in layers]
+
+
+def _only_leaf(model: PolicyNet) -> int | None:
+    """The one leaf that a model sees, if it is a vector; None: there are several, or it has to be encoded."""
+    seen = [i for i, leaf in enumerate(model.obs.leaves) if leaf.kind != "mask"]
+    return seen[0] if len(seen) == 1 and model.obs.leaves[seen[0]].kind == "vector" else None
+
+
+def _arrays(layer: Layer) -> tuple[Array, Array]:
+    weight, bias = layer
+    return weight.numpy(), bias.numpy()

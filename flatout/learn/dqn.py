@@ -15,7 +15,7 @@ from flatout.algorithms.q_config import DQNConfig
 from flatout.buffers.rollout import Learnable, Rollout
 from flatout.buffers.tensors import TensorRollout
 from flatout.envs.spaces import Array
-from flatout.learn.by_hand import HandMadeStep, can_be_made_by_hand
+from flatout.learn.dqn_by_hand import HandMadeDQN, can_be_made_by_hand
 from flatout.learn.experience import Experience
 from flatout.learn.learner import AUTOCAST, Learner, example_obs
 from flatout.learn.update import Update
@@ -52,7 +52,7 @@ class DQNLearner(Learner[dqn.Minibatch]):
             row_output=True,
         )
         if precision not in AUTOCAST and can_be_made_by_hand(model, self.device):
-            self.update.by_hand = HandMadeStep(self.twins, self.params, config, self.update)
+            self.update.by_hand = HandMadeDQN(self.twins, self.params, config, self.update)
         model.greedy.epsilon.fill_(config.epsilon(0.0))
         self._experience: Experience | None = None
         self._starts = config.learning_starts
@@ -123,7 +123,7 @@ class DQNLearner(Learner[dqn.Minibatch]):
         soft = self.config.tau if self.config.tau < 1 else None
         prioritized = self.config.prioritized
         by_hand = update.by_hand
-        look_ahead = by_hand.look_ahead if isinstance(by_hand, HandMadeStep) and soft is None else None
+        look_ahead = by_hand.look_ahead if isinstance(by_hand, HandMadeDQN) and soft is None else None
         for batch, sample in experience.batches(n_updates, beta, look_ahead):
             update.step(batch)
             if soft is not None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from flatout.buffers.rollout import Learnable
 from flatout.buffers.staging import Staging
 from flatout.envs.spaces import Array
+from flatout.hardware.threads import torch_threads
 from flatout.learn.graphs import Captured
 from flatout.learn.memory import PartSize, bytes_per_row, rows_that_fit
 from flatout.learn.normalize import RunningMoments
@@ -75,6 +76,13 @@ class Learner(ABC, Generic[Batch]):
             for i in model.float_leaves
             if normalize_obs
         }
+
+    def threads(self, n_cores: int, n_taken: int = 0) -> int:
+        """Threads for its updates on cores of which `n_taken` have other work too."""
+        by_hand = self.update.by_hand is not None
+        return torch_threads(
+            self.params.flat.numel(), self.update.batch_size, n_cores, n_taken, dense=by_hand
+        )
 
     @abstractmethod
     def learn(

@@ -15,6 +15,7 @@ from flatout.learn.epochs import Epochs, as_transitions
 from flatout.learn.learner import AUTOCAST, Learner, example_obs
 from flatout.learn.memory import PartSize, in_parts
 from flatout.learn.normalize import RewardScaler
+from flatout.learn.ppo_by_hand import HandMadePPO, can_be_made_by_hand
 from flatout.learn.update import Update
 from flatout.models.policy import ActorCritic
 from flatout.trace.phases import PhaseClock
@@ -50,8 +51,11 @@ class PPOLearner(Learner[ppo.Minibatch]):
             kl_limit=config.target_kl and config.target_kl * KL_SLACK,
             autocast=AUTOCAST.get(precision),
         )
+        if precision not in AUTOCAST and can_be_made_by_hand(model, self.device):
+            self.update.by_hand = HandMadePPO(model, self.params, config, self.update)
         self._epochs = Epochs(self.update, seed=seed, batch_size=config.batch_size)
-        self._value_parts = PartSize(n_envs * config.n_steps)
+        self._n_rows = n_envs * config.n_steps
+        self._value_parts = PartSize(self._n_rows)
         self._reward_scaler = (
             RewardScaler(n_envs, config.gamma, self.device) if config.normalize_reward else None
         )
@@ -108,13 +112,22 @@ class PPOLearner(Learner[ppo.Minibatch]):
         """Sum of the updates' KL and their number, left on the device."""
         return torch.stack([self.update.metrics[ppo.KL], self.update.n_taken])
 
+    def _by_hand(self, n_rows: int) -> HandMadePPO | None:
+        """The hand-made code, if there is any and memory for a whole rollout at once."""
+        by_hand, whole = self.update.by_hand, self._n_rows == n_rows == self._value_parts.n_rows
+        return by_hand if whole and isinstance(by_hand, HandMadePPO) else None
+
     def _values(self, obs: tuple[Tensor, ...]) -> Tensor:
         size = self._value_parts.n_rows
+        if (by_hand := self._by_hand(len(obs[0]))) is not None:
+            return by_hand.values(obs)
         return in_parts(lambda rows: self.model.value(tuple(leaf[rows] for leaf in obs)), len(obs[0]), size)
 
     def _log_ratio(self, data: ppo.Transitions) -> Tensor:
         obs = tuple(leaf.flatten(0, 1) for leaf in data.obs_tn)
         action, log_prob = data.action_tn.flatten(0, 1), data.log_prob_tn.flatten()
+        if (by_hand := self._by_hand(len(log_prob))) is not None:
+            return (by_hand.log_prob(obs, action) - log_prob).view(data.log_prob_tn.shape)
         flat = in_parts(
             lambda rows: ppo.log_ratio(
                 self.model, tuple(leaf[rows] for leaf in obs), action[rows], log_prob[rows]

@@ -50,7 +50,7 @@ class Update(Generic[Batch]):
         row_output: bool = False,
     ) -> None:
         self._model, self._params, self._loss, self._prepare = model, params, loss, prepare
-        self._max_grad_norm, self._kl_index, self._kl_limit = max_grad_norm, kl_index, kl_limit
+        self.max_grad_norm, self.kl_index, self.kl_limit = max_grad_norm, kl_index, kl_limit
         self._autocast = autocast
         flat = params.flat
         self.device = flat.device
@@ -80,7 +80,7 @@ class Update(Generic[Batch]):
         """On CUDA: the same step, committed, as a graph; None: not captured."""
         self.by_hand: Callable[[Batch], None] | None = None
         """The same step, for minibatches of `batch_size` rows, written out without autograd; None: there is no such code."""
-        self._compiled_rows = batch_size
+        self.batch_size = batch_size
 
     def begin(self, learning_rate: float, coefficient: float = 0.0) -> None:
         """Start a rollout's updates: clear the sums, set the step size and the loss's coefficient."""
@@ -92,18 +92,18 @@ class Update(Generic[Batch]):
 
     def step(self, batch: Batch) -> None:
         """Learn from one minibatch."""
-        if self.replayed is not None and len(batch) == self._compiled_rows == self.parts.n_rows:
+        if self.replayed is not None and len(batch) == self.batch_size == self.parts.n_rows:
             self.replayed(batch)
             return
-        if self.by_hand is not None and len(batch) == self._compiled_rows == self.parts.n_rows:
+        if self.by_hand is not None and len(batch) == self.batch_size == self.parts.n_rows:
             self.by_hand(batch)
-        elif self.compiled is not None and len(batch) == self._compiled_rows == self.parts.n_rows:
+        elif self.compiled is not None and len(batch) == self.batch_size == self.parts.n_rows:
             self.commit(self.parts.attempt(lambda: self._run_compiled(batch)))
         else:
             self._apply(*self.parts.attempt(lambda: self._change(batch)))
 
     def _run_compiled(self, batch: Batch) -> Sequence[Tensor]:
-        if self.compiled is None or self.parts.n_rows < self._compiled_rows:  # it did not fit into memory
+        if self.compiled is None or self.parts.n_rows < self.batch_size:  # it did not fit into memory
             return self.run_eagerly(batch)
         return self.compiled(self._state, self._settings, self.buffers(), batch.tensors())
 
@@ -262,11 +262,11 @@ class Update(Generic[Batch]):
         n_steps, scale, sums, n_taken, n_bad, stopped = state[3:9]
         norm = torch.linalg.vector_norm(grad)
         finite = torch.isfinite(norm) & torch.isfinite(metrics[0])
-        if self._kl_limit is not None:
-            stopped = stopped | (metrics[self._kl_index] > self._kl_limit)
+        if self.kl_limit is not None:
+            stopped = stopped | (metrics[self.kl_index] > self.kl_limit)
         go = (finite & ~stopped).float()
         n_steps = n_steps + go
-        shrink = (self._max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+        shrink = (self.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
         seen = torch.cat([metrics, norm.view(1)])
         sums = sums + torch.where(go > 0, seen, 0.0)
         bad = ~finite

@@ -99,8 +99,7 @@ class PolicyNet(nn.Module):
 
     def acting_layers(self) -> list[tuple[Tensor, Tensor]]:
         """Weight and bias of every layer from features to raw outputs."""
-        layers = [layer for layer in (*self.pi_body, self.pi_out) if isinstance(layer, nn.Linear)]
-        return [(layer.weight, layer.bias) for layer in layers]
+        return _weights((*self.pi_body, self.pi_out))
 
     def acting_norms(self) -> list[tuple[Tensor, Tensor]]:
         """Gain and shift of every hidden layer's normalisation; none where layers are not normalised."""
@@ -156,6 +155,10 @@ class ActorCritic(PolicyNet):
             out = self.vf_out(self.vf_body(self.vf_encoder(obs)))
         return out.squeeze(-1)
 
+    def value_layers(self) -> list[tuple[Tensor, Tensor]]:
+        """Weight and bias of every layer from features to values, where they are its own."""
+        return _weights((*self.vf_body, self.vf_out))
+
     def both(self, obs: Obs) -> tuple[Tensor, Tensor]:
         """Policy outputs and values in one pass."""
         obs = self._normalized(obs)
@@ -168,6 +171,10 @@ class ActorCritic(PolicyNet):
         out, value = self.both(obs)
         log_prob, entropy = self.head.evaluate(out.float(), rows, self.mask(obs))
         return log_prob, entropy, value.float()
+
+
+def _weights(layers: Sequence[nn.Module]) -> list[tuple[Tensor, Tensor]]:
+    return [(layer.weight, layer.bias) for layer in layers if isinstance(layer, nn.Linear)]
 
 
 def _n_elements(leaf: Leaf) -> int:

@@ -14,8 +14,8 @@ from flatout.algorithms import dqn
 from flatout.algorithms.q_config import DQNConfig, epsilon_at
 from flatout.envs.spaces import ActionLayout, ObsLayout
 from flatout.errors import FlatoutError
-from flatout.learn.by_hand import HandMadeStep, can_be_made_by_hand
 from flatout.learn.dqn import DQNLearner
+from flatout.learn.dqn_by_hand import HandMadeDQN, can_be_made_by_hand
 from flatout.models.build import build_model
 from flatout.models.config import NetworkConfig
 from flatout.models.q import QNetwork
@@ -115,7 +115,7 @@ def test_the_gradient_by_hand_is_autograds(
 ) -> None:
     config = DQNConfig(batch_size=24, double=double, loss=kind, normalize_obs=True)
     it = learner(config, obs, activation=activation)
-    assert isinstance(it.update.by_hand, HandMadeStep)
+    assert isinstance(it.update.by_hand, HandMadeDQN)
     with torch.no_grad():
         i = it.model.float_leaves[0]
         it.model.get_buffer(f"obs_mean_{i}").fill_(0.3)
@@ -125,7 +125,7 @@ def test_the_gradient_by_hand_is_autograds(
     want = it.params.flatten(torch.autograd.grad(total, it.params.leaves))
     it.update.by_hand.differentiate(batch)
     torch.testing.assert_close(it.update.by_hand.gradient, want, rtol=1e-4, atol=1e-6)
-    torch.testing.assert_close(torch.from_numpy(it.update.by_hand._means), metrics)
+    torch.testing.assert_close(torch.from_numpy(it.update.by_hand.means), metrics)
     torch.testing.assert_close(it.update.row_output, errors)
     seen_before = it.update.by_hand.look_ahead(random_batch(it, 72))  # of other rows: must not stay
     batch.later = it.update.by_hand.look_ahead(batch)
@@ -137,7 +137,7 @@ def test_the_gradient_by_hand_is_autograds(
 
 def test_by_hand_a_wide_input_is_like_a_narrow_one() -> None:
     it = learner(DQNConfig(batch_size=24), spaces.Box(-1, 1, (40,)))
-    assert isinstance(it.update.by_hand, HandMadeStep)
+    assert isinstance(it.update.by_hand, HandMadeDQN)
     batch = random_batch(it, 24)
     total, _, _ = dqn.loss(it.twins, batch, it.config)
     it.update.by_hand.differentiate(batch)

@@ -29,6 +29,7 @@ SETTINGS: dict[str, Any] = {
     "batch_size": 32,
     "n_epochs": 2,
     "network_arch": (16, 16),
+    "activation": "silu",  # of which no update is written out by hand
     "normalize_obs": True,
     "seed": 3,
     "executor": "serial",
@@ -83,6 +84,14 @@ def test_compiled_once_and_the_same_from_then_on(cache: Path) -> None:
     assert torch.equal(again, compiled)
     assert torch.equal(learned("on")[0], compiled)
     assert torch.equal(learned("off")[0], eager)
+
+
+def test_what_is_written_out_by_hand_is_not_compiled(cache: Path) -> None:
+    agent = flatout.PPO("CartPole-v1", **SETTINGS | {"activation": "tanh"}, compile="auto")
+    agent.learn(4 * 16 * 5)
+    assert agent.summary["compiled"]  # from the first update on
+    assert "compile" not in agent.summary["phases"]
+    assert not (cache / "updates").exists()
 
 
 def test_learning_goes_on_while_it_compiles_and_then_swaps(
