@@ -42,13 +42,13 @@ class Perceptron:
         self._outputs = [torch.zeros(n_rows, width) for width in widths]
         self.out = self._outputs[-1].numpy()
         self._is_relu = activation == "relu"
-        rooms = [(out, out.numpy()) for out in self._outputs]
-        self._calls = [(w.t(), b, *room) for (w, b), room in zip(self._layers, rooms, strict=True)]
+        pairs = zip(self._layers, self._outputs, strict=True)
+        self._calls = [(w.t(), b, out, out.numpy(), b.numpy()) for (w, b), out in pairs]
         n_inputs = layers[0][0].shape[1]
         self._side = np.zeros((n_inputs, widths[0]), np.float32)
         self._starts_narrow = n_inputs <= NARROW
         self._ends_narrow = len(widths) > 1 and widths[-1] <= NARROW
-        self._first = *_arrays(self._layers[0]), self._side, self._outputs[0].numpy()
+        self._first = self._layers[0][0].numpy(), self._side, self._outputs[0].numpy()
         if not grads:
             return
         self._grads = list(grads)
@@ -56,26 +56,35 @@ class Perceptron:
         self.slope = self._slopes[-1].numpy()
         """What pulls at the outputs, to be filled in before `backward`."""
         self._ones = torch.ones(n_rows)
-        self._first_back = self._slopes[0].numpy(), self._side, *_arrays(grads[0])
+        is_bent = self._ends_narrow and len(widths) == 2
+        pulled = self._slopes[0].numpy(), self._outputs[0].numpy()
+        self._first_back = *pulled, is_bent, self._is_relu, self._side, *_arrays(grads[0])
         if self._ends_narrow:
             before, after = self._outputs[-2].numpy(), self._slopes[-2].numpy()
             weight = self._layers[-1][0].numpy()
-            self._last_back = self.slope, before, weight, self._is_relu, *_arrays(grads[-1]), after
+            self._last_back = (
+                self.slope,
+                before,
+                weight,
+                self._is_relu,
+                *_arrays(grads[-1]),
+                after,
+                grads[-2][1].numpy(),
+            )
 
     def forward(self, x: Tensor) -> Tensor:
         """What it gives to these rows; valid until the next ones."""
         last = len(self._calls) - 1
-        for k, (weight, bias, out, hidden) in enumerate(self._calls):
+        for k, (weight, bias, out, hidden, shift) in enumerate(self._calls):
+            if k == last:
+                return torch.addmm(bias, x, weight, out=out)
             if k == 0 and self._starts_narrow:
                 kernel.affine(x.numpy(), *self._first)
             else:
-                torch.addmm(bias, x, weight, out=out)
-            if k < last and self._is_relu:
-                torch.relu_(out)
-            elif k < last:
-                kernel.bend_by_tanh(hidden)
+                torch.mm(x, weight, out=out)
+            kernel.bend(hidden, shift, self._is_relu)
             x = out
-        return x
+        raise AssertionError("there is at least one layer")
 
     def backward(self, x: Tensor) -> None:
         """Fill in the gradients, of the rows that `forward` was given."""
@@ -90,9 +99,11 @@ class Perceptron:
             else:
                 across = slopes[k].t()
                 torch.mm(across, inputs[k], out=weight_grad)
-                torch.mv(across, self._ones, out=bias_grad)
+                if k < last - 1 or not self._ends_narrow:
+                    torch.mv(across, self._ones, out=bias_grad)
                 if k > 0:
                     torch.mm(slopes[k], self._layers[k][0], out=slopes[k - 1])
+                if k > 1 or (k == 1 and not self._starts_narrow):
                     self._bend_back(slopes[k - 1], inputs[k])
 
     def _bend_back(self, slope: Tensor, output: Tensor) -> None:
@@ -103,7 +114,10 @@ class Perceptron:
 
 
 class HandMadeStep(ABC, Generic[Batch]):
-    """Learns from minibatches of one size, as the algorithm's loss and `Update` would."""
+    """Learns from minibatches of one size, as the algorithm's loss and `Update` would.
+
+    Nothing here is recorded for autograd: layers are taken without their wish for gradients.
+    """
 
     def __init__(self, model: PolicyNet, params: FlatParams, update: Update[Batch]) -> None:
         self._model, self._update = model, update
@@ -124,7 +138,6 @@ class HandMadeStep(ABC, Generic[Batch]):
     def differentiate(self, batch: Batch) -> None:
         """Fill in the gradient and the means."""
 
-    @torch.no_grad()
     def __call__(self, batch: Batch) -> None:
         """Learn from one minibatch."""
         self.differentiate(batch)

@@ -80,13 +80,11 @@ class HandMadeDQN(HandMadeStep[Minibatch]):
         self._ahead = lru_cache(2)(lambda n_rows: Perceptron(older, n_rows, bend))
         self._errors: tuple[Array, ...] = update.row_output.numpy(), self._online.slope, self.means
 
-    @torch.no_grad()
     def look_ahead(self, batches: Minibatch) -> Tensor:
         """The older network's values of what follows in several minibatches at once; valid until the next ones."""
         network: Perceptron = self._ahead(len(batches))
         return network.forward(self._seen(batches.next_obs))
 
-    @torch.no_grad()
     def differentiate(self, batch: Minibatch) -> None:
         """Fill in the gradient, the rows' errors and the means."""
         mask, following = self._model.mask(batch.next_obs), self._seen(batch.next_obs)

@@ -190,14 +190,12 @@ class HandMadePPO(HandMadeStep[Minibatch]):
             slope = next(view for leaf, view in places if leaf is model.head.log_std)
             self._log_std = model.head.log_std.detach().numpy(), slope.numpy()
 
-    @torch.no_grad()
     def values(self, obs: Obs) -> Tensor:
         """Values of a whole rollout's observations."""
         x = self._seen(obs)
         network: Perceptron = self._all_values(len(x))
         return network.forward(x).squeeze(1).clone()
 
-    @torch.no_grad()
     def log_prob(self, obs: Obs, action: Tensor) -> Tensor:
         """Log-probabilities of a whole rollout's actions."""
         x = self._seen(obs)
@@ -221,7 +219,6 @@ class HandMadePPO(HandMadeStep[Minibatch]):
         mask = self._model.mask(obs)
         return ALL_ALLOWED if mask is None else mask.numpy()
 
-    @torch.no_grad()
     def differentiate(self, batch: Minibatch) -> None:
         """Fill in the gradient and the means."""
         config, x = self._config, self._seen(batch.obs)

@@ -34,7 +34,8 @@ def learner(
     obs: spaces.Space[Any], action: spaces.Space[Any], config: PPOConfig, **network: Any
 ) -> PPOLearner:
     layouts = ObsLayout(obs), ActionLayout(action)
-    model = build(*layouts, NetworkConfig(network_arch=(32, 20), **network), 3, normalize_obs=True)
+    network = {"network_arch": (32, 20)} | network
+    model = build(*layouts, NetworkConfig(**network), 3, normalize_obs=True)
     it = PPOLearner(model, config, n_envs=1, seed=0, clock=PhaseClock())
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():  # as after some learning: outputs that differ, observations that are normalised
@@ -79,6 +80,25 @@ CASES = {
     "continuous": (PLAIN, spaces.Box(-1, 1, (2,))),
     "several leaves": (SEVERAL, spaces.Discrete(3)),
 }
+
+
+@pytest.mark.parametrize("n_inputs", [3, 40])
+@pytest.mark.parametrize("n_choices", [4, 40])
+@pytest.mark.parametrize("widths", [(32,), (32, 20, 24), (32, 20, 24, 16)])
+@pytest.mark.parametrize("activation", ["relu", "tanh"])
+def test_the_gradient_is_autograds_at_any_depth(
+    n_inputs: int, n_choices: int, widths: tuple[int, ...], activation: str
+) -> None:
+    config = PPOConfig(batch_size=N, n_steps=N)
+    spaces_ = spaces.Box(-1, 1, (n_inputs,)), spaces.Discrete(n_choices)
+    it = learner(*spaces_, config, network_arch=widths, activation=activation)
+    by_hand, batch = it.update.by_hand, random_batch(it)
+    assert isinstance(by_hand, HandMadePPO)
+    it.update.begin(3e-4, 0.2)
+    total, _ = ppo.loss(it.model, ppo.prepare(batch, config), it.update.coefficient, config)
+    want = it.params.flatten(torch.autograd.grad(total, it.params.leaves))
+    by_hand.differentiate(batch)
+    torch.testing.assert_close(by_hand.gradient, want, rtol=1e-3, atol=2e-6)
 
 
 @pytest.mark.parametrize("activation", ["relu", "tanh"])
