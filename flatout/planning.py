@@ -155,7 +155,7 @@ class Planning:
         shape += [it.train_ratio, "dqn"] if isinstance(it, DQNConfig) else [it.n_epochs]
         network = list(config.network.network_arch)
         return {
-            "rule": 5,
+            "rule": 6,
             "env": [config.env, config.env_kwargs, config.executor],
             "shape": shape,
             "network": network,

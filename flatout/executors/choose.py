@@ -38,6 +38,8 @@ COROUTINE_SECONDS = 35e-6
 """A step's way through the event loop."""
 QUICK_SECONDS = 100e-6
 """Steps below this are timed many at once."""
+SHARED = 1.25
+"""How much longer work takes while the other cores are at work too: they share caches, and often a core's arithmetic."""
 WORTH = 1.1
 """A way that is more complicated must promise to be this much faster."""
 _UNKNOWN = count()
@@ -189,14 +191,15 @@ def children(m: Probe, n_envs: int, n: int) -> Plan:
     n = min(n, n_envs)
     share = -(-n_envs // n)
     rate = n_envs / (share * m.step_seconds + m.act_seconds(share))
-    return Plan(kind="serial", n_collectors=n, children=True, steps_per_second=0.97 * rate)
+    rate *= 0.97 if n == 1 else 0.97 / SHARED
+    return Plan(kind="serial", n_collectors=n, children=True, steps_per_second=rate)
 
 
 def _process(m: Probe, n_envs: int, n_cores: int, n_workers: int) -> Plan:
     """Workers compute on cores of their own; waiting ones may be as many as the envs."""
     n = min(n_envs, n_workers or (32 if m.waits else WORKERS_PER_CORE * n_cores))
     share = -(-n_envs // n)
-    busy = n_envs * m.step_seconds * m.cpu_share / min(n_cores, n)
+    busy = SHARED * n_envs * m.step_seconds * m.cpu_share / min(n_cores, n)
     rate = n_envs / (max(share * m.step_seconds, busy) + m.act_seconds(n_envs) + n * HANDOVER_SECONDS)
     return Plan(kind="process", n_workers=n, steps_per_second=0.93 * rate)
 
