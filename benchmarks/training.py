@@ -9,11 +9,9 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import os
 import statistics
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter
@@ -227,35 +225,24 @@ def flatout_size(seed: int, net: tuple[int, ...], batch: int, library: str = "fl
 
 RUNS: dict[str, Callable[..., dict[str, Any]]] = {
     "speed/flatout": flatout_speed,
-    "speed/flatout, compiling first": lambda seed: flatout_speed(seed, compile="on"),
-    "speed/flatout, lockstep": lambda seed: flatout_speed(seed, overlap="off"),
-    "speed/flatout, not compiled": lambda seed: flatout_speed(seed, compile="off"),
+    "speed/flatout, overlap": lambda seed: flatout_speed(seed, overlap="on"),
     "speed/Stable-Baselines3": sb3_speed,
     "speed/Stable-Baselines3, torch on one thread": lambda seed: sb3_speed(seed, n_threads=1),
     "speed/SBX": lambda seed: sb3_speed(seed, "sbx"),
     "target/flatout": flatout_target,
-    "target/flatout, lockstep": lambda seed: flatout_target(seed, overlap="off"),
     "target/Stable-Baselines3": sb3_target,
     "target/Stable-Baselines3, torch on one thread": lambda seed: sb3_target(seed, 1),
-    "overlap/CartPole-v1, overlap": lambda seed: flatout_overlap(seed, "CartPole", "auto"),
-    "overlap/CartPole-v1, lockstep": lambda seed: flatout_overlap(seed, "CartPole", "off"),
+    "overlap/CartPole-v1, overlap": lambda seed: flatout_overlap(seed, "CartPole", "on"),
+    "overlap/CartPole-v1, lockstep": lambda seed: flatout_overlap(seed, "CartPole", "auto"),
     "overlap/CartPole-v1 that waits, overlap": lambda seed: flatout_overlap(seed, "remote", "auto"),
     "overlap/CartPole-v1 that waits, lockstep": lambda seed: flatout_overlap(seed, "remote", "off"),
     "slow/flatout, 32 envs": flatout_slow,
     "slow/Stable-Baselines3, 32 envs": sb3_slow,
-    "slow/flatout, 32 envs, not compiled": lambda seed: flatout_slow(seed, compile="off"),
     "slow/flatout, 128 envs": lambda seed: flatout_slow(seed, 128, 163_840),
-    "slow/flatout, 32 envs, compiling": lambda seed: flatout_slow(seed, 32, 2048 * 2, compile="on"),
-    "slow/flatout, 128 envs, compiling": lambda seed: flatout_slow(seed, 128, 8192, compile="on"),
 }
 
 
-COMPILING = ("slow/flatout, 32 envs, compiling", "slow/flatout, 128 envs, compiling")
-
-
-def in_a_process(
-    name: str, seed: int, extra: list[str] | None = None, **environ: str
-) -> dict[str, Any] | None:
+def in_a_process(name: str, seed: int, extra: list[str] | None = None) -> dict[str, Any] | None:
     """One run in a process of its own; None where the peer is not installed or fails."""
     command = [
         sys.executable,
@@ -267,7 +254,7 @@ def in_a_process(
         str(seed),
         *(extra or []),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | environ)
+    done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         print(f"{name}: {done.stderr.splitlines()[-1] if done.stderr else 'failed'}", flush=True)
         return None
@@ -277,9 +264,9 @@ def in_a_process(
     return out
 
 
-def run_case(case: str, seeds: int, skip: tuple[str, ...] = ()) -> dict[str, list[dict[str, Any]]]:
+def run_case(case: str, seeds: int) -> dict[str, list[dict[str, Any]]]:
     """Every way of a case for every seed, alternating."""
-    names = [name for name in RUNS if name.startswith(f"{case}/") and name not in skip]
+    names = [name for name in RUNS if name.startswith(f"{case}/")]
     out: dict[str, list[dict[str, Any]]] = {name.partition("/")[2]: [] for name in names}
     for seed in range(1, seeds + 1):
         for name in names:
@@ -300,10 +287,7 @@ def _ratio(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], key: str) -
 
 def speed(seeds: int) -> None:
     """Case 1: steps/s and return at equal steps."""
-    with tempfile.TemporaryDirectory() as cold:
-        first = in_a_process("speed/flatout, compiling first", 1, FLATOUT_CACHE=cold)
-        os.environ["FLATOUT_CACHE"] = cold  # what it compiled serves the runs that follow
-        results = run_case("speed", seeds, skip=("speed/flatout, compiling first",))
+    results = run_case("speed", seeds)
     ours = results["flatout"]
     rows = []
     for name, runs in results.items():
@@ -312,19 +296,12 @@ def speed(seeds: int) -> None:
             rows.append(
                 [name, *cells, f"{_median(runs, 'with_all'):.1f} s", f"{_median(runs, 'return'):.0f}"]
             )
-    compiled = ""
-    if first:
-        compiled = (
-            f"\n\nCompiling the update took {first['compile_seconds']:.1f} s, once for this machine and these settings. "
-            f"A run that waits for it took {first['with_all']:.1f} s in all."
-        )
     text = (
         f"## Training speed\n\n`python -m benchmarks.training`: PPO on CartPole-v1, 32 envs × 32 steps, batch 256, "
         f"4 epochs, two 64-64 networks, {SPEED_STEPS:,} env steps, {seeds} seeds, alternating, a fresh process each; "
         f"medians, and the median of the ratios. The time of a whole run counts starting its processes too.\n"
         f"{conditions()}\n\n"
         + table(["", "env steps/s", "flatout is faster by", "whole run", "mean return of the last 100"], rows)
-        + compiled
     )
     write_section("training-speed", text)
 
@@ -361,8 +338,7 @@ def overlapped(seeds: int) -> None:
         reached = f"{sum(r['reached'] for r in runs)} of {len(runs)}"
         rows.append([name, *cells, f"{_median(runs, 'steps'):,.0f}", reached])
     text = (
-        "## Overlap to a target\n\nSettings for which flatout chooses overlap by itself, and the same in lockstep: "
-        "seconds from `learn()` to a mean return over 100 episodes. CartPole-v1 as in the first table to 300; "
+        "## Overlap to a target\n\nThe same settings in overlap and in lockstep: seconds from `learn()` to a mean return over 100 episodes. CartPole-v1 as in the first table to 300; "
         "CartPole-v1 whose steps wait 10 ± 5 ms, 32 envs × 32 steps, batch 256, 10 epochs, 256-256 networks, to 400.\n"
         f"{conditions()}\n\n"
         + table(["", "median", "÷ lockstep", "each seed, s", "env steps, median", "reached"], rows)
@@ -372,11 +348,7 @@ def overlapped(seeds: int) -> None:
 
 def slow(seeds: int) -> None:
     """Case 3: envs that wait."""
-    with tempfile.TemporaryDirectory() as cold:
-        for name in COMPILING:
-            in_a_process(name, 1, FLATOUT_CACHE=cold)  # what it compiles serves the runs that follow
-        os.environ["FLATOUT_CACHE"] = cold
-        results = run_case("slow", seeds, skip=COMPILING)
+    results = run_case("slow", seeds)
     base = results["Stable-Baselines3, 32 envs"]
     rows = []
     for name, runs in results.items():
