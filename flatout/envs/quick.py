@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import gymnasium as gym
 import numpy as np
@@ -16,10 +16,13 @@ class QuickDiscrete(spaces.Discrete):
     that an int64 is an integer takes 2 µs, a quarter of such an env's step.
     """
 
+    low: int
+    high: int
+
     def contains(self, x: Any) -> bool:
         """Whether x is a member."""
         if type(x) is np.int64:
-            return int(self.start) <= int(x) < int(self.start) + int(self.n)
+            return self.low <= x.item() < self.high
         return super().contains(x)
 
 
@@ -29,4 +32,6 @@ def quicken(env: gym.Env[Any, Any]) -> gym.Env[Any, Any]:
     if type(space) is spaces.Discrete and space.dtype == np.int64:
         # In place, so that its random state and every reference to it stay as they are.
         space.__class__ = QuickDiscrete
+        quick = cast(QuickDiscrete, space)
+        quick.low, quick.high = int(space.start), int(space.start) + int(space.n)
     return env

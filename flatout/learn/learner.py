@@ -79,10 +79,7 @@ class Learner(ABC, Generic[Batch]):
 
     def threads(self, n_cores: int, n_taken: int = 0) -> int:
         """Threads for its updates on cores of which `n_taken` have other work too."""
-        by_hand = self.update.by_hand is not None
-        return torch_threads(
-            self.params.flat.numel(), self.update.batch_size, n_cores, n_taken, dense=by_hand
-        )
+        return torch_threads(self.params.flat.numel(), self.update.batch_size, n_cores, n_taken)
 
     @abstractmethod
     def learn(
