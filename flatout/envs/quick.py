@@ -19,6 +19,14 @@ class QuickDiscrete(spaces.Discrete):
     low: int
     high: int
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.know_bounds()
+
+    def know_bounds(self) -> None:
+        """Keep the bounds as plain numbers."""
+        self.low, self.high = int(self.start), int(self.start) + int(self.n)
+
     def contains(self, x: Any) -> bool:
         """Whether x is a member."""
         if type(x) is np.int64:
@@ -32,6 +40,5 @@ def quicken(env: gym.Env[Any, Any]) -> gym.Env[Any, Any]:
     if type(space) is spaces.Discrete and space.dtype == np.int64:
         # In place, so that its random state and every reference to it stay as they are.
         space.__class__ = QuickDiscrete
-        quick = cast(QuickDiscrete, space)
-        quick.low, quick.high = int(space.start), int(space.start) + int(space.n)
+        cast(QuickDiscrete, space).know_bounds()
     return env
