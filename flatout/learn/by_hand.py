@@ -26,6 +26,7 @@ BENDS = ("relu", "tanh")
 """Activations whose slope follows from what they gave."""
 NARROW = 16
 """Inputs or outputs of a layer up to which a loop is faster than a product of matrices."""
+ALL_ALLOWED = np.zeros((0, 1), np.bool_)
 
 Layer = tuple[Tensor, Tensor]
 """Weight and bias."""
@@ -145,6 +146,11 @@ class HandMadeStep(ABC, Generic[Batch]):
         moved = float(self.means[update.kl_index])
         limit = math.inf if update.kl_limit is None else update.kl_limit
         kernel.adam(norm, update.max_grad_norm, update.step_size, moved, limit, *self._state)
+
+    def _allowed(self, obs: Obs) -> Array:
+        """Which actions are allowed; without rows where the env has no mask."""
+        mask = self._model.mask(obs)
+        return ALL_ALLOWED if mask is None else mask.numpy()
 
     def _seen(self, obs: Obs) -> Tensor:
         """What the first layer sees."""

@@ -17,8 +17,6 @@ from flatout.learn.params import FlatParams
 from flatout.learn.update import Update
 from flatout.models.q import QNetwork
 
-ALL_ALLOWED = np.zeros((0, 1), np.bool_)
-
 
 @compiled
 def errors(
@@ -87,14 +85,14 @@ class HandMadeDQN(HandMadeStep[Minibatch]):
 
     def differentiate(self, batch: Minibatch) -> None:
         """Fill in the gradient, the rows' errors and the means."""
-        mask, following = self._model.mask(batch.next_obs), self._seen(batch.next_obs)
+        following = self._seen(batch.next_obs)
         later = self._target.forward(following) if batch.later is None else batch.later
         chooses = self._chooser.forward(following) if self._config.double else later
         x = self._seen(batch.obs)
         self._online.forward(x)
         errors(
             self._config.loss == "mse",
-            ALL_ALLOWED if mask is None else mask.numpy(),
+            self._allowed(batch.next_obs),
             batch.action.numpy(),
             batch.reward.numpy(),
             batch.discount.numpy(),

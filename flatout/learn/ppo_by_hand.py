@@ -19,7 +19,6 @@ from flatout.learn.update import Update
 from flatout.models.heads import LOG_SQRT_2PI, MASKED, CategoricalHead, GaussianHead
 from flatout.models.policy import ActorCritic, Obs
 
-ALL_ALLOWED = np.zeros((0, 1), np.bool_)
 _MASKED, _HALF_LOG_2PI = np.float32(MASKED), np.float32(LOG_SQRT_2PI)
 _HALF, _ONE = np.float32(0.5), np.float32(1)
 
@@ -214,10 +213,6 @@ class HandMadePPO(HandMadeStep[Minibatch]):
             categorical(network.out, self._allowed(obs), self._nvec, action, within, log_prob, entropy)
         else:
             gaussian(network.out, self._log_std[0], action, within, log_prob)
-
-    def _allowed(self, obs: Obs) -> Array:
-        mask = self._model.mask(obs)
-        return ALL_ALLOWED if mask is None else mask.numpy()
 
     def differentiate(self, batch: Minibatch) -> None:
         """Fill in the gradient and the means."""
