@@ -21,9 +21,9 @@ from benchmarks.envs import Await, Burn, Wait, loops_for
 from benchmarks.page import conditions, table, write_section
 from benchmarks.stepping import Way, alternate
 from benchmarks.tensor_env import TensorPoles
-from flatout.executors.choose import Plan
-from flatout.pipeline.stop import StopRequest
-from flatout.run import Trainer
+from flatout.perf.choose import Plan
+from flatout.training.stop import StopRequest
+from flatout.training.trainer import Trainer
 
 N_ENVS = 32
 

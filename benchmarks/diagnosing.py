@@ -92,7 +92,7 @@ def examine(env: str, settings: dict[str, Any]) -> dict[str, Any]:
     """The doctor's findings."""
     from time import perf_counter
 
-    from flatout.checkup import doctor
+    from flatout.advice.doctor import doctor
 
     began = perf_counter()
     found = doctor(ENVS.get(env, env), **settings)
@@ -104,7 +104,7 @@ def reach(env: str, settings: dict[str, Any]) -> dict[str, Any]:
     import tempfile
 
     import flatout
-    from flatout.measure import run_a_moment
+    from flatout.advice.short_benchmark import run_a_moment
 
     with tempfile.TemporaryDirectory() as folder:
         agent = flatout.PPO(ENVS.get(env, env), runs_dir=folder, run_name="run", **settings)

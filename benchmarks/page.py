@@ -25,7 +25,7 @@ def write_section(name: str, text: str) -> None:
 
 def conditions() -> str:
     """One line on where and when the figures were measured."""
-    from flatout.hardware.machine import machine
+    from flatout.device.machine import machine
 
     here = machine()
     versions = here.to_json()["versions"]

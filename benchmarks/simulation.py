@@ -59,7 +59,7 @@ def agent_for(wait_ms: int, net: tuple[int, ...], n_envs: int, overlap: str) -> 
 
 def measure(wait_ms: int, net: tuple[int, ...], path: Path) -> dict[str, float]:
     """Costs of an env and a network, from 16 envs in lockstep."""
-    from flatout.measure import fitted, measure_costs, run_a_moment, settings_of
+    from flatout.advice.short_benchmark import fitted, measure_costs, run_a_moment, settings_of
 
     agent = agent_for(wait_ms, net, FITTED, "off")
     costs = measure_costs(agent)
@@ -72,8 +72,8 @@ def measure(wait_ms: int, net: tuple[int, ...], path: Path) -> dict[str, float]:
 
 def compare(wait_ms: int, net: tuple[int, ...], n_envs: int, overlap: str, path: Path) -> dict[str, float]:
     """What the simulation says and what a run of some seconds gives."""
-    from flatout.diagnosis.simulate import simulate
-    from flatout.measure import run_a_moment, settings_of
+    from flatout.advice.short_benchmark import run_a_moment, settings_of
+    from flatout.perf.simulate import simulate
 
     agent = agent_for(wait_ms, net, n_envs, overlap)
     settings = replace(settings_of(agent), compiled=False)

@@ -291,7 +291,7 @@ def cost_by_size(rounds: int, seconds: float) -> str:
 def batched_rollouts(factory: Callable[[], Any], n_envs: int) -> tuple[Callable[[], int], Callable[[], None]]:
     """Rollouts of a batched env with a 64-64 policy acting."""
     import flatout
-    from flatout.pipeline.stop import StopRequest
+    from flatout.training.stop import StopRequest
 
     agent = flatout.PPO(
         factory, preset="auto", n_envs=n_envs, n_steps=32, batch_size="auto", network_arch=(64, 64), seed=1

@@ -65,7 +65,7 @@ def grid(case: str) -> list[dict[str, Any]]:
 def reach(case: str, settings: dict[str, Any]) -> float:
     """Steps/s of a real run of some seconds."""
     import flatout
-    from flatout.measure import run_a_moment
+    from flatout.advice.short_benchmark import run_a_moment
 
     env, own = CASES[case]
     agent = flatout.PPO(env, **(own | settings), seed=1)
@@ -76,7 +76,7 @@ def reach(case: str, settings: dict[str, Any]) -> float:
 
 def tuned(case: str) -> dict[str, Any]:
     """What tuning chooses, and how long it takes."""
-    from flatout.tuning import tune
+    from flatout.advice.tune import tune
 
     env, own = CASES[case]
     found = tune(env, budget=BUDGET, seed=1, **own)

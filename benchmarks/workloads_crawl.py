@@ -20,9 +20,9 @@ from gymnasium import spaces
 
 from benchmarks.page import table
 from benchmarks.stepping import rate
-from flatout.envs.crawl import AsyncCrawl
-from flatout.envs.crawl.network import Network
-from flatout.envs.crawl.response import Response
+from flatout.workloads.crawl import AsyncCrawl
+from flatout.workloads.crawl.network import Network
+from flatout.workloads.crawl.response import Response
 
 N_BLOCKING = 32
 N_ASYNC = 512
@@ -183,8 +183,8 @@ def _best(agent: Any, obs: Any) -> Any:
 
 
 def _origin(latency: float) -> str:
-    from flatout.envs.crawl.site.config import SiteConfig
-    from flatout.envs.crawl.site.process import site_server
+    from flatout.workloads.crawl.site.config import SiteConfig
+    from flatout.workloads.crawl.site.process import site_server
 
     return site_server(SiteConfig(latency=latency)).url
 

@@ -16,9 +16,9 @@ import numpy as np
 
 from benchmarks.page import table
 from benchmarks.stepping import Way, alternate
-from flatout.envs.market import Market, MarketAccounts, backtest, buy_and_hold
 from flatout.envs.spaces import Array
-from tests.envs.plain_market import PlainAccount
+from flatout.workloads.market import Market, MarketAccounts, backtest, buy_and_hold
+from tests.workloads.plain_market import PlainAccount
 
 SIZES = (1, 64, 1024, 4096)
 PEER_SIZE = 1024

@@ -16,9 +16,9 @@ import numpy as np
 
 from benchmarks.page import table
 from benchmarks.stepping import Way, alternate, apart
-from flatout.envs.mission import Mission
-from flatout.envs.mission.env import SOLVED
-from flatout.envs.mission.game import N_ACTIONS
+from flatout.workloads.mission import Mission
+from flatout.workloads.mission.env import SOLVED
+from flatout.workloads.mission.game import N_ACTIONS
 
 HELD_OUT = 1_000_003
 """Seed of the episodes that agents are judged by; training draws its maps from other seeds."""
@@ -70,7 +70,7 @@ def by_hand(level: int) -> tuple[Callable[[], int], Callable[[], None]]:
 def collecting(level: int, chosen: dict[str, str]) -> tuple[Callable[[], int], Callable[[], None]]:
     """Rollouts of the recipe, collected the way that flatout chooses."""
     import flatout
-    from flatout.pipeline.stop import StopRequest
+    from flatout.training.stop import StopRequest
 
     agent = flatout.PPO("flatout/Mission-v0", env_kwargs={"level": level}, seed=1)
     trainer = agent._started()

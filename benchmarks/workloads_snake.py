@@ -29,7 +29,7 @@ PLAYED = 64
 
 def snake_games(n_games: int, **kwargs: Any) -> tuple[Callable[[], int], Callable[[], None]]:
     """flatout's games with random actions, observations included; one core."""
-    from flatout.envs.snake import SnakeGames
+    from flatout.workloads.snake import SnakeGames
 
     torch.set_num_threads(1)
     games = SnakeGames(n_games, "cpu", **kwargs)

@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from flatout.advice.doctor import doctor
+    from flatout.advice.tune import tune
     from flatout.agent import DQN, PPO, PQN, load
-    from flatout.algorithms.config import choose_batch_size
-    from flatout.checkup import doctor
+    from flatout.algorithms.ppo.config import choose_batch_size
     from flatout.errors import EnvError, FlatoutError
-    from flatout.tuning import tune
     from flatout.vector import make_vec
 
-from flatout.envs.workloads import register
-from flatout.hardware.threads import wait_without_spinning
+from flatout.device.threads import wait_without_spinning
+from flatout.workloads.catalog import register
 
 wait_without_spinning()
 register()

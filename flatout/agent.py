@@ -14,33 +14,33 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from flatout.collect.evaluate import Evaluation, evaluate
+from flatout.algorithms.ppo.recipes import RECIPES
 from flatout.collect.noise import ActionNoise
-from flatout.config import RunConfig, read_file, resolve
+from flatout.config.fields import replace as replace_leaves
+from flatout.config.presets import PRESETS, preset_note
+from flatout.config.run_config import RunConfig, read_file, resolve
+from flatout.device.garbage import undisturbed
+from flatout.device.machine import machine, resolve_device
 from flatout.envs.check import EnvInfo
 from flatout.envs.check_batched import check_env
 from flatout.envs.make import EnvSource, env_factory
 from flatout.envs.spaces import ActionLayout, ObsLayout, space_from_json
 from flatout.errors import FlatoutError
-from flatout.fields import replace as replace_leaves
-from flatout.hardware.garbage import undisturbed
-from flatout.hardware.machine import machine, resolve_device
-from flatout.learn.checkpoint import Checkpoint, CheckpointFolder
-from flatout.learn.checkpoint import read as read_checkpoint
-from flatout.learn.checkpoint import write as write_checkpoint
-from flatout.loop import Callback, identity, summarize, train
 from flatout.models.build import build_model
-from flatout.pipeline.stop import StopRequest
-from flatout.planning import Policy
-from flatout.recipes.presets import PRESETS, preset_note
-from flatout.recipes.tuned import RECIPES
-from flatout.records.display import make_display
-from flatout.records.folder import RunFolder, default_run_name, write_json
-from flatout.records.recorder import Recorder
-from flatout.records.summary import summary_text
-from flatout.report.build import write_report
-from flatout.report.text import report_text
-from flatout.run import EVAL_SEED, MAX_EVAL_ENVS, Trainer, eval_executor
+from flatout.perf.planning import Policy
+from flatout.runlog.folder import RunFolder, default_run_name, write_json
+from flatout.runlog.recorder import Recorder
+from flatout.runlog.summary import summary_text
+from flatout.training.checkpoint import Checkpoint, CheckpointFolder
+from flatout.training.checkpoint import read as read_checkpoint
+from flatout.training.checkpoint import write as write_checkpoint
+from flatout.training.evaluation import Evaluation, evaluate
+from flatout.training.loop import Callback, identity, summarize, train
+from flatout.training.stop import StopRequest
+from flatout.training.trainer import EVAL_SEED, MAX_EVAL_ENVS, Trainer, eval_executor
+from flatout.views.build import write_report
+from flatout.views.display import make_display
+from flatout.views.text import report_text
 
 
 class Agent:

@@ -12,13 +12,13 @@ import torch
 from gymnasium import spaces
 
 import flatout
-from flatout.algorithms import ppo
-from flatout.algorithms.config import PPOConfig
+from flatout.algorithms.ppo import loss as ppo
+from flatout.algorithms.ppo.config import PPOConfig
+from flatout.algorithms.ppo.learner import PPOLearner
 from flatout.envs.spaces import ActionLayout, ObsLayout
-from flatout.learn.graphs import Captured
-from flatout.learn.params import FlatParams
-from flatout.learn.ppo import PPOLearner
-from flatout.learn.update import Update
+from flatout.learning.graphs import Captured
+from flatout.learning.params import FlatParams
+from flatout.learning.update import Update
 from flatout.models.config import NetworkConfig
 from flatout.models.policy import build
 from flatout.trace.phases import PhaseClock

@@ -13,10 +13,10 @@ import torch
 from gymnasium import spaces
 
 import flatout
-from flatout.config import RunConfig, resolve
-from flatout.learn.checkpoint import read, write
-from flatout.learn.dqn import DQNLearner
-from flatout.learn.saved import SavedArrays, write_arrays
+from flatout.algorithms.dqn.learner import DQNLearner
+from flatout.config.run_config import RunConfig, resolve
+from flatout.training.checkpoint import read, write
+from flatout.training.saved import SavedArrays, write_arrays
 from tests.batched import MatchTensors
 from tests.known import LENGTH, Match, OnlyTheMaskTells
 

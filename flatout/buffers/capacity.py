@@ -8,9 +8,9 @@ import re
 import torch
 
 from flatout.buffers.rings import ring_spec
+from flatout.device.machine import free_memory
 from flatout.envs.spaces import ActionLayout, ObsLayout
 from flatout.errors import FlatoutError
-from flatout.hardware.machine import free_memory
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}

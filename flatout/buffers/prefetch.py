@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from flatout.buffers.batch import ReplayBatch
-from flatout.hardware.machine import usable_cores
+from flatout.device.machine import usable_cores
 
 Result = TypeVar("Result")
 

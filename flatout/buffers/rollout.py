@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from flatout.buffers.staging import Staging
+from flatout.device.shared import Spec
 from flatout.envs.spaces import ActionLayout, Array, ObsLayout
-from flatout.hardware.shared import Spec
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flatout.cli.parser import Parser, add_settings, settings
-from flatout.config import read_file, resolve
-from flatout.hardware.machine import usable_cores
+from flatout.config.run_config import read_file, resolve
+from flatout.device.machine import usable_cores
 
 
 def run(argv: Sequence[str]) -> int:
@@ -33,7 +33,7 @@ def run(argv: Sequence[str]) -> int:
     if args.config is not None:
         given = {k: v for k, v in read_file(args.config).items() if k != "env"} | given
 
-    from flatout.checkup import doctor, parse_what_if
+    from flatout.advice.doctor import doctor, parse_what_if
 
     if args.what_if:
         parse_what_if(args.what_if)

@@ -17,10 +17,10 @@ from rich.live import Live
 from flatout.cli.parser import Parser
 from flatout.cli.resume import run_path
 from flatout.errors import FlatoutError
-from flatout.records.folder import RunFolder
-from flatout.records.stream import SafeStream
-from flatout.report.monitor import Monitor
-from flatout.report.screen import cells_for, screen
+from flatout.runlog.folder import RunFolder
+from flatout.runlog.stream import SafeStream
+from flatout.views.monitor import Monitor
+from flatout.views.screen import cells_for, screen
 
 
 def run(argv: Sequence[str]) -> int:

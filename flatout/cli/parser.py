@@ -7,9 +7,9 @@ import json
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from flatout.config import RunConfig
+from flatout.config.fields import Field, leaves
+from flatout.config.run_config import RunConfig
 from flatout.errors import FlatoutError, did_you_mean
-from flatout.fields import Field, leaves
 
 SECTIONS = {None: "the run", "all": "every algorithm", "ppo": "PPO", "dqn": "DQN", "pqn": "PQN"}
 SECTIONS |= {"values": "DQN and PQN", "rollouts": "PPO and PQN", "network": "the network"}

@@ -10,11 +10,11 @@ from pathlib import Path
 
 from flatout.cli.parser import Parser
 from flatout.cli.resume import run_path
-from flatout.records.folder import write_text
-from flatout.report.build import report_page
-from flatout.report.records import read_run
-from flatout.report.text import report_text
-from flatout.report.verdict import verdict
+from flatout.runlog.folder import write_text
+from flatout.views.build import report_page
+from flatout.views.records import read_run
+from flatout.views.text import report_text
+from flatout.views.verdict import verdict
 
 
 def run(argv: Sequence[str]) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 from flatout.cli.output import add_output_flags, learn_and_tell
 from flatout.cli.parser import Parser
 from flatout.errors import FlatoutError
-from flatout.records.folder import RunFolder
+from flatout.runlog.folder import RunFolder
 
 RESUMABLE = ("timesteps", "target_return", "eval_every", "eval_episodes", "checkpoint_every")
 """Settings that may change on the way; anything else would make it another run."""
@@ -47,8 +47,8 @@ def resume(path: Path, given: dict[str, Any], args: argparse.Namespace) -> int:
     folder = RunFolder.open(path)
 
     from flatout.agent import Agent
-    from flatout.fields import replace
-    from flatout.learn.checkpoint import CheckpointFolder
+    from flatout.config.fields import replace
+    from flatout.training.checkpoint import CheckpointFolder
 
     _, checkpoint, skipped = CheckpointFolder(folder.checkpoints).newest()
     agent = Agent.from_checkpoint(checkpoint)

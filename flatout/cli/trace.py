@@ -8,10 +8,10 @@ from pathlib import Path
 from flatout.cli.parser import Parser
 from flatout.cli.resume import run_path
 from flatout.errors import FlatoutError
-from flatout.meter.chrome import trace_json
-from flatout.meter.samples import read_samples
-from flatout.meter.spans import read_spans
-from flatout.records.folder import RunFolder, write_text
+from flatout.runlog.chrome import trace_json
+from flatout.runlog.folder import RunFolder, write_text
+from flatout.runlog.samples import read_samples
+from flatout.runlog.spans import read_spans
 
 
 def run(argv: Sequence[str]) -> int:

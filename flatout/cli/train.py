@@ -8,9 +8,9 @@ from pathlib import Path
 from flatout.cli.output import add_output_flags, learn_and_tell
 from flatout.cli.parser import Parser, add_settings, settings
 from flatout.cli.resume import resume
-from flatout.config import resolve
+from flatout.config.run_config import resolve
+from flatout.device.machine import usable_cores
 from flatout.errors import FlatoutError
-from flatout.hardware.machine import usable_cores
 
 
 def run(argv: Sequence[str]) -> int:

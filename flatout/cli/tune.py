@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flatout.cli.parser import Parser, add_settings, settings
-from flatout.config import read_file, resolve
+from flatout.config.run_config import read_file, resolve
+from flatout.device.machine import usable_cores
 from flatout.errors import FlatoutError
-from flatout.hardware.machine import usable_cores
 
 
 def run(argv: Sequence[str]) -> int:
@@ -44,7 +44,7 @@ def run(argv: Sequence[str]) -> int:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from flatout.tuning import save, tune
+    from flatout.advice.tune import save, tune
 
     columns = (BarColumn(30), TimeElapsedColumn(), TextColumn("{task.description}"))
     with Progress(

@@ -21,13 +21,13 @@ import torch
 from flatout.buffers.rollout import Rollout, rollout_spec
 from flatout.collect.collector import Collector, Interrupted
 from flatout.collect.noise import USUAL, Habits
+from flatout.device.shared import SharedArrays
 from flatout.envs.make import EnvFactory
 from flatout.envs.spaces import ActionLayout, Array, ObsLayout
 from flatout.executors.base import Episode, merge_snapshots, part_of_snapshot
 from flatout.executors.serial import SerialExecutor
 from flatout.executors.supervise import ChildProcess, Crew, RestartBudget
-from flatout.hardware.shared import SharedArrays
-from flatout.learn.params import ParamBlock
+from flatout.learning.params import ParamBlock
 from flatout.models.build import build_model
 from flatout.models.config import NetworkConfig, Traits
 from flatout.models.policy import PolicyNet

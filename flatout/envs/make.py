@@ -30,8 +30,8 @@ from gymnasium.wrappers import HumanRendering, RenderCollection, TimeLimit
 from flatout.envs.awaitable import AsyncTimeLimit, is_async
 from flatout.envs.batched import BatchedEnvs, batched_kind
 from flatout.envs.masks import mask_from_info
-from flatout.envs.workloads import AWAITABLE, BATCHED, WORKLOADS
 from flatout.errors import EnvError, FlatoutError, did_you_mean
+from flatout.workloads.catalog import AWAITABLE, BATCHED, WORKLOADS
 
 Creator = Callable[..., gym.Env[Any, Any] | BatchedEnvs]
 EnvSource = str | Creator | BatchedEnvs

@@ -14,20 +14,20 @@ import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
 
+from flatout.device.machine import usable_cores
 from flatout.envs.awaitable import Blocking, blocking
 from flatout.envs.check import validate_spaces
 from flatout.envs.make import EnvFactory, EnvSource, env_factory, one_line
 from flatout.envs.spaces import ActionLayout, ObsLayout
 from flatout.errors import EnvError, FlatoutError, did_you_mean
 from flatout.executors.base import Executor, Step
-from flatout.executors.choose import plans, probe
 from flatout.executors.coroutine import CoroutineExecutor
 from flatout.executors.process import WORKERS_PER_CORE, ProcessExecutor
 from flatout.executors.serial import SerialExecutor
 from flatout.executors.supervise import RestartBudget
 from flatout.executors.thread import ThreadExecutor
 from flatout.executors.waiting import STEP_TIMEOUT
-from flatout.hardware.machine import usable_cores
+from flatout.perf.choose import plans, probe
 
 T = TypeVar("T")
 

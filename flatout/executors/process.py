@@ -17,13 +17,13 @@ from typing import Any, TypeVar
 import gymnasium as gym
 import numpy as np
 
+from flatout.device.shared import SharedArrays, Spec
 from flatout.envs.spaces import ActionLayout, Array, ObsLayout
 from flatout.errors import FlatoutError
 from flatout.executors.base import Episode, Step, merge_snapshots, part_of_snapshot
 from flatout.executors.parcels import answer_call, pack, pack_call, pack_infos, unpack_answer, unpack_infos
 from flatout.executors.serial import SerialExecutor
 from flatout.executors.supervise import ChildProcess, Crew, RestartBudget
-from flatout.hardware.shared import SharedArrays, Spec
 
 T = TypeVar("T")
 

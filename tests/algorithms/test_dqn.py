@@ -10,12 +10,12 @@ import torch
 from gymnasium import spaces
 from torch import Tensor
 
-from flatout.algorithms import dqn
-from flatout.algorithms.q_config import DQNConfig, epsilon_at
+from flatout.algorithms.dqn import loss as dqn
+from flatout.algorithms.dqn.config import DQNConfig, epsilon_at
+from flatout.algorithms.dqn.fused import HandMadeDQN, can_be_made_by_hand
+from flatout.algorithms.dqn.learner import DQNLearner
 from flatout.envs.spaces import ActionLayout, ObsLayout
 from flatout.errors import FlatoutError
-from flatout.learn.dqn import DQNLearner
-from flatout.learn.dqn_by_hand import HandMadeDQN, can_be_made_by_hand
 from flatout.models.build import build_model
 from flatout.models.config import NetworkConfig
 from flatout.models.q import QNetwork

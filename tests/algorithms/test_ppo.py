@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.distributions import Categorical
 
-from flatout.algorithms import ppo
-from flatout.algorithms.config import (
+from flatout.algorithms.ppo import loss as ppo
+from flatout.algorithms.ppo.config import (
     PPOConfig,
     choose_batch_size,
     divisors,

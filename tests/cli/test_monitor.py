@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 from tests.cli.test_runs import TINY, command, flatout
-from tests.report.test_monitor import make_run
+from tests.views.test_monitor import make_run
 
 ENDLESS = ["train", "CartPole-v1", *TINY, "--timesteps", "100000000", "--quiet", "--executor", "serial"]
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")

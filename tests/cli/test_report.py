@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from flatout.cli.main import run
-from tests.meter.examples import CONFIG, write_killed_run, write_run
+from tests.runlog.lane_examples import CONFIG, write_killed_run, write_run
 
 
 def test_a_report_prints_the_verdict_and_writes_the_page(

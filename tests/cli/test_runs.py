@@ -16,7 +16,7 @@ import psutil
 import pytest
 import torch
 
-from flatout.learn.checkpoint import CheckpointFolder
+from flatout.training.checkpoint import CheckpointFolder
 
 TINY = "--n-envs 4 --n-steps 32 --batch-size 64 --n-epochs 2".split()
 

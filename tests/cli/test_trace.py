@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from flatout.cli.main import run
-from tests.meter.examples import CONFIG, write_killed_run, write_run
+from tests.runlog.lane_examples import CONFIG, write_killed_run, write_run
 
 
 def test_a_trace_lands_in_the_runs_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,8 @@ import torch
 from gymnasium import spaces
 from torch import Tensor
 
-from flatout.algorithms.config import PPOConfig
+from flatout.algorithms.ppo.config import PPOConfig
+from flatout.algorithms.ppo.learner import PPOLearner
 from flatout.buffers.rollout import Rollout
 from flatout.buffers.staging import Staging
 from flatout.buffers.tensors import TensorRollout
@@ -19,7 +20,6 @@ from flatout.collect.tensors import DeviceNoise, TensorActions, TensorCollector,
 from flatout.envs.spaces import ActionLayout, ObsLayout
 from flatout.errors import EnvError
 from flatout.executors.tensors import TensorExecutor
-from flatout.learn.ppo import PPOLearner
 from flatout.models.config import NetworkConfig
 from flatout.models.policy import ActorCritic, build
 from flatout.trace.phases import PhaseClock

@@ -1,0 +1,105 @@
+"""PQN's learner: returns of a rollout by the network as it is, then some epochs of shuffled minibatches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from flatout.algorithms.dqn.config import PQNConfig
+from flatout.algorithms.ppo.config import scheduled
+from flatout.algorithms.pqn import loss as pqn
+from flatout.buffers.rollout import Learnable
+from flatout.learning.epochs import Epochs, as_transitions
+from flatout.learning.learner import AUTOCAST, Learner, example_obs
+from flatout.learning.memory import PartSize, in_parts
+from flatout.learning.update import Update
+from flatout.models.q import QNetwork
+from flatout.trace.phases import PhaseClock
+
+NAMES = (*pqn.METRICS, "train/grad_norm")
+
+
+class PQNLearner(Learner[pqn.Minibatch]):
+    """PQN's update over rollouts of one shape, on one device."""
+
+    def __init__(
+        self,
+        model: QNetwork,
+        config: PQNConfig,
+        *,
+        n_envs: int,
+        seed: int,
+        clock: PhaseClock,
+        precision: str = "fp32",
+    ) -> None:
+        super().__init__(model, n_envs=n_envs, seed=seed, clock=clock, normalize_obs=config.normalize_obs)
+        self.model, self.config = model, config
+        self.update = Update(
+            model,
+            self.params,
+            partial(_loss, model, config),
+            len(pqn.METRICS),
+            max_grad_norm=config.max_grad_norm,
+            batch_size=config.batch_size,
+            autocast=AUTOCAST.get(precision),
+        )
+        self._epochs = Epochs(self.update, seed=seed, batch_size=config.batch_size)
+        self._value_parts = PartSize(n_envs * config.n_steps)
+        model.greedy.epsilon.fill_(config.epsilon(0.0))
+
+    def learn(
+        self,
+        rollout: Learnable,
+        *,
+        iteration: int,
+        progress: float,
+        lag: int = 0,  # noqa: ARG002  the returns are those of the network as it is
+        stop: Callable[[], bool] = lambda: False,
+    ) -> dict[str, float]:
+        """Learn from one rollout; `progress` in [0, 1] drives the schedules. Returns the metrics."""
+        config = self.config
+        learning_rate = scheduled(config.learning_rate, config.learning_rate_schedule, progress)
+        self._enter("stage")
+        data = rollout.tensors(self._staging)
+        self._enter("advantage")
+        transitions = as_transitions(data, data.reward)
+        batch = self._value_parts.attempt(lambda: pqn.targets(self._values, transitions, config))
+        self.update.begin(learning_rate)
+        self._speed_up(lambda: batch.take(slice(0, config.batch_size)), progress)
+        self._enter("update")
+        self._epochs.begin(iteration)
+        for _ in range(config.n_epochs):
+            if stop() or self._epochs.run(batch, stop):
+                break
+        self._renormalize(batch.obs)
+        epsilon = config.epsilon(progress)
+        self.model.greedy.epsilon.fill_(epsilon)
+        metrics = self._read(NAMES)
+        self._leave()
+        return metrics | {"train/learning_rate": learning_rate, "rollout/exploration_rate": epsilon}
+
+    def _values(self, obs: tuple[Tensor, ...]) -> Tensor:
+        def best(rows: slice) -> Tensor:
+            return pqn.best_values(self.model, tuple(leaf[rows] for leaf in obs))
+
+        return in_parts(best, len(obs[0]), self._value_parts.n_rows)
+
+    def example_batch(self, n_rows: int) -> pqn.Minibatch:
+        """A minibatch of the right shapes, to try things with."""
+        action = torch.zeros(n_rows, 1, dtype=torch.int64, device=self.device)
+        returns = torch.linspace(-1, 1, n_rows).to(self.device)
+        return pqn.Minibatch(example_obs(self.model, n_rows, self.device), action, returns)
+
+    def loss(self, batch: pqn.Minibatch) -> Tensor:
+        """The loss of a minibatch, to see what it takes."""
+        return pqn.loss(self.model, batch, self.config)[0]
+
+    def _parts(self) -> list[PartSize]:
+        return [self.update.parts, self._value_parts]
+
+
+def _loss(model: QNetwork, config: PQNConfig, batch: pqn.Minibatch, _: Tensor) -> tuple[Tensor, Tensor]:
+    return pqn.loss(model, batch, config)

@@ -1,0 +1,297 @@
+"""RunConfig: everything that decides what a run does, made of the parts' own configs; JSON in and out.
+
+Resolved from, in this order: the env's recipe or the preset, a config file, the user's own settings.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from flatout.algorithms.dqn.config import DQNConfig, PQNConfig
+from flatout.algorithms.ppo.config import PPOConfig, choose_batch_size, nearest_batch_sizes
+from flatout.algorithms.ppo.recipes import FIRST_CHOICE, RECIPES
+from flatout.algorithms.recipe import Recipe
+from flatout.config.fields import convert, flag, flatten_json, leaves, to_json
+from flatout.config.fields import replace as replace_leaves
+from flatout.config.presets import ALGORITHMS, auto, preset_recipe
+from flatout.device.cache import cache_folder
+from flatout.errors import FlatoutError
+from flatout.models.config import NetworkConfig
+from flatout.workloads.catalog import WORKLOADS
+
+AUTO_BATCH = {"cpu": 256, "cuda": 2048}
+"""What `--batch-size auto` aims at, by kind of device."""
+AUTO_REPLAY_BATCH = {"cpu": 64, "cuda": 256}
+"""The same for updates from a replay, whose batches divide nothing."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunConfig:
+    """The complete settings of a run."""
+
+    env: str
+    """A Gymnasium id, module:Id, or file.py:factory."""
+    env_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Keywords for the env's constructor, as JSON."""
+    algo: Literal["ppo", "dqn", "pqn"] = "ppo"
+    """Algorithm; not given: the one whose recipe learns the env soonest, else PPO."""
+    preset: Literal["auto", "cpu", "gpu", "fast", "heavy", "beast", "max"] | None = None
+    """Where settings come from that are not given; none: the env's recipe if it has one, else auto."""
+    timesteps: int
+    """Env steps to train for, over all envs together."""
+    n_envs: int
+    """Envs that run at once."""
+    seed: int = 0
+    """The same seed gives the same run."""
+    executor: Literal["auto", "serial", "process", "thread", "async", "batched", "ray"] = "auto"
+    """How envs are run."""
+    n_collectors: int = 0
+    """Collectors in processes of their own; 0: as many as suit the cores, or none."""
+    n_workers: int = 0
+    """Worker processes of `--executor process`; 0: as many as suit the cores."""
+    overlap: Literal["auto", "on", "off"] = "auto"
+    """Collect the next rollout while learning from this one."""
+    device: str = "auto"
+    """auto, cpu, cuda or cuda:1."""
+    precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = "auto"
+    """Number format of the update."""
+    compile: Literal["auto", "on", "off"] = "auto"
+    """Compile the update."""
+    target_return: float | None = None
+    """Stop when the mean return of the last 100 episodes reaches this."""
+    eval_every: int = 0
+    """Evaluate the deterministic policy every so many env steps; 0: never."""
+    eval_episodes: int = 20
+    """Episodes of each such evaluation."""
+    checkpoint_every: int = 100_000
+    """Save a checkpoint every so many env steps; 0: only at the end."""
+    algorithm: PPOConfig | DQNConfig | PQNConfig
+    """The algorithm's settings."""
+    network: NetworkConfig
+    """The network's settings."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("timesteps", 1), ("n_envs", 1), ("eval_episodes", 1), ("seed", 0)):
+            _at_least(name, getattr(self, name), least)
+        for name in ("eval_every", "checkpoint_every", "n_collectors", "n_workers"):
+            _at_least(name, getattr(self, name), 0)
+        for name, (usable, missing) in _NOT_YET.items():
+            value = getattr(self, name)
+            if value in missing:
+                raise FlatoutError(f"{flag(name)} {value} is not in this version yet; use {usable}")
+        if self.n_collectors and self.executor != "auto":
+            raise FlatoutError(
+                f"--n-collectors {self.n_collectors} goes with --executor auto, not {self.executor}"
+            )
+        total, batch = self.total_batch, self.algorithm.batch_size
+        if isinstance(self.algorithm, DQNConfig):
+            self._check_first_update(self.algorithm)
+        elif total % batch:
+            near = " or ".join(map(str, nearest_batch_sizes(total, batch)))
+            raise FlatoutError(
+                f"--batch-size {batch} does not divide the rollout of {self.n_envs} envs x "
+                f"{self.algorithm.n_steps} steps = {total}; the nearest that do are {near}"
+            )
+
+    def _check_first_update(self, it: DQNConfig) -> None:
+        """Refuse a first update before any env has stored as many steps as returns are made of."""
+        n_stored = (it.learning_starts // self.total_batch + 1) * it.n_steps
+        if n_stored < it.multi_step:
+            least = (-(-it.multi_step // it.n_steps) - 1) * self.total_batch
+            raise FlatoutError(
+                f"--learning-starts {it.learning_starts} comes before {it.multi_step} steps of {self.n_envs} envs are "
+                f"stored; use at least {least}"
+            )
+
+    @property
+    def ppo(self) -> PPOConfig:
+        """The settings of a run of PPO."""
+        assert isinstance(self.algorithm, PPOConfig), "a run of PPO"
+        return self.algorithm
+
+    @property
+    def total_batch(self) -> int:
+        """Transitions in one rollout."""
+        return self.n_envs * self.algorithm.n_steps
+
+    @property
+    def updates_per_iteration(self) -> float:
+        """Optimizer steps per rollout."""
+        return self.algorithm.updates_per_iteration(self.total_batch)
+
+    def arithmetic(self) -> str:
+        """The batch arithmetic in one line."""
+        it = self.algorithm
+        rollout = f"{self.n_envs} envs × {it.n_steps} steps = {self.total_batch:,} "
+        if isinstance(it, DQNConfig):
+            return (
+                f"{rollout}env steps, × {it.train_ratio:g} = {self.updates_per_iteration:g} updates of "
+                f"{it.batch_size} per iteration, after {it.learning_starts:,} env steps"
+            )
+        n_minibatches = self.total_batch // it.batch_size
+        return (
+            f"{rollout}total batch, "
+            f"{n_minibatches} {'minibatch' if n_minibatches == 1 else 'minibatches'} of {it.batch_size} "
+            f"× {it.n_epochs} epochs = {n_minibatches * it.n_epochs} updates per iteration"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Nested plain data that `from_json` takes back."""
+        return to_json(self)
+
+    @staticmethod
+    def from_json(data: Any, source: str) -> RunConfig:
+        """A complete config from what `to_json` gave."""
+        values = _flatten(data, source)
+        algo = _algo(values)
+        others = ALGORITHMS.keys() - {algo}
+        missing = [f.name for f in leaves(RunConfig) if f.name not in values and f.section not in others]
+        if missing:
+            raise FlatoutError(f"{source}: lacks {', '.join(missing[:3])}; it is not a complete config")
+        blank = RunConfig(
+            env="", timesteps=1, n_envs=256, algorithm=ALGORITHMS[algo](), network=NetworkConfig()
+        )
+        return _replace(blank, values)
+
+
+_NOT_YET: dict[str, tuple[str, tuple[str, ...]]] = {
+    "executor": ("auto", ("ray",)),
+}
+"""Settings whose feature is still to come: refused, never ignored."""
+
+
+def resolve(
+    env: str | None,
+    settings: Mapping[str, Any],
+    *,
+    device: str,
+    n_cores: int,
+    file: Path | None = None,
+) -> RunConfig:
+    """The complete config for an env, from its recipe or preset, a config file and the user's settings."""
+    given = dict(settings)
+    if file is not None:
+        given = read_file(file) | given
+    env = env or given.get("env")
+    if not env:
+        raise FlatoutError("no env given; name one, such as CartPole-v1")
+    given["env"] = env = WORKLOADS[env].env_id if env in WORKLOADS else env
+    given["algo"] = algo = _algo(given) if "algo" in given else _first_choice(env, given)
+    recipe = _recipe(env, algo, given.get("preset"), device, n_cores)
+    if given.get("preset") == "auto":
+        given = tuned_settings(env, given, device, n_cores) | given
+    config = RunConfig(
+        env=env,
+        timesteps=recipe.timesteps,
+        n_envs=recipe.n_envs,
+        algorithm=recipe.algorithm,
+        network=recipe.network,
+    )
+    return _replace(config, _with_batch_size(given, recipe, device))
+
+
+TUNED_KEYS = ("n_envs", "n_steps", "executor", "n_collectors", "n_workers", "overlap")
+"""What tuning decides."""
+
+
+def save_tuned(config: RunConfig, device: str, n_cores: int) -> None:
+    """Keep what was found for an env on this machine, for `--preset auto`."""
+    path = _tuned_path(config.env, config.algo, config.env_kwargs, device, n_cores)
+    values = {name: getattr(config.algorithm if name == "n_steps" else config, name) for name in TUNED_KEYS}
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"env": config.env, "settings": values}, indent=2))
+
+
+def tuned_settings(env: str, given: Mapping[str, Any], device: str, n_cores: int) -> dict[str, Any]:
+    """What tuning found for this env on this machine; nothing if it never ran, or if envs or steps are given."""
+    if any(name in given for name in ("n_envs", "n_steps")):
+        return {}
+    path = _tuned_path(env, _algo(given), given.get("env_kwargs") or {}, device, n_cores)
+    with suppress(OSError, ValueError, KeyError):
+        settings: dict[str, Any] = json.loads(path.read_text())["settings"]
+        return settings
+    return {}
+
+
+def _tuned_path(env: str, algo: str, env_kwargs: Any, device: str, n_cores: int) -> Path:
+    named = [env] if algo == "ppo" else [env, algo]
+    facts = json.dumps([*named, env_kwargs, device, n_cores], sort_keys=True, default=str)
+    return cache_folder() / "tuned" / f"{hashlib.sha256(facts.encode()).hexdigest()[:24]}.json"
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """The settings in a JSON config file, by name."""
+    try:
+        data = json.loads(path.read_text())
+    except OSError as error:
+        raise FlatoutError(f"--config {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise FlatoutError(f"--config {path} is not JSON: {error}") from error
+    return _flatten(data, f"--config {path}")
+
+
+def _flatten(data: Any, source: str) -> dict[str, Any]:
+    """The settings in nested JSON; those of another algorithm than its own are refused."""
+    values = flatten_json(RunConfig, data, source)
+    algo = _algo(values)
+    for other in ALGORITHMS.keys() - {algo}:
+        if other in data:
+            raise FlatoutError(f"{source}: has settings of {other.upper()}, but its algo is {algo}")
+    return values
+
+
+def _algo(given: Mapping[str, Any]) -> str:
+    known = next(f for f in leaves(RunConfig) if f.name == "algo")
+    return str(convert(known, given.get("algo", "ppo")))
+
+
+def _first_choice(env: str, given: Mapping[str, Any]) -> str:
+    """The algorithm whose recipe learns the env soonest, unless what is given is of another one."""
+    choice = FIRST_CHOICE.get(env, "ppo")
+    fitting = {f.name for f in leaves(RunConfig) if f.section in (None, "network", choice)}
+    return choice if given.keys() <= fitting and given.get("preset") in (None, "none") else "ppo"
+
+
+def _recipe(env: str, algo: str, preset: Any, device: str, n_cores: int) -> Recipe:
+    if preset in (None, "none"):
+        tuned = RECIPES[algo]
+        return tuned[env]() if env in tuned else auto(device, n_cores, algo)
+    known = next(f for f in leaves(RunConfig) if f.name == "preset")
+    preset = convert(known, preset)
+    return auto(device, n_cores, algo) if preset == "auto" else preset_recipe(algo, preset)
+
+
+def _with_batch_size(given: dict[str, Any], recipe: Recipe, device: str) -> dict[str, Any]:
+    """A batch size of the recipe, or `auto`, becomes the nearest that divides; an explicit one stays."""
+    by_name = {f.name: f for f in leaves(RunConfig)}
+
+    def number(name: str, default: int) -> int:
+        return int(convert(by_name[name], given[name])) if name in given else default
+
+    total = number("n_envs", recipe.n_envs) * number("n_steps", recipe.algorithm.n_steps)
+    wanted = given.get("batch_size")
+    if isinstance(recipe.algorithm, DQNConfig):
+        return given | ({"batch_size": AUTO_REPLAY_BATCH[device.split(":")[0]]} if wanted == "auto" else {})
+    if wanted == "auto":
+        return given | {"batch_size": choose_batch_size(max(total, 1), AUTO_BATCH[device.split(":")[0]])}
+    if wanted is None and total >= 1:
+        return given | {"batch_size": choose_batch_size(total, recipe.algorithm.batch_size)}
+    return given
+
+
+def _replace(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
+    """All changes at once, so that no half-changed config is ever checked."""
+    out: RunConfig = replace_leaves(config, values)
+    return out
+
+
+def _at_least(name: str, value: int, least: int) -> None:
+    if value < least:
+        raise FlatoutError(f"{flag(name)} is {value}; it must be at least {least}")

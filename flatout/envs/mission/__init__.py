@@ -1,7 +1,0 @@
-"""Mission: a squad crosses a map with walls and patrols to hold an objective. Plain Python and NumPy on purpose."""
-
-from __future__ import annotations
-
-from flatout.envs.mission.env import Mission
-
-__all__ = ["Mission"]

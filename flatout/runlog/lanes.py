@@ -1,0 +1,122 @@
+"""Where the time of each lane went: busy, idle, and what the idle time was spent waiting for.
+
+In: a run's spans. Out: seconds and shares per phase, a timeline, and the causes of idleness in plain words.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from flatout.runlog.spans import Floats, Lane, Spans
+
+BUSY = ("advantage", "update")
+"""What the learner is there for; every other phase of it is idle time with that cause."""
+
+WAITS = {
+    "env": "waiting for envs",
+    "tail": "waiting for the slowest env",
+    "act": "waiting for inference",
+    "store": "Python overhead of collecting",
+}
+"""What the learner waits for while a collector is in this phase."""
+
+CAUSES = WAITS | {
+    "wait": "waiting for data",
+    "stage": "copying to the device",
+    "record": "writing records",
+    "compile": "compiling",
+    "evaluate": "evaluating",
+    "checkpoint": "saving checkpoints",
+    "publish": "handing parameters to the collectors",
+    "start": "starting",
+    "slot": "waiting for the learner",
+}
+
+
+@dataclass(frozen=True)
+class LaneUse:
+    """How a lane spent its time; shares are of its wall time."""
+
+    name: str
+    clock: str
+    wall: float
+    seconds: Mapping[str, float]
+    """Per phase."""
+    busy: float
+    idle: float
+    explained: float
+    """What the phases add up to; 1 when nothing was lost."""
+
+
+def is_idle(lane: str, phase: str) -> bool:
+    """Whether a lane does nothing of use in a phase."""
+    return phase == "slot" if lane.startswith("collector") else phase not in BUSY
+
+
+def lane_use(lane: Lane) -> LaneUse:
+    """Busy, idle and explained shares of one lane."""
+    seconds, wall = lane.total(), lane.wall
+    idle = sum(value for phase, value in seconds.items() if is_idle(lane.name, phase))
+    total = sum(seconds.values())
+    shares = [value / wall if wall > 0 else 0.0 for value in (total - idle, idle, total)]
+    return LaneUse(lane.name, lane.clock, wall, seconds, *shares)
+
+
+def timeline(lane: Lane, edges: Floats) -> Floats:
+    """The share of each phase (column) in the time between each two edges (row)."""
+    return np.diff(lane.until(edges), axis=0) / np.diff(edges)[:, None]
+
+
+def idle_causes(spans: Spans, name: str = "learner") -> dict[str, float]:
+    """Seconds of a lane's idle time by what caused it, in plain words, largest first; they add up to all of it."""
+    lane = spans.lanes.get(name)
+    if lane is None:
+        return {}
+    causes: defaultdict[str, float] = defaultdict(float)
+    for phase, seconds in lane.total().items():
+        if phase == "wait":
+            for cause, part in _causes_of_waiting(lane, spans).items():
+                causes[cause] += part
+        elif is_idle(name, phase):
+            causes[cause_of(phase)] += seconds
+    largest_first = sorted(causes.items(), key=lambda item: -item[1])
+    return {cause: seconds for cause, seconds in largest_first if seconds > 0}
+
+
+def cause_of(phase: str) -> str:
+    """Why time in a phase is idle time, in plain words."""
+    return CAUSES.get(phase, f"in phase {phase!r}")
+
+
+def _without_slots_in_folds(collector: Lane) -> Lane:
+    """The lane as the learner's waiting saw it: within a folded span the slots were while the learner worked."""
+    if "slot" not in collector.phases:
+        return collector
+    slot = collector.phases.index("slot")
+    total = collector.seconds.sum(axis=1)
+    work = total - collector.seconds[:, slot]
+    seconds = collector.seconds * np.divide(total, work, out=np.ones_like(total), where=work > 0)[:, None]
+    seconds[:, slot] = np.where(work > 0, 0.0, total)
+    return replace(collector, seconds=seconds)
+
+
+def _causes_of_waiting(lane: Lane, spans: Spans) -> dict[str, float]:
+    """The seconds of `wait`, each span's split by what the collectors did meanwhile."""
+    wait = lane.seconds[:, lane.phases.index("wait")]
+    work = np.zeros((len(wait), len(WAITS)))
+    for collector in spans.collectors:
+        if collector.clock == lane.clock:
+            working = _without_slots_in_folds(collector)
+            done = working.until(lane.end) - working.until(lane.start)
+            for column, phase in enumerate(WAITS):
+                if phase in collector.phases:
+                    work[:, column] += done[:, collector.phases.index(phase)]
+    # Collectors that worked less than the learner waited leave a rest that nothing explains.
+    whole = np.maximum(work.sum(axis=1), wait)
+    split = work * np.divide(wait, whole, out=np.zeros_like(wait), where=whole > 0)[:, None]
+    causes = dict(zip(WAITS.values(), split.sum(axis=0).tolist(), strict=True))
+    return causes | {CAUSES["wait"]: max(0.0, float(wait.sum()) - sum(causes.values()))}

@@ -1,0 +1,109 @@
+"""metrics.csv: a line per iteration under the names Stable-Baselines3's users know.
+
+In: Progress. Out: a file whose columns never change, flushed line by line so that a killed run keeps its rows.
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from flatout.training.progress import Progress
+
+COLUMNS = (
+    "time/total_timesteps",
+    "time/iterations",
+    "time/time_elapsed",
+    "time/fps",
+    "rollout/ep_rew_mean",
+    "rollout/ep_len_mean",
+    "rollout/episodes",
+    "train/n_updates",
+    "train/learning_rate",
+    "train/loss",
+    "train/policy_gradient_loss",
+    "train/value_loss",
+    "train/entropy_loss",
+    "train/approx_kl",
+    "train/clip_fraction",
+    "train/kl_settled",
+    "train/clip_range",
+    "train/explained_variance",
+    "train/grad_norm",
+    "train/q_mean",
+    "train/td_error",
+    "rollout/exploration_rate",
+    "train/buffer_fill",
+    "train/updates_per_step",
+    "eval/mean_reward",
+    "eval/mean_ep_length",
+    "learner_busy",
+)
+
+
+def scalars(progress: Progress) -> dict[str, float]:
+    """The figures of one iteration by name, for metrics.csv and TensorBoard alike; what is not known is left out."""
+    known: dict[str, float | None] = {
+        "time/total_timesteps": progress.env_steps,
+        "time/iterations": progress.iteration,
+        "time/time_elapsed": progress.seconds,
+        "time/fps": progress.steps_per_second,
+        "rollout/ep_rew_mean": progress.return_mean,
+        "rollout/ep_len_mean": progress.length_mean,
+        "rollout/episodes": progress.episodes,
+        "train/n_updates": progress.updates,
+        **progress.metrics,
+        "learner_busy": progress.learner_busy,
+    }
+    return {name: value for name, value in known.items() if value is not None}
+
+
+class MetricsLog:
+    """Writes metrics.csv; with `resume_at`, goes on after the last row not beyond that many env steps."""
+
+    def __init__(self, path: Path, resume_at: int | None = None) -> None:
+        kept = [] if resume_at is None else _rows_up_to(path, resume_at)
+        part = path.with_name(f".{path.name}.part")
+        with part.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file, lineterminator="\n")
+            writer.writerow(COLUMNS)
+            writer.writerows([row.get(name, "") for name in COLUMNS] for row in kept)
+        os.replace(part, path)
+        self._file = path.open("a", newline="", encoding="utf-8")
+        self._writer = csv.writer(self._file, lineterminator="\n")
+
+    def write(self, progress: Progress) -> None:
+        """Add a row and hand it to the system at once."""
+        values = scalars(progress)
+        self._writer.writerow([_cell(values.get(name)) for name in COLUMNS])
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file; a second call does nothing."""
+        self._file.close()
+
+
+def _cell(value: float | None) -> str:
+    if value is None:
+        return ""
+    # Eight digits: one more than a float32 carries.
+    return str(value) if isinstance(value, int) else f"{value:.8g}"
+
+
+def _rows_up_to(path: Path, env_steps: int) -> list[Mapping[str, str]]:
+    """The whole rows not beyond `env_steps`; later ones will be walked again, a torn last one is lost."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return []
+    whole_lines = text[: text.rfind("\n") + 1].splitlines()
+    return [row for row in csv.DictReader(whole_lines, restval="") if _steps_of(row) <= env_steps]
+
+
+def _steps_of(row: Mapping[str, str]) -> float:
+    try:
+        return float(row.get("time/total_timesteps", "inf"))
+    except ValueError:
+        return float("inf")

@@ -1,0 +1,405 @@
+"""The composition root: the only file that knows every concrete class.
+
+Comes in: a config and an env. Goes out: a trainer, everything that learning needs put together.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Sequence
+from itertools import zip_longest
+from typing import Any
+
+import numpy as np
+import torch
+
+from flatout.algorithms.make import make_learner
+from flatout.algorithms.ppo.config import PPOConfig
+from flatout.buffers.rollout import Rollout
+from flatout.collect.batched import batched_collector, batched_eval_executor
+from flatout.collect.child import ChildCollectors, Job
+from flatout.collect.collector import Collector, Collects
+from flatout.collect.noise import USUAL, Habits
+from flatout.config.run_config import RunConfig
+from flatout.device.machine import free_memory
+from flatout.device.precision import choose_precision, use_matmul_precision
+from flatout.device.threads import torch_threads
+from flatout.envs.check import EnvInfo
+from flatout.envs.make import one_line
+from flatout.envs.spaces import Array, ObsLayout, space_to_json
+from flatout.errors import FlatoutError
+from flatout.executors.base import Episode, Executor
+from flatout.executors.coroutine import CoroutineExecutor
+from flatout.executors.process import ProcessExecutor
+from flatout.executors.serial import SerialExecutor
+from flatout.executors.supervise import RestartBudget
+from flatout.executors.thread import ThreadExecutor
+from flatout.learning.compile import Compilation
+from flatout.learning.learner import Learner
+from flatout.perf.choose import Plan
+from flatout.perf.planning import Planning, Policy, count_params, faster_device, launch_seconds, update_recipe
+from flatout.trace.device import DeviceClock
+from flatout.trace.phases import Lane, PhaseClock
+from flatout.training.checkpoint import Checkpoint
+from flatout.training.evaluation import Evaluation, evaluate
+from flatout.training.lockstep import Counted, Lockstep
+from flatout.training.overlap import Overlap, Ready
+from flatout.training.state import TrainState
+from flatout.training.stop import StopRequest
+
+EVAL_SEED = 1_000_003
+"""Added to the run's seed, so that evaluation never sees the training episodes."""
+MAX_EVAL_ENVS = 10
+EVAL_IN_PLACE = "evaluation plays in the one batched env there is; training then begins new episodes in it"
+
+
+class Trainer:
+    """Everything that learning needs, alive between two calls of learn()."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        env: EnvInfo,
+        policy: Policy,
+        *,
+        n_cores: int,
+        n_steps: int,
+        overlapped: bool | None = None,
+    ) -> None:
+        """`overlapped`: how the run began, if it is one that goes on."""
+        self.config, self._env, self.policy = config, env, policy
+        self._n_cores = n_cores
+        self.clock = PhaseClock()
+        self.state = TrainState()
+        self._before: dict[str, dict[str, float]] = {}
+        self.notes: list[str] = []
+        self.budget = RestartBudget()
+        n_params = count_params(policy)
+        self.precision, _ = choose_precision(config.precision, policy.device, n_params)
+        if policy.device.type == "cuda":
+            use_matmul_precision(self.precision)
+        self.learner = make_learner(
+            policy.model,
+            config.algorithm,
+            n_envs=config.n_envs,
+            seed=config.seed,
+            clock=self.clock,
+            precision=self.precision,
+        )
+        if config.compile == "on":
+            self.learner.update.by_hand = None
+        self.learner.fit_into(free_memory(policy.device))
+        self.learner.reserve()
+        if config.eval_every and env.factory.is_instance:
+            self.notes.append(EVAL_IN_PLACE)
+        planning = Planning(
+            config=config,
+            env=env,
+            policy=policy,
+            learner=self.learner,
+            n_cores=n_cores,
+            n_steps=n_steps,
+            precision=self.precision,
+        )
+        self._decision = planning.decide(overlapped)
+        self.overlap, self.overlap_reason = self._decision.overlap, self._decision.reason
+        self.state.overlapped = self.overlap
+        self.plan, self._collector, rollouts = self._first_that_starts(self._decision.ways)
+        n_children = self.plan.n_collectors if self.plan.children else 0
+        n_taken = n_children if self.overlap else 0
+        learn_threads = self.learner.threads(n_cores, n_taken)
+        self._pipeline: Lockstep[Any] | Overlap[Any]
+        if self.overlap:
+            self._pipeline = Overlap(
+                self._collector,
+                self.learner,
+                rollouts,
+                self.state,
+                clock=self.clock,
+                learn_threads=learn_threads,
+            )
+        else:
+            self._pipeline = Lockstep(
+                self._collector,
+                self.learner,
+                rollouts,
+                self.state,
+                clock=self.clock,
+                collect_threads=torch_threads(n_params, config.n_envs, n_cores),
+                learn_threads=learn_threads,
+            )
+        self._speed_up_updates(learn_threads)
+        self._finalizer = weakref.finalize(self, _close, self._collector, self.learner)
+        self._eval_executor: Executor | None = None
+
+    def _speed_up_updates(self, n_threads: int) -> None:
+        """A CUDA graph, a compiled update, or neither, as the settings say."""
+        config, device = self.config, self.policy.device.type
+        if config.compile == "off" or device not in ("cpu", "cuda"):
+            return
+        if device == "cuda":
+            self.learner.capture = True
+            return
+        if self.learner.update.by_hand is not None:
+            return  # as fast, from the first update on
+        recipe = update_recipe(config, self.policy, self.precision, n_threads)
+        self.learner.compilation = Compilation(recipe, wait=config.compile == "on")
+
+    def _first_that_starts(self, ranked: list[Plan]) -> tuple[Plan, Collects[Any], Sequence[Counted]]:
+        """Build the best plan; where one cannot start, say so and take the next."""
+        for plan, following in zip_longest(ranked, ranked[1:]):
+            try:
+                return plan, *self._assemble(plan)
+            except Exception as error:
+                if following is None:
+                    raise
+                self.notes.append(
+                    f"executor {plan.kind} could not start ({one_line(error)}); using {following.kind}"
+                )
+        raise FlatoutError(f"--executor {self.config.executor} cannot run this env; use --executor auto")
+
+    def _assemble(self, plan: Plan) -> tuple[Collects[Any], Sequence[Counted]]:
+        config, policy, env_ids = self.config, self.policy, np.arange(self.config.n_envs)
+        n_steps, n_slots = config.algorithm.n_steps, 2 if self.overlap else 1
+        clock = PhaseClock("collector 0")
+        model, source = policy.model, None
+        habits = exploration(config)
+        if plan.children:
+            job = Job(
+                factory=self._env.factory,
+                obs=policy.obs,
+                action=policy.action,
+                network=config.network,
+                traits=config.algorithm.traits,
+                habits=habits,
+                seed=config.seed,
+                first=0,
+                end=config.n_envs,
+            )
+            children = ChildCollectors(
+                job,
+                model,
+                plan.n_collectors,
+                n_steps=n_steps,
+                n_slots=n_slots,
+                budget=self.budget,
+            )
+            return children, children.rollouts
+        device = policy.device if plan.kind == "batched" else faster_device(policy, config.n_envs)
+        if self.overlap or device != policy.device:  # beside learning, acting needs parameters of its own
+            model, source = copy.deepcopy(policy.model).to(device), policy.model
+        if plan.kind == "batched":
+            return batched_collector(
+                self._env,
+                model,
+                policy.obs,
+                policy.action,
+                n_envs=config.n_envs,
+                n_steps=n_steps,
+                device=policy.device,
+                seed=config.seed,
+                clock=clock,
+                n_slots=n_slots,
+                source=source,
+                habits=habits,
+            )
+        collector = Collector(
+            self._executor(plan, env_ids),
+            model,
+            policy.action,
+            device=device,
+            seed=config.seed,
+            clock=clock,
+            source=source,
+            habits=habits,
+        )
+        slots = range(n_slots)
+        return collector, [Rollout.alloc(policy.obs, policy.action, n_steps, config.n_envs) for _ in slots]
+
+    def _executor(self, plan: Plan, env_ids: Array) -> Executor:
+        factory, obs, seed = self._env.factory, self.policy.obs, self.config.seed
+        if plan.kind == "process":
+            return ProcessExecutor(
+                factory,
+                obs,
+                env_ids,
+                seed,
+                action=self.policy.action,
+                n_workers=plan.n_workers,
+                n_cores=self._n_cores,
+                budget=self.budget,
+            )
+        if plan.kind in ("thread", "async"):
+            waiting = ThreadExecutor if plan.kind == "thread" else CoroutineExecutor
+            return waiting(factory, obs, env_ids, seed, budget=self.budget)
+        return SerialExecutor(factory, obs, env_ids, seed, budget=self.budget)
+
+    def start(self, checkpoint: Checkpoint | None = None) -> list[int]:
+        """Reset the envs, or bring everything back to a checkpoint; returns the envs that began anew."""
+        if checkpoint is None:
+            self._collector.reset()
+            return []
+        tensors = checkpoint.tensors
+        self.learner.load_state(tensors)
+        saved = TrainState.from_json(checkpoint.state["progress"])
+        for name in TrainState.__slots__:
+            setattr(self.state, name, getattr(saved, name))
+        self.state.overlapped = self.overlap
+        self.learner.n_updates = saved.n_updates
+        self._collector.n_steps = saved.env_steps // self.config.n_envs
+        self._take_ready(checkpoint)
+        replay = checkpoint.replay
+        if replay is not None and int(replay["env_steps"][0]) != saved.env_steps:
+            replay = None  # of another checkpoint that had this name
+        self.learner.restore_replay(replay, saved.env_steps)
+        envs = {name[5:]: t.numpy() for name, t in tensors.items() if name.startswith("envs.")}
+        if not envs or (not self._env.batched and "ages" not in envs):  # saved without a way back
+            self._collector.reset()
+            return list(range(self.config.n_envs))
+        return self._collector.restore(envs)
+
+    def _take_ready(self, checkpoint: Checkpoint) -> None:
+        """Bring back the rollout that was collected ahead."""
+        about = checkpoint.state.get("ready")
+        pipeline = self._pipeline
+        if about is None or not isinstance(pipeline, Overlap):
+            return
+        arrays = pipeline.rollouts[0].arrays
+        for name, array in arrays.items():
+            array[...] = checkpoint.tensors[f"ready.{name}"].numpy()
+        pipeline.ready = Ready(0, [Episode(*fields) for fields in about["episodes"]], about["lag"])
+        self._collector.n_steps += self.config.algorithm.n_steps
+
+    def iterate(self, total_steps: int, stop: StopRequest) -> dict[str, float]:
+        """Collect a rollout and learn from it."""
+        return self._pipeline.iterate(total_steps, stop)
+
+    def checkpoint(self) -> Checkpoint:
+        """The state after the last whole iteration."""
+        tensors = {name: tensor.detach().cpu() for name, tensor in self.learner.state().items()}
+        snapshot = self._collector.snapshot()
+        self.state.lanes = self.read_lanes()
+        tensors |= {f"envs.{name}": torch.from_numpy(array) for name, array in snapshot.items()}
+        self.state.oom_backoffs = self.learner.n_backoffs
+        about = describe(self.config, self._env, self.policy, self.state)
+        pipeline = self._pipeline
+        if isinstance(pipeline, Overlap) and isinstance(pipeline.rollouts[0], Rollout) and pipeline.ready:
+            ready = pipeline.ready
+            arrays = pipeline.rollouts[ready.slot].arrays
+            tensors |= {f"ready.{name}": torch.from_numpy(array.copy()) for name, array in arrays.items()}
+            episodes = [[e.env_id, e.total_reward, e.length] for e in ready.episodes]
+            about["ready"] = {"episodes": episodes, "lag": ready.lag}
+        replay = self.learner.replay()
+        if replay is not None:
+            replay = {**replay, "env_steps": np.array([self.state.env_steps])}
+        return Checkpoint(tensors, about, replay)
+
+    @property
+    def lanes(self) -> list[Lane]:
+        """The learner, then the collectors."""
+        device = self.learner.device_clock
+        return [self.clock, *self._collector.lanes, *([device] if device is not None else [])]
+
+    def measured(self) -> dict[str, float | None]:
+        """What was measured besides the phases, in seconds: an env's step, launching an update."""
+        probe = self._decision.probe
+        return {
+            "step_seconds": probe.step_seconds if probe else None,
+            "compute_share": probe.cpu_share if probe else None,
+            "launch_seconds": launch_seconds(self.policy, self.config),
+        }
+
+    def begin_lanes(self, *, spans: bool) -> None:
+        """Count the lanes' time from now on, on top of what an earlier part of the run has spent."""
+        self._before = self.state.lanes
+        self.clock.traced = spans
+        self.clock.restart(self._before.get(self.clock.lane, {}))
+        self._collector.trace(spans)
+        if self.policy.device.type == "cuda":
+            self.learner.device_clock = DeviceClock(lambda: torch.cuda.Event(enable_timing=True))
+
+    def read_lanes(self) -> dict[str, dict[str, float]]:
+        """Seconds per phase of every lane since the run began."""
+        out = {name: dict(seconds) for name, seconds in self._before.items()}
+        out[self.clock.lane] = self.clock.read()
+        for lane in self.lanes[1:]:
+            total = out.setdefault(lane.lane, {})
+            for phase, seconds in lane.read().items():
+                total[phase] = total.get(phase, 0.0) + seconds
+        return out
+
+    @property
+    def compiled(self) -> bool:
+        """Whether updates run as compiled code or as a CUDA graph by now."""
+        update = self.learner.update
+        return any(form is not None for form in (update.compiled, update.replayed, update.by_hand))
+
+    def take_notes(self) -> list[str]:
+        """What happened since this was asked last, one line each."""
+        notes = self.learner.take_notes()
+        if isinstance(self._pipeline, Overlap):
+            notes += self._pipeline.notes
+            self._pipeline.notes.clear()
+        return notes
+
+    def evaluate(self) -> Evaluation:
+        """Play the deterministic policy in envs of its own, or in the only batched env there is."""
+        if self._eval_executor is None:
+            n_envs = min(self.config.eval_episodes, MAX_EVAL_ENVS)
+            seed = self.config.seed + EVAL_SEED
+            self._eval_executor = eval_executor(self._env, self.policy.obs, n_envs, seed)
+        result = evaluate(
+            self._eval_executor,
+            self.policy.model,
+            self.policy.action,
+            n_episodes=self.config.eval_episodes,
+            device=self.policy.device,
+            seed=self.config.seed + EVAL_SEED,
+        )
+        self.after_evaluation()
+        return result
+
+    def after_evaluation(self) -> None:
+        """Begin new episodes where evaluation has played in the training envs themselves."""
+        if self._env.factory.is_instance:
+            self._collector.reset()
+
+    def close(self) -> None:
+        """Close every env; happens by itself when the trainer is no longer used."""
+        self._finalizer()
+        if self._eval_executor is not None:
+            self._eval_executor.close()
+
+
+def _close(collector: Collects[Any], learner: Learner[Any]) -> None:
+    collector.close()
+    learner.close()
+
+
+def exploration(config: RunConfig) -> Habits:
+    """How envs explore, where that is not the policy's own affair."""
+    it = config.algorithm
+    if isinstance(it, PPOConfig):
+        return USUAL
+    shift = np.log1p(it.exploration_spread * np.linspace(0, 1, config.n_envs)).astype(np.float32)
+    return Habits(shift if it.exploration_spread else None, it.exploration_hold)
+
+
+def eval_executor(env: EnvInfo, layout: ObsLayout, n_envs: int, seed: int) -> Executor:
+    """Envs to evaluate in."""
+    if env.batched:
+        return batched_eval_executor(env, layout, n_envs, seed)
+    kind = CoroutineExecutor if env.is_async else SerialExecutor
+    return kind(env.factory, layout, np.arange(n_envs), seed, replayable=False)
+
+
+def describe(config: RunConfig, env: EnvInfo, policy: Policy, state: TrainState) -> dict[str, Any]:
+    """A checkpoint's JSON part: enough to act without the env, and to go on with it."""
+    return {
+        "config": config.to_json(),
+        "observation_space": space_to_json(policy.obs.space),
+        "action_space": space_to_json(policy.action.space),
+        "mask_in_info": env.factory.mask_in_info,
+        "progress": state.to_json(),
+    }

@@ -1,0 +1,21 @@
+"""Crawl: a website explored over HTTP.
+
+Imported on first use: the site server is part of this package and needs neither Gymnasium nor aiohttp.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from flatout.workloads.crawl.env import AsyncCrawl, Crawl
+
+__all__ = ["AsyncCrawl", "Crawl"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'flatout.workloads.crawl' has no attribute {name!r}")
+    from flatout.workloads.crawl import env
+
+    return getattr(env, name)

@@ -1,0 +1,125 @@
+"""An exploration to look at: the link graph as an image, the page and its links as text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import cos, pi, sin
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageDraw, ImageFont
+
+from flatout.workloads.crawl.explore import Exploration, Link, Visited
+from flatout.workloads.crawl.graph import LinkGraph
+
+WIDTH, HEIGHT, PANEL, SCALE = 640, 480, 150, 2
+INK, PAPER, FAINT, GOLD, RED = (38, 42, 51), (250, 250, 247), (205, 208, 214), (240, 170, 20), (205, 60, 60)
+COLORS = [
+    (76, 114, 176), (85, 168, 104), (129, 114, 179), (100, 181, 205), (196, 120, 90), (140, 140, 140),
+    (218, 139, 195), (122, 160, 60), (60, 150, 150), (170, 110, 60), (90, 90, 200), (180, 180, 90),
+]  # fmt: skip
+TRAIL = 4
+"""How many of the last pages the agent's way is drawn through."""
+Point = tuple[float, float]
+
+
+def text(exploration: Exploration, trail: Sequence[Visited], slots: Sequence[Link], budget: int) -> str:
+    """The page, its links by slot, and how the exploration stands."""
+    here = trail[-1] if trail else None
+    lines = [
+        f"{here.link.url if here else exploration.start_url}  {here.title if here else '(not there)'}",
+        f"requests {exploration.n_requests}/{budget}  targets {exploration.n_targets}  "
+        f"kinds of pages {len(exploration.templates)}  faults {exploration.n_faults}",
+    ]
+    for k, link in enumerate(slots):
+        mark = "·" if link.page is not None else "!" if link.tries else " "
+        lines.append(f"{k:3} {mark} {link.text[:30]:30} {'/'.join(link.tokens)[:60]}")
+    return "\n".join(lines)
+
+
+def image(exploration: Exploration, trail: Sequence[Visited], budget: int) -> NDArray[np.uint8]:
+    """The pages got as a tree around the start page: colour is kind of page, gold a target, red a fault."""
+    canvas = Image.new("RGB", (WIDTH * SCALE, HEIGHT * SCALE), PAPER)
+    pen = ImageDraw.Draw(canvas)
+    graph = exploration.graph
+    places = _places(graph)
+    path = [visited.link.url for visited in trail]
+    for url, node in graph.nodes.items():
+        if node.parent in places:
+            pen.line([places[node.parent], places[url]], FAINT, SCALE)
+    walked = [places[url] for url in path[-TRAIL:]]
+    if len(walked) > 1:
+        pen.line(walked, GOLD, 2 * SCALE, joint="curve")
+    for url, node in graph.nodes.items():
+        x, y = places[url]
+        if node.template < 0:
+            for sign in (-1, 1):
+                pen.line([(x - 8, y - 8 * sign), (x + 8, y + 8 * sign)], RED, 2 * SCALE)
+            continue
+        r = (8 if node.is_target else 6) * SCALE
+        if node.is_target:
+            pen.regular_polygon((x, y, r + 4), 5, fill=GOLD, outline=INK)
+        else:
+            pen.ellipse([x - r, y - r, x + r, y + r], COLORS[node.template % len(COLORS)])
+    if path:
+        x, y = places[path[-1]]
+        r = 12 * SCALE
+        pen.ellipse([x - r, y - r, x + r, y + r], outline=INK, width=2 * SCALE)
+    _panel(pen, exploration, path, budget)
+    return np.asarray(canvas.resize((WIDTH, HEIGHT), Image.Resampling.LANCZOS), np.uint8).copy()
+
+
+def _places(graph: LinkGraph) -> dict[str, Point]:
+    """A radial tree: each page sits in its parent's sector, one ring further out."""
+    children: dict[str | None, list[str]] = {}
+    for url, node in graph.nodes.items():
+        parent = node.parent if node.parent in graph.nodes and node.parent != url else None
+        children.setdefault(parent, []).append(url)
+    weight: dict[str, float] = {}
+    for url in reversed(list(graph.nodes)):
+        weight[url] = max(1.0, sum(weight.get(child, 1.0) for child in children.get(url, ())))
+    middle, out = ((WIDTH - PANEL) * SCALE / 2, HEIGHT * SCALE / 2), {}
+    depth = _depth(children)
+    ring = (min(WIDTH - PANEL, HEIGHT) * SCALE / 2 - 24 * SCALE) / max(depth, 1)
+    ahead: list[tuple[str, float, float, int]] = [(url, 0.0, 2 * pi, 0) for url in children.get(None, ())[:1]]
+    while ahead:
+        url, low, high, level = ahead.pop()
+        angle = (low + high) / 2
+        out[url] = middle[0] + ring * level * cos(angle), middle[1] + ring * level * sin(angle)
+        below = children.get(url, [])
+        total = sum(weight[child] for child in below)
+        for child in below:
+            width = (high - low) * weight[child] / total
+            ahead.append((child, low, low + width, level + 1))
+            low += width
+    return {url: out.get(url, middle) for url in graph.nodes}
+
+
+def _depth(children: dict[str | None, list[str]]) -> int:
+    depth, level = -1, children.get(None, [])[:1]
+    while level and depth < 1000:
+        depth, level = depth + 1, [child for url in level for child in children.get(url, ())]
+    return depth
+
+
+def _panel(pen: ImageDraw.ImageDraw, exploration: Exploration, path: Sequence[str], budget: int) -> None:
+    left, width = (WIDTH - PANEL) * SCALE, PANEL * SCALE
+    pen.rectangle([left, 0, left + width, HEIGHT * SCALE], fill=(240, 241, 238))
+    big, small = (ImageFont.load_default(size * SCALE) for size in (30, 12))
+    rows = [("targets", exploration.n_targets), ("kinds of pages", len(exploration.templates))]
+    for i, (name, value) in enumerate(rows):
+        top = (20 + 72 * i) * SCALE
+        pen.text((left + 16 * SCALE, top), str(value), INK, big)
+        pen.text((left + 16 * SCALE, top + 36 * SCALE), name, INK, small)
+    top = 176 * SCALE
+    pen.text((left + 16 * SCALE, top), f"requests {exploration.n_requests} of {budget}", INK, small)
+    full = width - 32 * SCALE
+    share = min(exploration.n_requests / budget, 1)
+    box = [left + 16 * SCALE, top + 20 * SCALE]
+    pen.rectangle([*box, box[0] + full, box[1] + 8 * SCALE], fill=FAINT)
+    pen.rectangle([*box, box[0] + int(full * share), box[1] + 8 * SCALE], fill=COLORS[0])
+    tokens = path[-1].split("/")[3:] if path else []
+    for i, token in enumerate(tokens[:8]):
+        pen.text((left + (16 + 8 * i) * SCALE, (230 + 18 * i) * SCALE), f"/{token[:14]}", INK, small)
+    if exploration.n_faults:
+        pen.text((left + 16 * SCALE, (HEIGHT - 30) * SCALE), f"faults {exploration.n_faults}", RED, small)

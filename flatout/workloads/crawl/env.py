@@ -1,0 +1,291 @@
+"""`flatout/Crawl-v0`: explore a website over HTTP, and find new kinds of pages and targets with few requests.
+
+`AsyncCrawl` awaits its requests, so that hundreds of them wait side by side; `Crawl` is the same env for those who block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import gymnasium as gym
+import numpy as np
+from gymnasium import spaces
+from numpy.typing import NDArray
+
+from flatout.envs.awaitable import LoopThread
+from flatout.errors import EnvError, FlatoutError
+from flatout.workloads.crawl import draw
+from flatout.workloads.crawl.explore import Exploration, Link, Outcome, Visited
+from flatout.workloads.crawl.features import N_LINK, N_PAGE, link_rows, page_row, slots
+from flatout.workloads.crawl.fetch import Fetcher
+from flatout.workloads.crawl.graph import LinkGraph
+from flatout.workloads.crawl.network import Network, join, leave
+from flatout.workloads.crawl.page import check_selector
+from flatout.workloads.crawl.rules import Rules
+from flatout.workloads.crawl.site.config import read_site
+from flatout.workloads.crawl.site.process import site_server
+
+TARGET = 1.0
+TEMPLATE = 0.2
+REQUEST = -0.02
+REPEAT = -0.1
+FAULT = -0.1
+BACK = -0.01
+MAX_FAULTS = 5
+"""Faults in turn after which an episode is given up."""
+RECORDED = "http://127.0.0.1:1"
+"""Where a recorded local site is said to be."""
+
+Obs: TypeAlias = dict[str, Any]
+Stepped: TypeAlias = tuple[Obs, float, bool, bool, dict[str, Any]]
+
+_reached: set[str] = set()
+"""Origins that have answered in this process: what fails then is bad luck, not a wrong URL."""
+
+
+class AsyncCrawl(gym.Env[Obs, Any]):
+    """The env with `async def reset` and `async def step`."""
+
+    metadata = {"render_modes": ["rgb_array", "ansi"], "render_fps": 4}  # noqa: RUF012  # as Gymnasium has it
+
+    def __init__(
+        self,
+        *,
+        url: str | None = None,
+        hosts: Sequence[str] = (),
+        target: str = '[itemtype$="/Dataset"]',
+        budget: int = 40,
+        n_links: int = 16,
+        site: Mapping[str, Any] | str | None = None,
+        sites: Sequence[int] = (0, 1_000_000),
+        rate: float | None = None,
+        timeout: float = 10.0,
+        max_bytes: int = 2_000_000,
+        record: str | None = None,
+        replay: str | None = None,
+        render_mode: str | None = None,
+    ) -> None:
+        for name, value, low, high in (
+            ("budget", budget, 1, 100_000),
+            ("n_links", n_links, 1, 1000),
+            ("rate", 1 if rate is None else rate, 1e-4, 1e6),
+            ("timeout", timeout, 1e-3, 50),
+            ("max_bytes", max_bytes, 1000, 100_000_000),
+        ):
+            if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+                raise FlatoutError(f"{name} is {value!r}; it must be a number from {low:g} to {high:g}")
+        if record and replay:
+            raise FlatoutError(f"record '{record}' and replay '{replay}': give one of the two")
+        if len(sites) != 2 or not 0 <= sites[0] < sites[1] <= 10**12:
+            raise FlatoutError(
+                f"sites is {list(sites)}; it must be the first seed and the one after the last"
+            )
+        if isinstance(hosts, str):
+            hosts = (hosts,)
+        self._url, self._hosts, self._target = url, tuple(hosts), check_selector(target)
+        self._site = read_site(site)
+        if url is not None:
+            Rules(url, self._hosts)  # refused now rather than at the first reset
+        self._sites = int(sites[0]), int(sites[1])
+        self._budget, self._n_links = int(budget), int(n_links)
+        self._fetching = {"timeout": timeout, "max_bytes": int(max_bytes), "rate": rate}
+        self._record, self._replay = Path(record) if record else None, Path(replay) if replay else None
+        if self._replay is not None and not self._replay.is_dir():
+            raise FlatoutError(f"replay folder {replay} does not exist; record a crawl into it first")
+        if render_mode is not None and render_mode not in self.metadata["render_modes"]:
+            raise FlatoutError(f"render_mode is '{render_mode}'; it must be rgb_array or ansi")
+        self.render_mode = render_mode
+        self.action_space = spaces.Discrete(self._n_links + 1)
+        self.observation_space = spaces.Dict(
+            {
+                "page": spaces.Box(-1, 1, (N_PAGE,), np.float32),
+                "links": spaces.Box(-1, 1, (self._n_links, N_LINK), np.float32),
+                "budget": spaces.Box(0, 1, (2,), np.float32),
+                "action_mask": spaces.MultiBinary(self._n_links + 1),
+            }
+        )
+        self._network: Network | None = None
+        self._joined = ""
+        self._exploration: Exploration | None = None
+        self._trail: list[Visited] = []
+        self._slots: list[Link] = []
+
+    @property
+    def exploration(self) -> Exploration:
+        """What is known of the site of this episode."""
+        if self._exploration is None:
+            raise EnvError("the crawl has not begun; call reset() first")
+        return self._exploration
+
+    @property
+    def budget(self) -> int:
+        """Requests that an episode has."""
+        return self._budget
+
+    @property
+    def graph(self) -> LinkGraph:
+        """The link graph as explored so far; `to_networkx()` and `write_graphml()` hand it on."""
+        return self.exploration.graph
+
+    @property
+    def here(self) -> Visited | None:
+        """The page that the agent is on; None before the start page has come."""
+        return self._trail[-1] if self._trail else None
+
+    async def reset(  # type: ignore[override]  # Gymnasium knows no async envs
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Obs, dict[str, Any]]:
+        """Begin at the start page, of another site for each episode where sites are generated.
+
+        `options={"site": 7}` chooses the generated site by its seed.
+        """
+        super().reset(seed=seed)
+        number = int((options or {}).get("site", self.np_random.integers(*self._sites)))
+        url = self._url or f"{self._origin()}/{number}/"
+        rules = Rules(url, self._hosts)
+        network = await self._join(rules.origin)
+        fetcher = Fetcher(rules, network, **self._fetching)  # type: ignore[arg-type]
+        self._exploration = Exploration(url, rules, fetcher, self._target)
+        self._trail, self._n_steps, self._n_faults_in_turn = [], 0, 0
+        outcome = await self.exploration.follow(self.exploration.start)
+        self._arrive(outcome)
+        if outcome.fault is None:
+            _reached.add(rules.origin)
+        elif rules.origin not in _reached:
+            raise EnvError(f"the start page {url} cannot be had: {outcome.fault}")
+        return self._obs(), self._info(outcome)
+
+    async def step(self, action: Any) -> Stepped:  # type: ignore[override]
+        """Follow the link in a slot, or go back; going back before the start page has come asks for it again."""
+        exploration, choice = self.exploration, int(action)
+        self._n_steps += 1
+        reward = 0.0
+        outcome: Outcome | None = None
+        if choice < len(self._slots):
+            outcome = await exploration.follow(self._slots[choice])
+        elif not self._trail:
+            outcome = await exploration.follow(exploration.start)
+        elif choice == self._n_links and len(self._trail) > 1:
+            self._trail.pop()
+            reward = BACK
+        else:  # a choice that the mask forbids: nothing happens
+            reward = REPEAT
+        if outcome is not None:
+            reward = self._arrive(outcome)
+        terminated = exploration.n_requests >= self._budget
+        given_up = self._n_faults_in_turn >= MAX_FAULTS or self._n_steps >= 2 * self._budget
+        return self._obs(), reward, terminated, given_up and not terminated, self._info(outcome)
+
+    def render(self) -> Any:
+        """The link graph as an image, or the page and its links as text."""
+        if self.render_mode == "ansi":
+            return draw.text(self.exploration, self._trail, self._slots, self._budget)
+        if self.render_mode == "rgb_array":
+            return draw.image(self.exploration, self._trail, self._budget)
+        return None
+
+    async def close(self) -> None:  # type: ignore[override]
+        """Let go of the connections, the last env of all those that share them."""
+        network, self._network = self._network, None
+        if network is not None:
+            await leave(network)
+
+    def _origin(self) -> str:
+        return RECORDED if self._replay else site_server(self._site).url
+
+    async def _join(self, origin: str) -> Network:
+        if self._network is not None and (self._record or self._replay) and self._joined != origin:
+            await self.close()
+        if self._network is None:
+            self._network, self._joined = join(origin, self._record, self._replay), origin
+        return self._network
+
+    def _arrive(self, outcome: Outcome) -> float:
+        """Go where a link led; returns the reward."""
+        reward = REQUEST * outcome.n_requests
+        if outcome.visited is None:
+            self._n_faults_in_turn += 1
+            return reward + FAULT
+        self._n_faults_in_turn = 0
+        if outcome.visited is not self.here:
+            self._trail.append(outcome.visited)
+        if outcome.is_repeat:
+            return reward + REPEAT
+        return reward + TEMPLATE * outcome.new_template + TARGET * outcome.new_target
+
+    def _obs(self) -> Obs:
+        exploration, here = self.exploration, self.here
+        self._slots, n_new = slots(here, self._n_links) if here is not None else ([], 0)
+        mask = np.zeros(self._n_links + 1, np.int8)
+        mask[: len(self._slots)] = 1
+        mask[-1] = len(self._trail) > 1 or not self._slots
+        left = max(1 - exploration.n_requests / self._budget, 0), 1 - self._n_steps / (2 * self._budget)
+        return {
+            "page": page_row(exploration, here, n_new, len(self._trail), self._n_faults_in_turn),
+            "links": link_rows(self._slots, n_new, here, self._n_links),
+            "budget": np.array(left, np.float32),
+            "action_mask": mask,
+        }
+
+    def _info(self, outcome: Outcome | None) -> dict[str, Any]:
+        exploration, here = self.exploration, self.here
+        fault = outcome.fault if outcome else None
+        return {
+            "url": here.link.url if here else exploration.start_url,
+            "targets": exploration.n_targets,
+            "templates": len(exploration.templates),
+            "requests": exploration.n_requests,
+            "fault": f"{fault.kind}: {fault}" if fault else "",
+        }
+
+
+class Crawl(gym.Env[Obs, Any]):
+    """The same env for anyone who blocks: each call waits for its coroutine on a loop of the env's own."""
+
+    metadata = AsyncCrawl.metadata
+
+    def __init__(self, **kwargs: Any) -> None:
+        self.inner = AsyncCrawl(**kwargs)
+        self.render_mode = self.inner.render_mode
+        self.observation_space, self.action_space = self.inner.observation_space, self.inner.action_space
+        self._loop_thread: LoopThread | None = None
+
+    @property
+    def exploration(self) -> Exploration:
+        """What is known of the site of this episode."""
+        return self.inner.exploration
+
+    @property
+    def graph(self) -> LinkGraph:
+        """The link graph as explored so far."""
+        return self.inner.graph
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Obs, dict[str, Any]]:
+        """Begin at the start page."""
+        super().reset(seed=seed)
+        if self._loop_thread is None:
+            self._loop_thread = LoopThread("flatout-crawl")
+        return self._loop_thread.run(self.inner.reset(seed=seed, options=options))
+
+    def step(self, action: Any) -> Stepped:
+        """Follow the link in a slot, or go back."""
+        if self._loop_thread is None:
+            raise EnvError("the crawl has not begun; call reset() first")
+        return self._loop_thread.run(self.inner.step(action))
+
+    def render(self) -> NDArray[np.uint8] | str | None:
+        """The link graph as an image, or the page and its links as text."""
+        return self.inner.render()  # type: ignore[no-any-return]
+
+    def close(self) -> None:
+        """Let go of the connections and end the loop."""
+        if self._loop_thread is not None:
+            try:
+                self._loop_thread.run(self.inner.close())
+            finally:
+                self._loop_thread.close()
+                self._loop_thread = None

@@ -1,0 +1,159 @@
+"""What the agent sees of an exploration: the page it is on, and a row of numbers for each link it may follow.
+
+Words of link texts and URLs become short random codes, the same for the same word everywhere, so that what a word
+promises on one site can be learned and used on another.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from hashlib import blake2b
+from itertools import chain, islice, zip_longest
+from math import log1p
+from struct import Struct
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flatout.workloads.crawl.explore import MAX_TRIES, Exploration, Link, Shape, Visited
+
+CODE = 8
+"""Numbers in a word's code."""
+N_SHAPE = 4
+FIRST = 3 * CODE
+"""Where a link's codes end, and a 1 says that there is a link."""
+GOT_IT, FAILED, SAME_SHAPE = FIRST + 1, FIRST + 2, FIRST + 7
+N_LINK = FIRST + 8 + N_SHAPE
+N_PAGE = 2 * CODE + 12
+SEEN = [min(log1p(n) / 5, 1.0) for n in range(200)]
+GOT = [min(log1p(n) / 3, 1.0) for n in range(200)]
+WORD = re.compile(r"[a-z]+")
+
+Rows: TypeAlias = NDArray[np.float32]
+# Rows are put together as bytes: for some ten pieces of some ten numbers that takes a fraction of NumPy's time.
+_four, _eight = Struct("4f").pack, Struct("8f").pack
+NO_LINK, NO_PAGE = bytes(4 * N_LINK), bytes(4 * (N_PAGE - 4))
+
+
+def code(text: str) -> Rows:
+    """The mean code of a text's words, scaled to keep its spread; zeros where there is no word."""
+    words = WORD.findall(text.lower())[:12]
+    out = np.zeros(CODE, np.float32)
+    for word in words:
+        bits = blake2b(word.encode(), digest_size=1).digest()[0]
+        out += [1.0 if bits >> i & 1 else -1.0 for i in range(CODE)]
+    clipped: Rows = np.clip(out / max(len(words), 1) ** 0.5, -1, 1)
+    return clipped
+
+
+@lru_cache(65_536)
+def _code(text: str) -> bytes:
+    return code(text).tobytes()
+
+
+def slots(visited: Visited, n_slots: int) -> tuple[list[Link], int]:
+    """The links that get a slot, and how many of them are new.
+
+    New ones come first, of each shape in turn, the page's own before the site's frame.
+    """
+    own: dict[Shape, list[Link]] = {}
+    frame: dict[Shape, list[Link]] = {}
+    old: list[Link] = []
+    for link in visited.links:
+        if link.page is not None:
+            old.append(link)
+        elif link.tries < MAX_TRIES:
+            groups = frame if link.in_frame else own
+            group = groups.get(link.shape)
+            if group is None:
+                groups[link.shape] = [link]
+            else:
+                group.append(link)
+    in_turn = chain.from_iterable(zip_longest(*own.values(), *frame.values()))
+    new = list(islice(filter(None, in_turn), n_slots))
+    return (new + old)[:n_slots], len(new)
+
+
+def link_rows(links: list[Link], n_new: int, here: Visited | None, n_slots: int) -> Rows:
+    """A row for each slot, zeros where it is empty: the link's own numbers, then those of its shape."""
+    n = len(links)
+    if not n or here is None:
+        return np.zeros((n_slots, N_LINK), np.float32)
+    parts: list[bytes] = []
+    same: list[int] = []
+    shape_here = here.link.shape
+    for k, link in enumerate(links):
+        shape = link.shape
+        parts += link.row or _link_row(link), shape.row or _shape_row(shape)
+        if shape is shape_here:
+            same.append(k)
+    out = _array([*parts, NO_LINK * (n_slots - n)]).reshape(n_slots, N_LINK)
+    out[n_new:n, GOT_IT] = 1.0
+    if same:
+        out[same, SAME_SHAPE] = 1.0
+    for k in range(n_new):
+        if links[k].tries:
+            out[k, FAILED] = 1.0
+    return out
+
+
+def _array(parts: list[bytes]) -> Rows:
+    return np.frombuffer(bytearray().join(parts), np.float32)
+
+
+def _link_row(link: Link) -> bytes:
+    """The codes of a link's text and of the last two parts of its path, and what never changes; worked out once."""
+    tokens = link.tokens
+    last, before = _last_two(tokens)
+    rest = _rest(link.in_frame, link.has_query, len(tokens), "#" in link.shape.name)
+    row = link.row = _code(link.text) + _code(last) + _code(before) + rest
+    return row
+
+
+@lru_cache(1024)
+def _rest(in_frame: bool, has_query: bool, n_tokens: int, has_number: bool) -> bytes:
+    """A link's row after its codes and before its shape's."""
+    return _eight(1.0, 0.0, 0.0, in_frame, has_query, min(n_tokens / 6, 1.0), has_number, 0.0)
+
+
+def _shape_row(shape: Shape) -> bytes:
+    """How often a shape was seen and got, and what came of it; worked out when it has changed."""
+    n_got = max(shape.n_got, 1)
+    seen, got = SEEN[min(shape.n_links, 199)], GOT[min(shape.n_got, 199)]
+    row = shape.row = _four(seen, got, shape.n_targets / n_got, shape.n_templates / n_got)
+    return row
+
+
+def _last_two(tokens: tuple[str, ...]) -> tuple[str, str]:
+    n = len(tokens)
+    return tokens[-1] if n else "", tokens[-2] if n > 1 else ""
+
+
+def page_row(
+    exploration: Exploration, here: Visited | None, n_new: int, depth: int, n_faults_in_turn: int
+) -> Rows:
+    """The page that the agent is on, and how the exploration stands."""
+    parts = [NO_PAGE]
+    if here is not None:
+        link = here.link
+        last, before = _last_two(link.tokens)
+        page = _eight(
+            1.0,
+            here.is_target,
+            min(len(link.tokens) / 6, 1.0),
+            min(log1p(len(here.links)) / 5, 1.0),
+            min(log1p(n_new) / 4, 1.0),
+            min(log1p(exploration.template_visits.get(here.template, 0)) / 4, 1.0),
+            min(log1p(here.n_elements) / 8, 1.0),
+            link.shape.n_targets / max(link.shape.n_got, 1),
+        )
+        parts = [_code(last), _code(before), page]
+    stand = _four(
+        min(depth / 10, 1.0),
+        min(len(exploration.templates) / 20, 1.0),
+        min(log1p(exploration.n_targets) / 4, 1.0),
+        min(n_faults_in_turn / 5, 1.0),
+    )
+    return _array([*parts, stand])

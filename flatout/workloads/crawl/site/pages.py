@@ -1,0 +1,296 @@
+"""Pages of generated sites: a pure function of config, seed and path. Standard library only.
+
+A site's sections differ in what they lead to: most end in articles, goods, people or a calendar without end; one leads,
+several clicks down and under particular words, to the targets. Every kind of page has a structure of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from hashlib import blake2b
+from random import Random
+
+from flatout.workloads.crawl.site import words
+from flatout.workloads.crawl.site.config import SiteConfig
+
+TARGET_MARK = 'itemscope itemtype="https://schema.org/Dataset"'
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What the server sends."""
+
+    status: int
+    body: bytes = b""
+    location: str = ""
+    content_type: str = "text/html; charset=utf-8"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What all pages of one site share."""
+
+    root: str
+    prefix: str
+    """Of its CSS classes."""
+    sections: dict[str, str]
+    """Kind by the section's word, in the order of the navigation."""
+    research: str
+    data: str
+    record: str
+    topics: tuple[str, ...]
+    head: str
+    foot: str
+
+
+def answer(config: SiteConfig, path: str, attempt: int = 0) -> Answer:
+    """The answer to a GET of `/<seed>/…`, the attempt-th one of a client."""
+    if path == "/robots.txt" and config.robots:
+        text = "User-agent: *\nDisallow: /*/private/\nDisallow: /*/search\n"
+        return Answer(200, text.encode(), content_type="text/plain")
+    route, _, _ = path.partition("?")
+    seed, *parts = route.strip("/").split("/")
+    if not seed.isdigit() or len(seed) > 12:
+        return Answer(404, b"<html><body><h1>No such site</h1></body></html>")
+    if parts and chance(config.error_rate, "error", path, attempt):
+        return Answer(500, b"<html><body><h1>Something broke</h1></body></html>")
+    plan = site(config, int(seed))
+    if parts[:1] == ["go"]:
+        return Answer(302, location=path.replace("/go/", "/", 1))
+    return _Writer(config, plan, path).page([part for part in parts if part])
+
+
+def latency(config: SiteConfig, path: str, attempt: int = 0) -> float:
+    """Seconds until the answer is sent."""
+    if not config.latency:
+        return 0.0
+    return config.latency * Random(f"wait {path} {attempt}").lognormvariate(0.0, config.latency_spread)
+
+
+def chance(share: float, *what: object) -> bool:
+    """Whether something happens that happens in this share of all cases; the same answer for the same case."""
+    return share > 0 and int.from_bytes(blake2b(repr(what).encode(), digest_size=4).digest()) < share * 2**32
+
+
+@lru_cache(4096)
+def site(config: SiteConfig, seed: int) -> Plan:
+    """The plan of one site."""
+    draw = Random(f"site {seed}")
+    kinds = [kind for kind in words.SECTIONS if kind != "research" and (config.traps or kind != "events")]
+    chosen = ["research", *draw.sample(kinds, 6)]
+    draw.shuffle(chosen)
+    sections = {draw.choice(words.SECTIONS[kind]): kind for kind in chosen}
+    root, prefix = f"/{seed}/", draw.choice(["c", "ui", "site", "x", "mod", "wp"])
+    nav = "".join(
+        f'<li class="{prefix}-nav-item"><a href="{root}{word}/">{word.title()}</a></li>' for word in sections
+    )
+    head = (
+        f'<body><header class="{prefix}-top"><a class="{prefix}-logo" href="{root}">Home</a>'
+        f'<nav class="{prefix}-nav"><ul>{nav}</ul></nav></header><main class="{prefix}-main">'
+    )
+    foot = (
+        f'</main><footer class="{prefix}-foot"><a href="{root}about">About</a> <a href="{root}terms">Terms</a> '
+        f'<a href="{root}search?q=all">Search</a> <a href="{root}private/area">Members</a> '
+        f'<a href="{root}account/logout">Log out</a></footer></body></html>'
+    )
+    return Plan(
+        root,
+        prefix,
+        sections,
+        next(word for word, kind in sections.items() if kind == "research"),
+        draw.choice(words.DATA),
+        draw.choice(words.RECORDS),
+        tuple(draw.sample(words.TOPICS, max(4, config.size // 2))),
+        head,
+        foot,
+    )
+
+
+class _Writer:
+    """Writes one page."""
+
+    def __init__(self, config: SiteConfig, plan: Plan, path: str) -> None:
+        self.config, self.plan, self.path = config, plan, path
+        self.draw = Random(f"page {path}")
+
+    def page(self, parts: list[str]) -> Answer:
+        if not parts:
+            return self._html("Home", self._home())
+        kind = self.plan.sections.get(parts[0])
+        if parts[0] in ("about", "terms", "search", "private", "account", "tags"):
+            return self._html(parts[0].title(), self._plain(parts[0]))
+        if kind is None:
+            return Answer(404, b"<html><body><h1>No such page</h1></body></html>")
+        if kind == "research":
+            return self._research(parts)
+        makers: dict[str, Callable[[list[str]], str]] = {
+            "shop": self._shop,
+            "events": self._events,
+            "people": self._people,
+            "help": self._help,
+            "photos": self._photos,
+        }
+        return self._html(parts[-1].title(), makers.get(kind, self._articles)(parts))
+
+    def _html(self, title: str, body: str) -> Answer:
+        plan = self.plan
+        text = f"<!doctype html><html><head><title>{title}</title></head>{plan.head}<h1>{title}</h1>{body}{plan.foot}"
+        return Answer(200, text.encode())
+
+    def link(self, to: str, text: str) -> str:
+        """An anchor to a path below the site's root; some lead through a redirect."""
+        via = "go/" if chance(self.config.redirect_rate, "redirect", self.path, to) else ""
+        return f'<a href="{self.plan.root}{via}{to}">{text}</a>'
+
+    def items(self, name: str, links: list[str], tag: str = "li") -> str:
+        """A list of links in elements of their own class."""
+        p = self.plan.prefix
+        rows = "".join(f'<{tag} class="{p}-{name}">{link}</{tag}>' for link in links)
+        return f'<div class="{p}-{name}-list">{rows}</div>'
+
+    def number(self) -> int:
+        """Which page of a list this is."""
+        page = self.path.rpartition("?page=")[2]
+        return int(page) if page.isdigit() and len(page) < 6 else 1
+
+    def target(self) -> str:
+        """A link to a target from elsewhere."""
+        plan, draw = self.plan, self.draw
+        middle = "/".join(draw.choice(plan.topics) for _ in range(self.config.depth - 3))
+        base = "/".join(part for part in (plan.research, middle, plan.data) if part)
+        subject = draw.choice(words.SUBJECTS)
+        return self.link(
+            f"{base}/{subject}-{draw.randrange(1, self.config.size)}", f"{subject} {plan.record}"
+        )
+
+    def _home(self) -> str:
+        plan, draw = self.plan, self.draw
+        links = [self.link(f"{word}/", f"More {word}") for word in plan.sections if draw.random() < 0.5]
+        news = [word for word, kind in plan.sections.items() if kind in ("news", "press", "projects")]
+        for word in news:
+            links += [
+                self.link(f"{word}/{n}", draw.choice(words.PHRASES)) for n in draw.sample(range(1, 90), 3)
+            ]
+        draw.shuffle(links)
+        featured = self.target() if draw.random() < 0.3 else ""
+        return self.items("card", links, "section") + featured
+
+    def _research(self, parts: list[str]) -> Answer:
+        plan, draw, size, p = self.plan, self.draw, self.config.size, self.plan.prefix
+        here, level = "/".join(parts), len(parts)
+        if plan.data in parts[1:]:
+            if parts[-1] != plan.data:
+                return self._html(parts[-1].title(), self._record(parts))
+            page = self.number()
+            subjects = [draw.choice(words.SUBJECTS) for _ in range(size)]
+            start = (page - 1) * size + 1
+            rows = [
+                self.link(f"{here}/{s}-{start + n}", f"{s} {plan.record} {1900 + 7 * n}")
+                for n, s in enumerate(subjects)
+            ]
+            more = [self.link(f"{here}/?page={page + 1}", "next page")] if page < 3 else []
+            return self._html(
+                plan.data.title(), self.items("row", rows, "p") + self.items("pager", more, "span")
+            )
+        if level > 1 and parts[-1] in words.BESIDES:
+            rows = [self.link(f"{here}/{n}", f"{draw.choice(words.PHRASES)}") for n in range(1, size)]
+            return self._html(parts[-1].title(), self.items("entry", rows, "dd"))
+        if parts[-1].isdigit():
+            return self._html("Essay", f'<blockquote class="{p}-essay">{words.TEXT}</blockquote>')
+        if level == self.config.depth - 2:
+            beside = draw.sample(words.BESIDES, 4)
+            links = [self.link(f"{here}/{word}/", f"{parts[-1]} {word}") for word in [plan.data, *beside]]
+            draw.shuffle(links)
+            return self._html(parts[-1].title(), self.items("facet", links, "h3") + f"<p>{words.TEXT}</p>")
+        links = [self.link(f"{here}/{topic}/", topic.title()) for topic in plan.topics]
+        links += [self.link(f"{here}/{word}/", word) for word in draw.sample(words.BESIDES, 3)]
+        return self._html(parts[-1].title(), self.items("topic", links, "article"))
+
+    def _record(self, parts: list[str]) -> str:
+        p, draw = self.plan.prefix, self.draw
+        cells = "".join(f"<tr><td>{2000 + n}</td><td>{draw.randrange(999)}</td></tr>" for n in range(8))
+        others = [self.link("/".join(parts[:-1]) + "/", "all of them")]
+        return f'<section {TARGET_MARK}><table class="{p}-values">{cells}</table></section>{self.items("up", others, "p")}'
+
+    def _articles(self, parts: list[str]) -> str:
+        draw, size, p, here = self.draw, self.config.size, self.plan.prefix, parts[0]
+        if parts[-1].isdigit():
+            links = [
+                self.link(f"{here}/{n}", draw.choice(words.PHRASES)) for n in draw.sample(range(1, 900), 5)
+            ]
+            links += [
+                self.link(f"tags/{draw.choice(words.TOPICS)}", draw.choice(words.TOPICS)) for _ in range(3)
+            ]
+            extra = self.target() if draw.random() < 0.12 else ""
+            kind = self.plan.sections[here]
+            return f'<article class="{p}-{kind}"><p>{words.TEXT} {extra}</p></article>{self.items("related", links)}'
+        page = self.number()
+        rows = [
+            self.link(f"{here}/{(page - 1) * size + n}", draw.choice(words.PHRASES))
+            for n in range(1, size + 1)
+        ]
+        more = [self.link(f"{here}/?page={page + 1}", "older")]
+        return self.items("teaser", rows, "h2") + self.items("pager", more, "span")
+
+    def _shop(self, parts: list[str]) -> str:
+        draw, size, p, here = self.draw, self.config.size, self.plan.prefix, "/".join(parts)
+        if len(parts) == 1:
+            return self.items(
+                "aisle", [self.link(f"{here}/{thing}s/", f"{thing}s") for thing in words.THINGS]
+            )
+        if len(parts) == 2:
+            rows = [self.link(f"{here}/{n}", f"{parts[1][:-1]} no. {n}") for n in range(1, size)]
+            if self.config.traps:
+                rows += [
+                    self.link(f"{here}/?sort={key}&view={n}", f"sort by {key}")
+                    for n, key in enumerate(("price", "name", "new"))
+                ]
+            return self.items("good", rows, "figure")
+        remove = self.link(f"account/delete?id={parts[-1]}", "remove")
+        return f'<div class="{p}-price">{draw.randrange(5, 99)}.00</div><form class="{p}-buy"></form>{remove}'
+
+    def _events(self, parts: list[str]) -> str:
+        draw, here, p = self.draw, parts[0], self.plan.prefix
+        numbers = [int(part) for part in parts[1:] if part.isdigit()]
+        year, month = (*numbers, *(2024, 5)[len(numbers) :])[:2]
+        if len(numbers) >= 3:
+            return f'<time class="{p}-when">{"-".join(map(str, numbers))}</time><p>{words.TEXT}</p>'
+        after, before = (year + month // 12, month % 12 + 1), (year - (month == 1), (month - 2) % 12 + 1)
+        links = [
+            self.link(f"{here}/{y}/{m}/", name)
+            for (y, m), name in ((before, "previous month"), (after, "next month"))
+        ]
+        links += [
+            self.link(f"{here}/{year}/{month}/{day}", f"day {day}")
+            for day in sorted(draw.sample(range(1, 29), 8))
+        ]
+        return self.items("day", links, "span")
+
+    def _people(self, parts: list[str]) -> str:
+        draw, size, p, here = self.draw, self.config.size, self.plan.prefix, parts[0]
+        if len(parts) > 1:
+            links = [self.link(f"{here}/{name}", name.title()) for name in draw.sample(words.NAMES, 4)]
+            return f'<address class="{p}-card">{words.TEXT[:80]}</address>{self.items("peer", links)}'
+        names = words.NAMES[:size]
+        return self.items("person", [self.link(f"{here}/{name}", name.title()) for name in names], "dt")
+
+    def _help(self, parts: list[str]) -> str:
+        draw, here, p = self.draw, "/".join(parts), self.plan.prefix
+        if len(parts) > 4:
+            return f'<details class="{p}-answer"><p>{words.TEXT}</p></details>'
+        topics = draw.sample(words.THINGS, 5)
+        return self.items(
+            "question", [self.link(f"{here}/{topic}", f"how to use a {topic}") for topic in topics], "summary"
+        )
+
+    def _photos(self, parts: list[str]) -> str:
+        draw, p, here = self.draw, self.plan.prefix, parts[0]
+        if len(parts) > 1:
+            return f'<img class="{p}-photo" src="/static/{parts[-1]}.jpg" alt="">'
+        links = [self.link(f"{here}/{n}", f"photo {n}") for n in draw.sample(range(1, 500), self.config.size)]
+        return self.items("thumb", links, "picture")
+
+    def _plain(self, word: str) -> str:
+        return f'<p class="{self.plan.prefix}-{word}">{words.TEXT}</p>'

@@ -1,0 +1,7 @@
+"""Mission: a squad crosses a map with walls and patrols to hold an objective. Plain Python and NumPy on purpose."""
+
+from __future__ import annotations
+
+from flatout.workloads.mission.env import Mission
+
+__all__ = ["Mission"]

@@ -1,0 +1,176 @@
+"""The rules: who may do what, what happens in a step, and how it ends.
+
+A step is: the squad acts, the patrols move, whoever they reach is captured, they look, the objective is held,
+the squad looks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flatout.workloads.mission.grid import DIRECTIONS, Cell, Sight, Walls, breaches
+from flatout.workloads.mission.patrol import Patrol
+from flatout.workloads.mission.scenario import Scenario
+
+SCOUT, BREACHER, CARRIER = 0, 1, 2
+SIGHT = (6, 4, 4)
+"""How far scout, breacher and carrier see, all round."""
+N_ACTIONS = (9, 9, 5)
+"""Stay, one cell north, east, south, west; then the scout's moves by two cells and the breacher's breaches."""
+
+SOON, WATCHED = 0.25, 0.5
+
+Outcome: TypeAlias = Literal["success", "captured", "unreachable"]
+
+
+@dataclass(slots=True)
+class Sighting:
+    """Where the squad last saw a patrol."""
+
+    at: Cell
+    facing: int
+    alarm: float
+    age: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Events:
+    """What a step brought."""
+
+    captured: tuple[int, ...]
+    noticed: tuple[int, ...]
+    """Patrols that ran after someone for the first time in this episode."""
+    breached: Cell | None
+
+
+class Game:
+    """One episode's state."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self.scenario = scenario
+        self._sight = Sight(scenario.walls)
+        self.walls: Walls = self._sight.walls
+        self.known = np.full(self.walls.shape, scenario.known_map)
+        self.units: list[Cell] = list(scenario.units)
+        self.free = [True, True, True]
+        """Which units are not captured."""
+        self.tired = False
+        """Whether the carrier has just moved, and so has to rest for a step."""
+        self.charges = scenario.charges
+        self.held = 0
+        self.time = 0
+        self.outcome: Outcome | None = None
+        self.patrols = [Patrol(route, scenario.patrol_sight, scenario.patience) for route in scenario.routes]
+        self.cones = [patrol.cone(self._sight) for patrol in self.patrols]
+        self.sightings: dict[int, Sighting] = {}
+        self.in_sight = np.zeros(self.walls.shape, bool)
+        self.danger = np.zeros(self.walls.shape, np.float32)
+        """Known cells that patrols in sight watch: now, in their next step, and those next to them."""
+        self._look()
+        self.allowed = self._allowed()
+        """1 for each action that would do something, staying included; the three units' one after the other."""
+
+    def step(self, actions: Sequence[int]) -> Events:
+        """Everyone's turn; what is not allowed is a stay."""
+        self.time += 1
+        offsets = (0, N_ACTIONS[0], N_ACTIONS[0] + N_ACTIONS[1])
+        breached = None
+        self.tired = False
+        for unit, action in enumerate(actions):
+            if action == 0 or not self.allowed[offsets[unit] + action]:
+                continue
+            if unit == BREACHER and action > 4:
+                breached = _beyond(self.units[unit], action, 1)
+                self._sight.open(breached)
+                self.charges -= 1
+                continue
+            self.units[unit] = _beyond(self.units[unit], action, 2 if action > 4 else 1)
+            self.tired = unit == CARRIER
+        captured, noticed = self._patrols_turn()
+        self._hold(changed=bool(captured) or breached is not None)
+        self._look()
+        self.allowed = self._allowed()
+        return Events(captured, noticed, breached)
+
+    def _allowed(self) -> NDArray[np.int8]:
+        walls: list[list[bool]] = self.walls.tolist()
+        mask = []
+        for unit, n_actions in enumerate(N_ACTIONS):
+            still = not self.free[unit] or (unit == CARRIER and self.tired)
+            mask += [True] + [not still and self._may(walls, unit, action) for action in range(1, n_actions)]
+        return np.array(mask, np.int8)
+
+    def _may(self, walls: list[list[bool]], unit: int, action: int) -> bool:
+        row, column = _beyond(self.units[unit], action, 1)
+        if action <= 4:
+            return not walls[row][column]
+        if unit == BREACHER:
+            inner = 0 < row < len(walls) - 1 and 0 < column < len(walls[0]) - 1
+            return walls[row][column] and self.charges > 0 and inner
+        further_row, further_column = _beyond((row, column), action, 1)
+        return not walls[row][column] and not walls[further_row][further_column]
+
+    def _patrols_turn(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        for patrol in self.patrols:
+            patrol.move(self.walls, self.time)
+        captured = tuple(
+            unit
+            for unit, cell in enumerate(self.units)
+            if self.free[unit] and any(patrol.reaches(cell) for patrol in self.patrols)
+        )
+        for unit in captured:
+            self.free[unit] = False
+        self.cones = [patrol.cone(self._sight) for patrol in self.patrols]
+        noticed = tuple(i for i, patrol in enumerate(self.patrols) if patrol.notice(self._seen_by(i)))
+        return captured, noticed
+
+    def _seen_by(self, patrol: int) -> list[Cell]:
+        cone = self.cones[patrol]
+        return [cell for unit, cell in enumerate(self.units) if self.free[unit] and cone[cell]]
+
+    def _hold(self, *, changed: bool) -> None:
+        if not self.free[CARRIER]:
+            self.held, self.outcome = 0, "captured"
+            return
+        self.held = self.held + 1 if self.units[CARRIER] == self.scenario.objective else 0
+        if self.held >= self.scenario.hold:
+            self.outcome = "success"
+        elif changed:
+            charges = self.charges if self.free[BREACHER] else 0
+            if breaches(self.walls, self.scenario.objective, self.units[CARRIER]) > charges:
+                self.outcome = "unreachable"
+
+    def _look(self) -> None:
+        self.in_sight[:] = False
+        for unit, cell in enumerate(self.units):
+            if self.free[unit]:
+                self.in_sight |= self._sight.view(cell, SIGHT[unit])
+        self.known |= self.in_sight
+        for sighting in self.sightings.values():
+            sighting.age += 1
+        for i, patrol in enumerate(self.patrols):
+            if self.in_sight[patrol.at]:
+                self.sightings[i] = Sighting(patrol.at, patrol.facing, patrol.alarm)
+        self._fear()
+
+    def _fear(self) -> None:
+        self.danger[:] = 0.0
+        in_sight = [i for i, patrol in enumerate(self.patrols) if self.in_sight[patrol.at]]
+        for i in in_sight:
+            self.danger[self.patrols[i].next_cone(self._sight)] = SOON
+        for i in in_sight:
+            self.danger[self.cones[i]] = WATCHED
+        for i in in_sight:
+            row, column = self.patrols[i].at
+            self.danger[row - 1 : row + 2, column] = self.danger[row, column - 1 : column + 2] = 1.0
+        self.danger[~self.known] = 0.0
+
+
+def _beyond(cell: Cell, action: int, n: int) -> Cell:
+    down, right = DIRECTIONS[(action - 1) % 4]
+    return cell[0] + n * down, cell[1] + n * right

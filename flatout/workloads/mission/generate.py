@@ -1,0 +1,160 @@
+"""Missions from a seed: a map, a squad on one side, an objective on the other, patrols between.
+
+What is given can be done: solve.py has found a way that no patrol sees.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from flatout.workloads.mission.grid import Cell, Walls, breaches, walk
+from flatout.workloads.mission.scenario import Route, Scenario
+from flatout.workloads.mission.solve import solvable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Level:
+    """How hard the missions of a level are."""
+
+    size: int
+    """Rows and columns, the outer ring included."""
+    n_segments: int
+    """Pieces of wall strewn over the map."""
+    n_patrols: int
+    sealed: bool
+    """Whether the objective lies in a room without a door."""
+    known_map: bool
+    patrol_sight: int
+    patience: int
+    time_limit: int
+    hold: int
+    charges: int
+
+
+LEVELS = {
+    1: Level(
+        size=11,
+        n_segments=5,
+        n_patrols=1,
+        sealed=False,
+        known_map=True,
+        patrol_sight=2,
+        patience=5,
+        time_limit=80,
+        hold=3,
+        charges=1,
+    ),
+    2: Level(
+        size=13,
+        n_segments=8,
+        n_patrols=2,
+        sealed=True,
+        known_map=True,
+        patrol_sight=3,
+        patience=4,
+        time_limit=120,
+        hold=3,
+        charges=3,
+    ),
+    3: Level(
+        size=17,
+        n_segments=14,
+        n_patrols=3,
+        sealed=True,
+        known_map=False,
+        patrol_sight=4,
+        patience=2,
+        time_limit=180,
+        hold=4,
+        charges=3,
+    ),
+}
+ATTEMPTS = 1_000
+
+
+def generate(level: int, rng: np.random.Generator) -> Scenario:
+    """A mission of a level, different for each state of the random generator, and always one that can be done."""
+    for _ in range(ATTEMPTS):
+        scenario = _draft(LEVELS[level], f"level {level}", rng)
+        if scenario is not None and solvable(scenario):
+            return _turned(scenario, int(rng.integers(4)))
+    raise AssertionError(f"no mission of level {level} in {ATTEMPTS} attempts")
+
+
+def _draft(level: Level, name: str, rng: np.random.Generator) -> Scenario | None:
+    """The squad in the west, the objective in the east; None if the walls came out wrong."""
+    size = level.size
+    walls = np.ones((size, size), bool)
+    walls[1:-1, 1:-1] = False
+    for _ in range(level.n_segments):
+        _segment(walls, rng)
+    objective = (int(rng.integers(3, size - 3)), size - 4 if level.sealed else size - 2)
+    grounds = np.ones((size, size), bool)
+    grounds[:, : size // 3] = False
+    if level.sealed:
+        room = (slice(objective[0] - 1, objective[0] + 2), slice(objective[1] - 1, objective[1] + 2))
+        walls[objective[0] - 2 : objective[0] + 3, objective[1] - 2 : objective[1] + 3] = True
+        walls[room] = grounds[room] = False
+    row = int(rng.integers(1, size - 2))
+    walls[row : row + 2, 1:3] = walls[objective] = False
+    carrier = (row, 1)
+    if breaches(walls, objective, carrier) != int(level.sealed):
+        return None
+    routes = [_route(walls, grounds & ~walls, rng) for _ in range(level.n_patrols)]
+    if not all(routes):
+        return None
+    return Scenario(
+        walls=walls,
+        units=((row, 2), (row + 1, 2), carrier),
+        objective=objective,
+        routes=tuple(Route(tuple(route)) for route in routes),
+        time_limit=level.time_limit,
+        hold=level.hold,
+        charges=level.charges,
+        patrol_sight=level.patrol_sight,
+        patience=level.patience,
+        known_map=level.known_map,
+        name=name,
+    )
+
+
+def _segment(walls: Walls, rng: np.random.Generator) -> None:
+    length = int(rng.integers(2, 5))
+    row, column = (int(x) for x in rng.integers(1, len(walls) - 1, size=2))
+    if rng.random() < 0.5:
+        walls[row : min(row + length, len(walls) - 1), column] = True
+    else:
+        walls[row, column : min(column + length, len(walls) - 1)] = True
+
+
+def _route(walls: Walls, grounds: Walls, rng: np.random.Generator) -> list[Cell]:
+    """Between two cells of the grounds, some way apart; empty if luck found none."""
+    cells = np.argwhere(grounds)
+    for _ in range(8):
+        (a, b), (c, d) = rng.choice(cells, 2, replace=False).tolist()
+        if abs(a - c) + abs(b - d) >= len(walls) // 3:
+            route = walk(walls, (a, b), (c, d))
+            if route:
+                return route
+    return []
+
+
+def _turned(scenario: Scenario, turns: int) -> Scenario:
+    """The same mission with the map turned by quarters."""
+    last = len(scenario.walls) - 1
+
+    def turned(cell: Cell) -> Cell:
+        for _ in range(turns):
+            cell = (last - cell[1], cell[0])
+        return cell
+
+    scout, breacher, carrier = map(turned, scenario.units)
+    return replace(
+        scenario,
+        walls=np.ascontiguousarray(np.rot90(scenario.walls, turns)),
+        units=(scout, breacher, carrier),
+        objective=turned(scenario.objective),
+        routes=tuple(Route(tuple(map(turned, route.cells))) for route in scenario.routes),
+    )

@@ -1,0 +1,133 @@
+"""A game's board as a picture or as text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image, ImageDraw
+
+from flatout.workloads.snake.games import SnakeGames
+from flatout.workloads.snake.rules import MOVES
+
+Place = tuple[int, int]
+"""Row and column."""
+Colour = tuple[int, int, int]
+
+LONGEST = 640
+"""Pixels of the longer side, at most."""
+FINE = 4
+"""Drawn so much larger and then shrunk, which smooths the edges."""
+GROUND, GROUND_2, EDGE = (22, 27, 34), (26, 32, 40), (56, 66, 80)
+HEAD, TAIL = (126, 231, 135), (35, 112, 61)
+FOOD, SHINE, EYE = (255, 107, 107), (255, 190, 180), (13, 17, 23)
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """What is to be seen of a game."""
+
+    height: int
+    width: int
+    body: list[Place]
+    """From tail to head."""
+    facing: int
+    food: Place | None
+
+    @staticmethod
+    def of(games: SnakeGames, n: int = 0) -> Scene:
+        """The n-th game as it stands."""
+        rules, state = games.rules, games.state
+        board, length = state.board[n, :-1], int(state.length[n])
+        cells = board.argsort()[-length:].tolist()
+        food = int(state.food[n])
+        places = [divmod(cell, rules.width) for cell in cells]
+        shown = None if length == rules.n_cells else divmod(food, rules.width)
+        return Scene(rules.height, rules.width, places, int(state.facing[n]), shown)
+
+
+def write(scene: Scene) -> str:
+    """The board in text, framed."""
+    rows = [["·"] * scene.width for _ in range(scene.height)]
+    for y, x in scene.body:
+        rows[y][x] = "■"
+    if scene.food is not None:
+        rows[scene.food[0]][scene.food[1]] = "●"
+    y, x = scene.body[-1]
+    rows[y][x] = "▲▶▼◀"[scene.facing]
+    line = "─" * (2 * scene.width + 1)
+    return "\n".join([f"┌{line}┐", *(f"│ {' '.join(row)} │" for row in rows), f"└{line}┘"])
+
+
+def draw(scene: Scene) -> npt.NDArray[np.uint8]:
+    """The board as (height, width, 3) bytes."""
+    side = max(6, min(32, LONGEST // max(scene.height, scene.width)))
+    painter = _Painter(scene, side * FINE)
+    small = painter.paint().resize((scene.width * side, scene.height * side), Image.Resampling.BOX)
+    return np.asarray(small)
+
+
+class _Painter:
+    """Paints a scene with cells of so many pixels."""
+
+    def __init__(self, scene: Scene, side: int) -> None:
+        self._scene, self._side = scene, side
+        self._image = Image.new("RGB", (scene.width * side, scene.height * side), GROUND)
+        self._draw = ImageDraw.Draw(self._image)
+
+    def paint(self) -> Image.Image:
+        scene, side = self._scene, self._side
+        for y in range(scene.height):
+            for x in range(scene.width):
+                if (y + x) % 2:
+                    box = (x * side, y * side, (x + 1) * side - 1, (y + 1) * side - 1)
+                    self._draw.rectangle(box, GROUND_2)
+        if scene.food is not None:
+            self._disc(*self._centre(scene.food), 0.32, FOOD)
+            cx, cy = self._centre(scene.food)
+            self._disc(cx - 0.1 * side, cy - 0.1 * side, 0.09, SHINE)
+        self._paint_snake()
+        self._draw.rectangle(
+            (0, 0, self._image.width - 1, self._image.height - 1), outline=EDGE, width=side // 16
+        )
+        return self._image
+
+    def _paint_snake(self) -> None:
+        body, n = self._scene.body, len(self._scene.body)
+        colours = [_between(TAIL, HEAD, i / max(n - 1, 1)) for i in range(n)]
+        for (a, b), colour in zip(pairwise(body), colours[1:], strict=True):
+            for from_, to in _strokes(a, b):
+                ends = [*self._centre(from_), *self._centre(to)]
+                self._draw.line(ends, colour, round(0.72 * self._side))
+            self._disc(*self._centre(a), 0.36, colour)
+        cx, cy = self._centre(body[-1])
+        self._disc(cx, cy, 0.42, HEAD)
+        ahead, aside = MOVES[self._scene.facing], MOVES[(self._scene.facing + 1) % 4]
+        for which in (-1, 1):
+            x = cx + self._side * (0.14 * ahead[1] + 0.17 * which * aside[1])
+            y = cy + self._side * (0.14 * ahead[0] + 0.17 * which * aside[0])
+            self._disc(x, y, 0.08, EYE)
+
+    def _centre(self, place: tuple[float, float]) -> tuple[float, float]:
+        return (place[1] + 0.5) * self._side, (place[0] + 0.5) * self._side
+
+    def _disc(self, x: float, y: float, radius: float, colour: Colour) -> None:
+        r = radius * self._side
+        self._draw.ellipse((x - r, y - r, x + r, y + r), colour)
+
+
+def _strokes(a: Place, b: Place) -> list[tuple[Any, Any]]:
+    """The line from a cell to its neighbour; over the edge of the board it is two."""
+    dy, dx = b[0] - a[0], b[1] - a[1]
+    if abs(dy) + abs(dx) == 1:
+        return [(a, b)]
+    way = (-np.sign(dy), -np.sign(dx))
+    return [(a, (a[0] + way[0], a[1] + way[1])), ((b[0] - way[0], b[1] - way[1]), b)]
+
+
+def _between(a: Colour, b: Colour, share: float) -> Colour:
+    r, g, b_ = (round(x + (y - x) * share) for x, y in zip(a, b, strict=True))
+    return r, g, b_

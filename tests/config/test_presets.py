@@ -1,0 +1,97 @@
+"""The presets are exactly the documented ones, any flag overrides one value, and the arithmetic is right."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from flatout.algorithms.dqn.recipes import TUNED_PQN
+from flatout.algorithms.ppo.recipes import TUNED
+from flatout.config.presets import PRESETS, preset_note
+from flatout.config.run_config import RunConfig, resolve
+from flatout.errors import FlatoutError
+
+TABLE = {
+    "cpu": (1, 256, 64, 4, (128, 128), 1),
+    "gpu": (8, 512, 256, 10, (256, 256), 4),
+    "fast": (16, 256, 2048, 15, (512, 512), 4),
+    "heavy": (32, 256, 4096, 20, (1024, 512, 256), 8),
+    "beast": (64, 512, 8192, 30, (1024, 512, 512, 256), 16),
+    "max": (32, 8192, 512, 30, (1024, 1024, 512, 256), 8),
+}
+
+
+def config(env: str = "Some-v0", **settings: Any) -> RunConfig:
+    return resolve(env, settings, device="cpu", n_cores=2)
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_presets_have_the_documented_values(name: str) -> None:
+    n_envs, n_steps, batch, epochs, arch, cores = TABLE[name]
+    got = config(preset=name)
+    values = (got.n_envs, got.ppo.n_steps, got.ppo.batch_size, got.ppo.n_epochs, got.network.network_arch)
+    assert values == (n_envs, n_steps, batch, epochs, arch)
+    assert PRESETS[name].n_cores == cores
+    assert got.total_batch == n_envs * n_steps
+
+
+def test_n_steps_never_depends_on_n_envs() -> None:
+    for n_envs in (1, 8, 64):
+        assert config(preset="gpu", n_envs=n_envs).ppo.n_steps == 512
+        assert config(n_envs=n_envs).ppo.n_steps == config().ppo.n_steps
+
+
+def test_a_presets_batch_becomes_one_that_divides_and_an_explicit_one_is_refused() -> None:
+    assert config(preset="fast", n_envs=3).ppo.batch_size == 768
+    assert config(preset="gpu", n_envs=1, n_steps=300).ppo.batch_size == 150
+    assert config(n_envs=4, n_steps=100, batch_size="auto").ppo.batch_size == 200
+    with pytest.raises(FlatoutError, match="4 envs x 100 steps = 400; the nearest that do are 50 or 80"):
+        config(n_envs=4, n_steps=100, batch_size=64)
+
+
+def test_the_arithmetic_is_spelled_out() -> None:
+    assert config(preset="gpu").arithmetic() == (
+        "8 envs × 512 steps = 4,096 total batch, 16 minibatches of 256 × 10 epochs = 160 updates per iteration"
+    )
+
+
+def test_a_known_env_gets_its_recipe_unless_a_preset_is_given() -> None:
+    for env, recipe in TUNED.items():
+        got = config(env, algo="ppo")
+        assert (got.n_envs, got.ppo, got.network) == (recipe().n_envs, recipe().ppo, recipe().network)
+        assert config(env, preset="cpu").ppo == PRESETS["cpu"].ppo
+    assert config("snake") == config("flatout/Snake-v0")
+    assert config("mission") == config("flatout/Mission-v0")
+    assert config("CartPole-v1", gamma=0.5).ppo.gamma == 0.5
+    assert config("CartPole-v1", gamma=0.5).n_envs == TUNED["CartPole-v1"]().n_envs
+
+
+def test_an_env_takes_the_algorithm_that_learns_it_soonest_unless_told() -> None:
+    assert config("CartPole-v1").algo == "ppo"
+    assert config("snake").algorithm == TUNED_PQN["flatout/Snake-v0"]().algorithm
+    assert config("snake", algo="dqn").algo == "dqn"
+    assert config("snake", n_envs=64, gamma=0.9).algo == "pqn"
+    assert config("snake", clip_range=0.1).algo == "ppo"  # a setting of PPO alone
+    assert config("snake", preset="cpu").algo == "ppo"
+
+
+def test_json_gives_the_same_config_back() -> None:
+    before = config("CartPole-v1", seed=4, env_kwargs={"a": [1, 2]}, target_return=-5, clip_range_vf=0.1)
+    assert RunConfig.from_json(before.to_json(), "test") == before
+
+
+def test_a_preset_too_big_for_the_machine_names_one_that_fits() -> None:
+    assert preset_note("cpu", 1, 10**9, 16) is None
+    assert preset_note("beast", 4, 10**12, 16) == (
+        "preset beast wants 16 cores, this machine has 4; --preset gpu fits"
+    )
+    note = preset_note("max", 64, 10 * 10**9, 84 * 84 * 4)
+    assert note is not None
+    assert "GB of memory" in note
+    assert note.endswith("--preset beast fits")
+
+
+@pytest.mark.parametrize("text", ["1e6", "1_000_000", "1000000", 1_000_000, 1e6])
+def test_numbers_may_be_written_as_people_do(text: object) -> None:
+    assert config(timesteps=text).timesteps == 1_000_000

@@ -1,0 +1,206 @@
+"""The compiled update: a real compilation, the same numbers, kept between runs; and what can go wrong with it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from time import monotonic, sleep
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from gymnasium import spaces
+
+import flatout
+from flatout.algorithms.ppo.config import PPOConfig
+from flatout.algorithms.ppo.learner import PPOLearner
+from flatout.envs.spaces import ActionLayout, ObsLayout
+from flatout.errors import FlatoutError
+from flatout.learning.compile import Compilation, Recipe, check_same, kept
+from flatout.models.config import NetworkConfig
+from flatout.models.policy import build
+from flatout.trace.phases import PhaseClock
+
+SETTINGS: dict[str, Any] = {
+    "preset": "auto",
+    "n_envs": 4,
+    "n_steps": 16,
+    "batch_size": 32,
+    "n_epochs": 2,
+    "network_arch": (16, 16),
+    "activation": "silu",  # of which no update is written out by hand
+    "normalize_obs": True,
+    "seed": 3,
+    "executor": "serial",
+    "overlap": "off",
+}
+
+
+def make_recipe(**changes: Any) -> Recipe:
+    recipe = Recipe(
+        obs=ObsLayout(spaces.Box(-1, 1, (4,))),
+        action=ActionLayout(spaces.Discrete(2)),
+        network=NetworkConfig(network_arch=(16, 16)),
+        algorithm=PPOConfig(batch_size=32),
+        device="cpu",
+        precision="fp32",
+        n_threads=1,
+    )
+    return replace(recipe, **changes)
+
+
+def make_learner(recipe: Recipe) -> PPOLearner:
+    model = build(recipe.obs, recipe.action, recipe.network, seed=0)
+    assert isinstance(recipe.algorithm, PPOConfig)
+    learner = PPOLearner(model, recipe.algorithm, n_envs=4, seed=0, clock=PhaseClock())
+    learner.update.begin(1e-3, 0.2)
+    return learner
+
+
+def learned(compile: str) -> tuple[torch.Tensor, flatout.PPO]:
+    agent = flatout.PPO("CartPole-v1", **SETTINGS, compile=compile)
+    agent.learn(4 * 16 * 5)
+    return torch.cat([p.detach().reshape(-1) for p in agent.policy.model.parameters()]), agent
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("FLATOUT_CACHE", str(tmp_path))
+    return tmp_path
+
+
+def test_compiled_once_and_the_same_from_then_on(cache: Path) -> None:
+    eager, agent = learned("auto")  # nothing is kept yet, and a short run does not compile
+    assert not agent.summary["compiled"]
+    compiled, agent = learned("on")
+    assert agent.summary["compiled"]
+    assert agent.summary["phases"]["compile"] > 1
+    torch.testing.assert_close(compiled, eager, rtol=1e-3, atol=1e-4)
+    assert [path.suffix for path in (cache / "updates").iterdir()] == [".so"]  # no working files left behind
+    again, agent = learned("auto")
+    assert agent.summary["compiled"]  # the kept one, at once
+    assert agent.summary["phases"]["compile"] < 1
+    assert torch.equal(again, compiled)
+    assert torch.equal(learned("on")[0], compiled)
+    assert torch.equal(learned("off")[0], eager)
+
+
+def test_what_is_written_out_by_hand_is_not_compiled(cache: Path) -> None:
+    agent = flatout.PPO("CartPole-v1", **SETTINGS | {"activation": "tanh"}, compile="auto")
+    agent.learn(4 * 16 * 5)
+    assert agent.summary["compiled"]  # from the first update on
+    assert "compile" not in agent.summary["phases"]
+    assert not (cache / "updates").exists()
+
+
+def test_learning_goes_on_while_it_compiles_and_then_swaps(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flatout.learning.compile.WORTH_SECONDS", 0.0)
+    recipe = make_recipe()
+    learner = make_learner(recipe)
+    compilation = Compilation(recipe, wait=False)
+    batch, update = learner.example_batch(32), learner.update
+    n, deadline = 0, monotonic() + 240
+    while update.compiled is None and monotonic() < deadline:
+        update.step(batch)
+        n += 1
+        sleep(0.02)  # leaves the compiler a core
+        compilation.visit(update, batch, seconds_left=1.0)
+    assert compilation.notes == [
+        "compiling the update in the background",
+        "the update is compiled from here on",
+    ]
+    assert n > 100
+    before = update.n_taken.clone()
+    update.step(batch)
+    assert update.n_taken == before + 1
+
+
+def test_a_compilation_ends_with_its_run(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flatout.learning.compile.WORTH_SECONDS", 0.0)
+    recipe = make_recipe(network=NetworkConfig(network_arch=(16, 16, 16)))
+    learner, compilation = make_learner(recipe), Compilation(recipe, wait=False)
+    batch = learner.example_batch(32)
+    compilation.visit(learner.update, batch, seconds_left=1.0)
+    assert compilation._worker is not None
+    pid = compilation._worker._child.pid
+    compilation.close()
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie"
+
+
+def test_a_broken_library_is_not_used_and_the_run_goes_on(cache: Path) -> None:
+    recipe = make_recipe()
+    kept(recipe).parent.mkdir(parents=True)
+    kept(recipe).write_bytes(b"half a file")
+    learner, compilation = make_learner(recipe), Compilation(recipe, wait=False)
+    compilation.visit(learner.update, learner.example_batch(32), seconds_left=0.0)
+    assert learner.update.compiled is None
+    assert compilation.notes[0].startswith("learning without a compiled update")
+    learner.update.step(learner.example_batch(32))
+    assert learner.update.n_taken == 1
+
+
+def test_a_step_that_computes_something_else_is_refused() -> None:
+    learner = make_learner(make_recipe())
+    batch, update = learner.example_batch(32), learner.update
+    pure = update.pure(batch)
+    check_same(update, pure, batch)
+
+    def wrong(state: Any, settings: Any, buffers: Any, tensors: Any) -> Any:
+        new = list(pure(state, settings, buffers, tensors))
+        return [new[0] + 0.01, *new[1:]]
+
+    with pytest.raises(FlatoutError, match="does not compute what the update does"):
+        check_same(update, wrong, batch)
+
+
+def test_a_library_is_tried_at_the_step_size_and_clip_range_it_is_for() -> None:
+    """At a clip range of 0 rounding would decide which rows have a gradient, and the same code would seem another."""
+    seen: list[tuple[float, float]] = []
+
+    class Watch:
+        only_kept = False
+        notes: list[str] = []  # noqa: RUF012
+
+        def visit(self, update: Any, batch: Any, *, seconds_left: float) -> None:
+            seen.append((float(update.learning_rate), float(update.coefficient)))
+
+        def close(self) -> None: ...
+
+    agent = flatout.PPO("CartPole-v1", **SETTINGS, learning_rate=0.5, clip_range=0.25, compile="off")
+    agent._started().learner.compilation = Watch()
+    agent.learn(64)
+    assert seen == [(0.5, 0.25)]
+
+
+def test_the_pure_step_is_the_update_to_the_bit() -> None:
+    learner = make_learner(make_recipe(algorithm=PPOConfig(batch_size=32, target_kl=0.01, clip_range_vf=0.2)))
+    batch, update = learner.example_batch(32), learner.update
+    for _ in range(5):
+        new = update.pure(batch)(*update.current_inputs(batch))
+        for a, b in zip(new, update.run(batch), strict=True):
+            assert torch.equal(a, b)
+        update.commit(new)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"obs": ObsLayout(spaces.Box(-1, 1, (5,)))},
+        {"action": ActionLayout(spaces.Discrete(3))},
+        {"network": NetworkConfig(network_arch=(16, 17))},
+        {"algorithm": PPOConfig(batch_size=64)},
+        {"algorithm": PPOConfig(batch_size=32, vf_coef=0.4)},
+        {"precision": "bf16"},
+        {"n_threads": 2},
+    ],
+)
+def test_whatever_the_code_depends_on_changes_its_key(changes: dict[str, Any]) -> None:
+    assert make_recipe(**changes).key() != make_recipe().key()
+
+
+def test_what_is_an_argument_of_the_step_does_not() -> None:
+    other = PPOConfig(batch_size=32, learning_rate=1e-2, n_epochs=9, n_steps=77, clip_range=0.1, gamma=0.5)
+    assert make_recipe(algorithm=other).key() == make_recipe().key()

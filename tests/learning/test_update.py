@@ -1,0 +1,236 @@
+"""The update against torch's own Adam and clipping; steps that must not happen leave no trace."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from gymnasium import spaces
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from flatout.algorithms.ppo.config import PPOConfig
+from flatout.algorithms.ppo.learner import PPOLearner
+from flatout.envs.spaces import ActionLayout, ObsLayout
+from flatout.learning.memory import bytes_per_row, rows_that_fit
+from flatout.learning.minibatch import Rows
+from flatout.learning.params import FlatParams
+from flatout.learning.update import Update
+from flatout.models.config import NetworkConfig
+from flatout.models.policy import build
+from flatout.trace.phases import PhaseClock
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def batches(n: int) -> list[Tensor]:
+    g = torch.Generator().manual_seed(1)
+    return [torch.randn(16, 3, generator=g) for _ in range(n)]
+
+
+@dataclass(frozen=True)
+class Inputs(Rows):
+    """A minibatch of one tensor."""
+
+    x: Tensor
+
+    def tensors(self) -> list[Tensor]:
+        return [self.x]
+
+    def like(self, tensors: Sequence[Tensor]) -> Inputs:
+        return Inputs(tensors[0])
+
+
+def make_update(model: nn.Sequential, kl_limit: float | None = None, **options: Any) -> Update[Inputs]:
+    def loss(batch: Inputs, coefficient: Tensor) -> tuple[Tensor, Tensor]:
+        value = (model(batch.x) - 3.0).square().mean()
+        return value, torch.stack([value.detach(), batch.x.mean()])
+
+    params = FlatParams(model)
+    options = {"max_grad_norm": 0.5, "batch_size": 16, "kl_index": 1} | options
+    return Update(model, params, loss, 2, kl_limit=kl_limit, **options)
+
+
+def params(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+def test_equals_torch_adam_with_clipping() -> None:
+    ours, theirs = net(), net()
+    update = make_update(ours)
+    update.begin(1e-2)
+    optimizer = torch.optim.Adam(theirs.parameters(), lr=1e-2, eps=1e-5)
+    for x in batches(50):
+        update.step(Inputs(x))
+        optimizer.zero_grad()
+        (theirs(x) - 3.0).square().mean().backward()
+        nn.utils.clip_grad_norm_(theirs.parameters(), 0.5)
+        optimizer.step()
+        torch.testing.assert_close(params(ours), params(theirs), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(bad: float) -> None:
+    clean, hit = net(), net()
+    a, b = make_update(clean), make_update(hit)
+    a.begin(1e-2)
+    b.begin(1e-2)
+    for i, x in enumerate(batches(6)):
+        a.step(Inputs(x))
+        b.step(Inputs(x))
+        if i in (0, 3):
+            b.step(Inputs(torch.full_like(x, bad)))
+    assert torch.equal(params(clean), params(hit))
+    assert b.n_bad == 2
+    assert b.n_taken == 6
+    assert torch.isfinite(b.metrics).all()
+
+
+def test_nothing_is_applied_once_the_kl_limit_is_passed() -> None:
+    model = net()
+    update = make_update(model, kl_limit=1.0)
+    update.begin(1e-2)
+    update.step(Inputs(torch.zeros(16, 3)))
+    kept = params(model)
+    update.step(Inputs(torch.full((16, 3), 2.0)))  # its mean stands in for the KL
+    update.step(Inputs(torch.zeros(16, 3)))
+    assert torch.equal(params(model), kept)
+    assert update.stopped
+    assert update.n_taken == 1
+    update.begin(1e-2)
+    update.step(Inputs(torch.zeros(16, 3)))
+    assert not torch.equal(params(model), kept)
+
+
+def test_parameters_stay_views_of_the_flat_tensor() -> None:
+    model = net()
+    flat = FlatParams(model)
+    flat.flat.zero_()
+    assert all((p == 0).all() for p in model.parameters())
+    with torch.no_grad():
+        next(model.parameters()).fill_(2.0)
+    assert (flat.flat[:24] == 2.0).all()
+
+
+def learned(n_rows: int, hit: OutOfMemoryAt | None = None, **options: Any) -> tuple[Tensor, Update[Inputs]]:
+    """Parameters after five steps in parts of `n_rows`; `hit` interferes with the third."""
+    model = net()
+    update = make_update(model, **options)
+    update.parts.n_rows = n_rows
+    update.scale.clamp_(max=256.0)  # fits from the start
+    update.begin(1e-2)
+    for i, x in enumerate(batches(5)):
+        with hit if hit is not None and i == 2 else nullcontext():
+            update.step(Inputs(x))
+    return params(model), update
+
+
+@pytest.mark.parametrize("n_rows", [8, 5, 1])
+def test_parts_of_a_minibatch_give_what_the_whole_gives(n_rows: int) -> None:
+    whole, update = learned(16)
+    parts, in_parts = learned(n_rows)
+    torch.testing.assert_close(parts, whole, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(in_parts.metrics, update.metrics, rtol=1e-5, atol=1e-6)
+
+
+class OutOfMemoryAt(TorchDispatchMode):
+    """Raises what a full device raises, once, at the n-th operation."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.left, self.n_seen = n, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.n_seen += 1
+        if self.n_seen == self.left:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return func(*args, **(kwargs or {}))
+
+
+def test_out_of_memory_at_any_operation_ends_in_the_same_parameters() -> None:
+    clean, _ = learned(16)
+    count = OutOfMemoryAt(-1)
+    learned(16, count)
+    assert count.n_seen > 40  # forward, backward, clipping, Adam
+    for n in range(1, count.n_seen - 1):  # the last two, Adam and the counters, work in place, without memory
+        after, update = learned(16, OutOfMemoryAt(n))
+        torch.testing.assert_close(after, clean, rtol=1e-6, atol=1e-6)
+        assert update.parts.n_backoffs == 1
+        assert update.parts.n_rows == 8  # remembered
+        assert update.n_taken == 5
+
+
+def test_memory_that_holds_not_one_row_is_an_error() -> None:
+    update = make_update(net())
+    update.begin(1e-2)
+    always = RuntimeError(
+        "[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: not enough memory: 8 bytes"
+    )
+
+    def fail() -> None:
+        raise always
+
+    with pytest.raises(RuntimeError, match="not enough memory"):
+        update.parts.attempt(fail)
+    assert update.parts.n_rows == 1
+    assert "out of memory with 16 rows at once; going on with 8, same result" in update.parts.notes[0]
+
+
+def test_other_errors_are_not_taken_for_full_memory() -> None:
+    update = make_update(net())
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        update.step(Inputs(torch.zeros(16, 4)))
+    assert update.parts.n_backoffs == 0
+
+
+def test_memory_per_row_is_measured_and_rows_that_fit_are_found() -> None:
+    model = nn.Sequential(nn.Linear(3, 100), nn.Tanh(), nn.Linear(100, 1))
+    x = torch.randn(32, 3)
+    per_row = bytes_per_row(lambda: model(x).square().mean(), 32)
+    assert 4 * (3 + 100) <= per_row <= 4 * (3 + 2 * 100 + 4)
+    assert rows_that_fit(10**9, per_row, 4096) == 4096
+    n_rows = rows_that_fit(1_000_000, per_row, 4096)
+    assert n_rows * per_row <= 500_000 < 2 * n_rows * per_row
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
+def test_half_precision_follows_full_precision(kind: torch.dtype) -> None:
+    whole, _ = learned(16)
+    half, update = learned(16, autocast=kind)
+    torch.testing.assert_close(half, whole, rtol=0.05, atol=0.02)
+    assert not torch.equal(half, whole)
+    assert update.n_bad == 0
+
+
+def test_a_scale_that_overflows_fp16_is_halved_until_it_fits() -> None:
+    model = net()
+    update = make_update(model, autocast=torch.float16)
+    update.scale.fill_(2.0**30)
+    before = params(model)
+    update.begin(1e-2)
+    for x in batches(30):
+        update.step(Inputs(x))
+    assert update.scale < 2.0**20
+    assert update.n_bad == 0
+    assert 0 < update.n_taken < 30
+    assert not torch.equal(params(model), before)
+    assert torch.isfinite(params(model)).all()
+
+
+def test_a_minibatch_that_cannot_fit_is_split_from_the_start() -> None:
+    obs, action = ObsLayout(spaces.Box(-1, 1, (4,))), ActionLayout(spaces.Discrete(2))
+    model = build(obs, action, NetworkConfig(), seed=0)
+    learner = PPOLearner(model, PPOConfig(batch_size=4096), n_envs=32, seed=0, clock=PhaseClock())
+    learner.fit_into(10**10)
+    assert learner.update.parts.n_rows == 4096
+    assert not learner.take_notes()
+    learner.fit_into(10**6)
+    assert learner.update.parts.n_rows < 1024
+    assert "learned from in parts of" in learner.take_notes()[0]

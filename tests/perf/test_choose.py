@@ -1,0 +1,42 @@
+"""What the probe takes an env for, also on a machine that has other things to do."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from benchmarks.envs import Burn, Wait
+from flatout.envs.make import env_factory
+from flatout.envs.spaces import ActionLayout
+from flatout.perf.choose import Probe, probe
+
+
+@pytest.fixture
+def crowd() -> Iterator[None]:
+    """Four processes that want every core."""
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(4)]
+    yield
+    for process in busy:
+        process.kill()
+        process.wait()
+
+
+def probed(env: type[Burn] | type[Wait], max_steps: int) -> Probe:
+    return probe(env_factory(env), ActionLayout(env.action_space), lambda _: 0.0, seed=0, max_steps=max_steps)
+
+
+@pytest.mark.usefixtures("crowd")
+def test_an_env_that_has_to_share_its_core_is_not_taken_for_one_that_waits() -> None:
+    found = probed(Burn, 200)
+    assert not found.waits
+    assert found.cpu_share > 0.9
+
+
+@pytest.mark.usefixtures("crowd")
+def test_one_that_waits_is() -> None:
+    found = probed(Wait, 30)
+    assert found.waits
+    assert found.step_seconds > 5e-3

@@ -1,0 +1,120 @@
+"""Each bottleneck is found from its figures, and nothing is found where all is well."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from flatout.perf.case import Case
+from flatout.perf.costs import Costs, Settings, UpdateCost
+from flatout.perf.findings import diagnose
+from flatout.perf.from_run import findings_of_run
+from flatout.perf.simulate import simulate
+
+FAST = UpdateCost(python=0.05e-3, rows=((256, 0.5e-3),))
+EAGER = UpdateCost(python=2e-3, rows=((8, 2e-3), (256, 2.4e-3)))
+CARTPOLE = Costs(wait=(0.0,), compute=(10e-6,), act=((1, 20e-6), (32, 40e-6)), update=EAGER, compiled=FAST)
+WAITS = replace(CARTPOLE, wait=(10e-3,), compute=(0.1e-3,))
+BURNS = replace(CARTPOLE, compute=(300e-6,))
+SETTINGS = Settings(
+    n_envs=32, n_steps=32, batch_size=256, n_epochs=4, executor="serial", n_cores=2, compiled=True
+)
+THREADS = replace(SETTINGS, executor="thread", n_workers=32, overlap=True)
+CHILD = replace(SETTINGS, children=True, overlap=True)
+
+
+def case(costs: Costs, settings: Settings, **facts: Any) -> Case:
+    now = simulate(costs, settings)
+    reached = {"steps_per_second": now.steps_per_second, "learner_busy": now.learner_busy}
+    return Case(costs=costs, settings=settings, **(reached | facts))
+
+
+CASES: list[tuple[str, Case, tuple[str, ...]]] = [
+    ("envs wait in turn", case(WAITS, SETTINGS), ("--executor", "thread")),
+    ("envs wait", case(WAITS, replace(THREADS, n_envs=8, n_steps=128)), ("--n-envs", "128")),
+    ("slow env", case(replace(WAITS, slowness=(1.0,) * 31 + (10.0,)), THREADS), ()),
+    ("env computes", case(BURNS, SETTINGS), ("--executor", "auto")),
+    (
+        "too many processes",
+        case(BURNS, replace(SETTINGS, executor="process", n_workers=32)),
+        ("--executor", "auto"),
+    ),
+    (
+        "big network",
+        case(
+            replace(CARTPOLE, update=UpdateCost(python=2e-3, rows=((256, 0.1),)), compiled=None),
+            replace(CHILD, compiled=False),
+            network_arch=(1024, 1024),
+            smaller=((256, 256), UpdateCost(python=2e-3, rows=((256, 5e-3),))),
+        ),
+        ("--network-arch", "256,256"),
+    ),
+    (
+        "tiny batches",
+        case(replace(CARTPOLE, compiled=None), replace(CHILD, batch_size=8, compiled=False)),
+        ("--batch-size", "256"),
+    ),
+    ("update overhead", case(CARTPOLE, replace(CHILD, compiled=False)), ("--compile", "on")),
+    (
+        "useless epochs",
+        case(
+            CARTPOLE,
+            replace(CHILD, n_epochs=30),
+            metrics={"train/clip_fraction": 0.4, "train/approx_kl": 0.05},
+        ),
+        ("--n-epochs", "10"),
+    ),
+    (
+        "checkpoints too often",
+        case(CARTPOLE, CHILD, phases={"checkpoint": 0.5}, checkpoint_every=1),
+        ("--checkpoint-every", "200000"),
+    ),
+    (
+        "evaluation too often",
+        case(CARTPOLE, CHILD, phases={"evaluate": 0.3}, eval_every=1024),
+        ("--eval-every", "50000"),
+    ),
+    ("oversubscribed threads", case(CARTPOLE, CHILD, blas_threads=16), ()),
+    ("memory near the limit", case(CARTPOLE, CHILD, memory_share=0.95), ("--n-steps", "16")),
+    ("throttled", case(CARTPOLE, CHILD, throttled=("power cap",)), ()),
+    ("copies", case(CARTPOLE, CHILD, phases={"stage": 0.2}), ("--overlap", "on")),
+    (
+        "GPU slower than CPU",
+        case(
+            replace(CARTPOLE, update=UpdateCost(python=2e-3, rows=((256, 5e-3),))),
+            replace(CHILD, on_device=True, compiled=False),
+            on_cpu=FAST,
+        ),
+        ("--device", "cpu"),
+    ),
+    (
+        "small network on a big GPU",
+        case(BURNS, replace(CHILD, on_device=True, n_collectors=2), device_utilization=0.1),
+        (),
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "of", "flags"), CASES, ids=[kind for kind, _, _ in CASES])
+def test_each_bottleneck_is_found(kind: str, of: Case, flags: tuple[str, ...]) -> None:
+    found = diagnose(of)
+    finding = next(f for f in found if f.kind == kind)
+    assert finding.flags[: len(flags)] == flags
+    assert finding.evidence
+    if flags and finding.gain is not None:
+        assert finding.gain > 1.05
+        assert finding.steps_per_second == pytest.approx(finding.gain * of.steps_per_second)
+        assert found[0] == max(found, key=lambda f: f.gain or 0.0)
+
+
+def test_nothing_is_found_where_all_is_well() -> None:
+    """A compiled update beside a collector, evenly matched."""
+    even = replace(CARTPOLE, compute=(12e-6,))
+    assert diagnose(case(even, replace(CHILD, n_epochs=8))) == []
+
+
+def test_records_that_say_too_little_give_no_finding() -> None:
+    assert findings_of_run({}, {}, {}) == []
+    assert findings_of_run({"wall_seconds": None, "phases": 3}, {"n_envs": "x"}, {"cores": 2}) == []

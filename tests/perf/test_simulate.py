@@ -1,0 +1,148 @@
+"""The simulation against closed-form answers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from flatout.perf.costs import Costs, Settings, UpdateCost, at
+from flatout.perf.events import Activity, Compute, Cores, Signal, Wait
+from flatout.perf.simulate import simulate
+from flatout.perf.ways import best_way, on_card
+
+UPDATE = UpdateCost(python=1e-3, rows=((64, 2e-3),))
+PLAIN = Costs(wait=(0.0,), compute=(100e-6,), act=((1, 50e-6),), update=UPDATE, store=0.0, iteration=0.0)
+SETTINGS = Settings(n_envs=8, n_steps=32, batch_size=64, n_epochs=4, executor="serial", n_cores=2)
+COLLECT = 32 * (8 * 100e-6 + 50e-6 * 8)
+"""Acting is linear beyond its only point."""
+LEARN = 16 * 2e-3
+
+
+def costs(**changes: Any) -> Costs:
+    return replace(PLAIN, **changes)
+
+
+def settings(**changes: Any) -> Settings:
+    return replace(SETTINGS, **changes)
+
+
+def test_lines_through_points() -> None:
+    points = ((1, 10.0), (11, 20.0))
+    assert [at(points, n) for n in (1, 6, 11, 21)] == [10.0, 15.0, 20.0, 30.0]
+    assert at(points, 0) == 10.0
+
+
+def test_lockstep_is_the_sum() -> None:
+    got = simulate(PLAIN, SETTINGS)
+    assert got.collect_rate == pytest.approx(256 / COLLECT)
+    assert got.learn_rate == pytest.approx(256 / LEARN)
+    assert got.steps_per_second == pytest.approx(256 / (COLLECT + LEARN))
+    assert got.learner_busy == pytest.approx(LEARN / (COLLECT + LEARN))
+
+
+def test_overlap_on_cores_of_their_own_is_the_slower_of_the_two() -> None:
+    beside = settings(children=True, overlap=True)
+    got = simulate(costs(handover=0.0), beside)
+    assert got.steps_per_second == pytest.approx(256 / max(COLLECT, LEARN), rel=1e-3)
+    alone = simulate(costs(handover=0.0), replace(beside, n_cores=1))
+    assert alone.steps_per_second == pytest.approx(
+        256 / (COLLECT + LEARN), rel=1e-3
+    )  # one core: nothing gained
+
+
+def test_overlap_in_one_process_shares_pythons_lock() -> None:
+    got = simulate(PLAIN, settings(overlap=True))
+    locked = COLLECT + LEARN / 2  # half of an update only computes
+    assert got.steps_per_second == pytest.approx(256 / locked, rel=0.05)
+
+
+def test_collectors_on_two_cores_take_half_as_long() -> None:
+    got = simulate(costs(handover=0.0), settings(children=True, n_collectors=2))
+    assert got.collect_rate == pytest.approx(2 * 256 / COLLECT, rel=1e-3)
+
+
+def test_envs_that_wait_do_so_side_by_side() -> None:
+    waiting = costs(wait=(10e-3,), compute=(0.0,), act=((1, 1e-6),), passing=0.0, hold=0.0)
+    threads = simulate(waiting, settings(executor="thread", n_workers=8))
+    assert threads.collect_rate == pytest.approx(8 / 10e-3, rel=0.01)
+    in_turn = simulate(waiting, SETTINGS)
+    assert in_turn.collect_rate == pytest.approx(1 / 10e-3, rel=0.01)
+
+
+def test_a_rollout_waits_for_its_slowest_env() -> None:
+    waiting = costs(wait=(1e-3,), compute=(0.0,), act=((1, 1e-6),), passing=0.0, hold=0.0)
+    slow = replace(waiting, slowness=(1.0,) * 7 + (20.0,))
+    got = simulate(slow, settings(executor="thread", n_workers=8))
+    assert got.collect_rate == pytest.approx(8 / 20e-3, rel=0.01)
+
+
+def test_worker_processes_pay_for_every_message() -> None:
+    workers = settings(executor="process", n_workers=2)
+    got = simulate(costs(handover=1e-3), workers)
+    step = 4 * 100e-6 + 0.5e-3 + 8 * 50e-6 + 2 * 0.5e-3
+    assert got.collect_rate == pytest.approx(8 / step)
+
+
+def test_long_rollouts_are_scaled_not_cut() -> None:
+    got = simulate(PLAIN, settings(n_steps=3200))
+    assert got.steps_per_second == pytest.approx(simulate(PLAIN, SETTINGS).steps_per_second, rel=0.01)
+
+
+def test_the_same_seed_gives_the_same_forecast() -> None:
+    noisy = costs(wait=(1e-3, 5e-3, 9e-3), compute=(0.0,) * 3)
+    threads = settings(executor="thread", overlap=True)
+    assert simulate(noisy, threads) == simulate(noisy, threads)
+
+
+def test_cores_are_shared_and_signals_wake() -> None:
+    cores, log = Cores(1), []
+    signal = Signal()
+
+    def worker(name: str) -> Activity:
+        yield Compute(1.0)
+        log.append((name, cores.now))
+        cores.fire(signal)
+
+    def waiter() -> Activity:
+        yield signal
+        yield Wait(0.5)
+        log.append(("waiter", cores.now))
+
+    cores.start(worker("a"))
+    cores.start(worker("b"))
+    cores.start(waiter())
+    cores.run()
+    assert [name for name, _ in log] == ["a", "b", "waiter"]
+    assert [at for _, at in log] == pytest.approx([2.0, 2.0, 2.5])
+
+
+def test_the_best_way_is_found() -> None:
+    waiting = costs(wait=(10e-3,), compute=(0.0,))
+    way, _ = best_way(waiting, SETTINGS)
+    assert (way.executor, way.overlap) == ("thread", True)
+    way, _ = best_way(costs(compute=(1e-3,)), SETTINGS)
+    assert way.children
+    way, _ = best_way(costs(compute=(5e-6,), act=((1, 1e-5), (8, 2e-5))), settings(n_cores=1))
+    assert (way.executor, way.children) == ("serial", False)
+    # Threads would hold the lock that launching the updates needs; worker processes do not.
+    busy = costs(wait=(10e-3,), compute=(1e-3,), update=UpdateCost(python=4e-3, rows=((64, 5e-3),)))
+    way, _ = best_way(busy, SETTINGS)
+    assert (way.executor, way.overlap) == ("process", True)
+
+
+def test_a_card_speeds_up_a_big_network_only() -> None:
+    big = costs(update=UpdateCost(python=1e-3, rows=((64, 50e-3),)))
+    there, on = on_card(big, settings(n_params=2_000_000), teraflops=20)
+    assert simulate(there, on).learn_rate > 10 * simulate(big, SETTINGS).learn_rate
+
+
+def test_beside_learning_envs_that_wait_do_not_wait_for_each_other() -> None:
+    uneven = costs(wait=(5e-3, 15e-3), compute=(0.0, 0.0), act=((1, 1e-6),), passing=0.0, hold=0.0)
+    quick = UpdateCost(python=1e-5, rows=((64, 1e-5),))
+    threads = settings(executor="thread", n_workers=8, n_steps=8)
+    in_turn = simulate(replace(uneven, update=quick), threads)
+    assert in_turn.steps_per_second < 0.9 * 8 / 10e-3
+    beside = simulate(replace(uneven, update=quick), replace(threads, overlap=True))
+    assert beside.steps_per_second > 1.05 * in_turn.steps_per_second

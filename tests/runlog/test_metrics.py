@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import csv
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from flatout.runlog.metrics import COLUMNS, MetricsLog, scalars
+from tests.runlog.progress_examples import progress
+
+
+def rows(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def steps(path: Path) -> list[int]:
+    return [int(row["time/total_timesteps"]) for row in rows(path)]
+
+
+def test_a_row_holds_what_is_known_and_blanks_for_the_rest(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.csv"
+    log = MetricsLog(path)
+    log.write(progress(return_mean=None, length_mean=None, metrics={}))
+    log.write(progress(metrics={"train/loss": float("nan"), "eval/mean_reward": 480.0, "train/new": 1.0}))
+    log.close()
+    log.close()
+    first, second = rows(path)
+    assert tuple(first) == COLUMNS
+    assert first["rollout/ep_rew_mean"] == first["train/loss"] == first["eval/mean_reward"] == ""
+    assert first["time/total_timesteps"] == "125000"
+    assert first["train/n_updates"] == "900"
+    assert float(second["rollout/ep_rew_mean"]) == 143.21
+    assert (second["train/loss"], second["eval/mean_reward"]) == ("nan", "480")
+    assert float(second["learner_busy"]) == 0.61
+
+
+def test_scalars_keep_stable_baselines_names() -> None:
+    found = scalars(progress())
+    assert found["time/fps"] == 18_200.4
+    assert found["rollout/ep_rew_mean"] == 143.21
+    assert found["train/approx_kl"] == 0.0112
+    assert set(found) <= set(COLUMNS)
+    assert "rollout/ep_rew_mean" not in scalars(progress(return_mean=None))
+
+
+def test_a_killed_run_keeps_every_row_it_wrote(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.csv"
+    code = (
+        "import os, signal, sys; from pathlib import Path\n"
+        "from flatout.runlog.metrics import MetricsLog\n"
+        "from tests.runlog.progress_examples import progress\n"
+        "log = MetricsLog(Path(sys.argv[1]))\n"
+        "for n in (1000, 2000, 3000): log.write(progress(env_steps=n))\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    repository = Path(__file__).parents[2]
+    ended = subprocess.run([sys.executable, "-c", code, str(path)], cwd=repository, env={**os.environ})
+    assert ended.returncode == -signal.SIGKILL
+    assert steps(path) == [1000, 2000, 3000]
+
+
+def test_resuming_drops_later_rows_and_a_torn_line_then_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.csv"
+    log = MetricsLog(path)
+    for n in (1000, 2000, 3000, 4000):
+        log.write(progress(env_steps=n))
+    log.close()
+    before = path.read_text().splitlines()
+    path.write_text("\n".join(before) + "\n10")
+
+    log = MetricsLog(path, resume_at=2000)
+    log.write(progress(env_steps=2500))
+    log.close()
+    assert steps(path) == [1000, 2000, 2500]
+    assert path.read_text().splitlines()[:3] == before[:3]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["metrics.csv"]
+
+
+def test_resuming_without_a_log_or_with_an_older_one_works(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.csv"
+    MetricsLog(path, resume_at=2000).close()
+    assert path.read_text() == ",".join(COLUMNS) + "\n"
+
+    path.write_text("gone,time/total_timesteps,train/loss\n7,1000,0.5\nx,?,\n")
+    MetricsLog(path, resume_at=2000).close()
+    (row,) = rows(path)
+    assert (row["time/total_timesteps"], row["train/loss"], row["time/fps"]) == ("1000", "0.5", "")
+
+
+def test_a_new_log_does_not_keep_another_runs_rows(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.csv"
+    path.write_text("left over\n")
+    MetricsLog(path).close()
+    assert rows(path) == []

@@ -1,0 +1,160 @@
+"""The doctor and the tuner on envs whose fault is known, for real and for a moment."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import flatout
+from flatout import checkup, tuning
+from flatout.config.run_config import resolve
+from flatout.perf.costs import Kind, Settings
+from tests.executors.slow import Counter, Script
+
+SMALL: dict[str, Any] = {
+    "preset": "auto",
+    "n_steps": 32,
+    "batch_size": 64,
+    "n_epochs": 2,
+    "network_arch": (32, 32),
+}
+
+
+@pytest.fixture(autouse=True)
+def brief(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkup, "MOMENT_SECONDS", 0.5)
+    monkeypatch.setattr(tuning, "TRIAL_SECONDS", 0.5)
+    monkeypatch.setattr("flatout.advice.short_benchmark.ENV_SECONDS", 0.5)
+
+
+def waiting() -> Counter:
+    return Counter(Script(seconds=(0.004, 0.006)))
+
+
+def test_envs_that_wait_in_turn_are_told_to_wait_side_by_side() -> None:
+    found = flatout.doctor(waiting, **SMALL, n_envs=8, executor="serial", overlap="off")
+    first = found.findings[0]
+    assert first.kind == "envs wait in turn"
+    assert first.flags == ("--executor", "thread")
+    assert first.gain is not None
+    assert first.gain > 3  # eight that wait at the same time
+    assert found.waits
+    text = str(found)
+    assert "1. the envs wait, one after the other" in text
+    assert "pipeline limit" in text
+    assert found.command.startswith("flatout train ")
+    assert "--executor thread" in found.command
+    assert json.loads(json.dumps(found.to_json()))["findings"][0]["kind"] == first.kind
+
+
+def test_checkpoints_at_every_iteration_are_noticed() -> None:
+    found = flatout.doctor("CartPole-v1", **SMALL, n_envs=4, checkpoint_every=1, overlap="off", compile="off")
+    assert "checkpoints too often" in [finding.kind for finding in found.findings]
+
+
+def test_what_if_tells_of_other_machines() -> None:
+    here = flatout.doctor(waiting, **SMALL, n_envs=8, overlap="off", what_if="n_envs=64")
+    assert here.what_if is not None
+    assert here.what_if["steps_per_second"] > 1.2 * here.steps_per_second
+    assert "what if n_envs 64" in str(here)
+    card = flatout.doctor(
+        "CartPole-v1", **(SMALL | {"network_arch": (512, 512)}), n_envs=8, what_if="gpu=a100,cores=16"
+    )
+    assert card.what_if is not None
+    assert card.what_if["learn_rate"] > card.forecast.learn_rate
+    assert "from its data sheet, not measured" in str(card)
+
+
+def test_the_command_line_prints_json(tmp_path: Path) -> None:
+    argv = "doctor CartPole-v1 --preset auto --n-envs 4 --n-steps 32 --batch-size 64 --json".split()
+    done = subprocess.run(
+        [sys.executable, "-m", "flatout", *argv], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    found = json.loads(done.stdout)
+    assert found["steps_per_second"] > 0
+    assert 0 < found["learner_busy"] <= 1
+    assert list(tmp_path.iterdir()) == []  # it leaves nothing behind
+
+
+def test_tuning_finds_a_faster_way_and_auto_takes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLATOUT_CACHE", str(tmp_path))
+    settings = SMALL | {"n_steps": 64, "n_envs": 4}
+    found = flatout.tune(waiting, budget=12, executor="serial", overlap="off", **settings)
+    assert found.best is not found.before
+    assert found.best.measured is not None
+    assert found.before.measured is not None
+    assert found.best.measured > 1.5 * found.before.measured
+    config = found.config
+    assert config.executor != "serial"
+    assert config.total_batch == 4 * 64  # what is learned from stays
+    assert config.ppo.batch_size == 64
+    path = tmp_path / "tuned.json"
+    tuning.save(found, path)
+    assert resolve(None, {}, device="cpu", n_cores=2, file=path) == config
+    cores = flatout.PPO("CartPole-v1")._machine.cores
+    auto = resolve(config.env, {"preset": "auto"}, device="cpu", n_cores=cores)
+    assert (auto.n_envs, auto.executor, auto.overlap) == (config.n_envs, config.executor, config.overlap)
+    own = resolve(config.env, {"preset": "auto", "n_envs": 3}, device="cpu", n_cores=cores)
+    assert (own.n_envs, own.executor) == (3, "auto")  # who says how many envs decides
+
+
+def test_what_is_tried_next_is_corrected_by_what_was_measured() -> None:
+    base = Settings(n_envs=8, n_steps=32, batch_size=64, n_epochs=4, executor="serial")
+
+    def trial(executor: Kind, n_envs: int, predicted: float, measured: float | None = None) -> tuning.Trial:
+        way = replace(base, executor=executor, n_envs=n_envs)
+        return tuning.Trial(settings=way, config={}, predicted=predicted, measured=measured)
+
+    before = trial("serial", 8, 100, 100)
+    reckoned = [trial("thread", 8, 300), trial("thread", 16, 290), trial("process", 8, 200)]
+    first = tuning._most_promising(reckoned, [before])
+    assert first is reckoned[0]
+    disappointing = replace(first, measured=150)
+    assert tuning._most_promising(reckoned, [before, disappointing]) is reckoned[2]
+    rest = [before, disappointing, replace(reckoned[2], measured=170)]
+    assert tuning._most_promising(reckoned, rest) is None  # threads with 16 envs would give 145
+
+
+def test_what_comes_close_to_the_best_is_run_once_more() -> None:
+    base = Settings(n_envs=8, n_steps=32, batch_size=64, n_epochs=4, executor="serial")
+
+    def trial(n_envs: int, measured: float) -> tuning.Trial:
+        return tuning.Trial(
+            settings=replace(base, n_envs=n_envs), config={}, predicted=100, measured=measured
+        )
+
+    before, slow, near, fast, nearer = trials = [trial(n, x) for n, x in enumerate((90, 60, 91, 100, 95), 1)]
+    assert tuning._contenders(trials) == [fast, before, nearer]  # not near: three are enough
+    assert tuning._contenders([slow, near, fast]) == [fast, near]
+    assert tuning._contenders([before]) == [before]
+
+
+def test_an_agent_with_changed_settings_takes_the_env_as_it_was_checked() -> None:
+    made = []
+
+    def env() -> Counter:
+        made.append(1)
+        return Counter(Script())
+
+    agent = flatout.PPO(env, **SMALL, n_envs=4, executor="serial", overlap="off", seed=3)
+    n_made = len(made)
+    other = agent.changed({"n_envs": 2, "n_steps": 64})
+    assert len(made) == n_made
+    assert (other.config.n_envs, other.config.total_batch) == (2, agent.config.total_batch)
+    assert other.policy.model is not agent.policy.model
+    assert other.learn(256).summary["env_steps"] == 256
+    assert agent.summary == {}
+    other.close()
+
+
+def test_asked_for_collectors_are_what_runs() -> None:
+    agent = flatout.PPO("CartPole-v1", **SMALL, n_envs=4, n_collectors=2, overlap="off")
+    agent.learn(4 * 32 * 2)
+    assert agent.summary["executor"]["collectors"] == 2
+    assert agent.summary["executor"]["reason"] == "asked for with --n-collectors 2"

@@ -1,0 +1,354 @@
+"""What the monitor makes of run folders in any state, and that a look at a large one is cheap."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from flatout.runlog.follow import SpanFollower
+from flatout.runlog.tail import Tail, last_record
+from flatout.views.job import Job, JobReader
+from flatout.views.life import is_alive
+from flatout.views.monitor import Moment, Monitor
+from flatout.views.screen import cells_for, screen
+
+HEADER = {"began": 1_700_000_000.0, "offset": 0.0, "version": 1}
+
+
+def span(lane: str, start: float, end: float, **phases: float) -> dict[str, Any]:
+    clock = "device" if lane == "device" else "host"
+    return {"lane": lane, "clock": clock, "start": start, "end": end, "phases": phases}
+
+
+def write_lines(path: Path, *records: Mapping[str, Any]) -> None:
+    with path.open("a") as file:
+        file.writelines(json.dumps(record) + "\n" for record in records)
+
+
+def make_run(path: Path, **progress: Any) -> Path:
+    """A run that this very process might be doing, 30 seconds old."""
+    path.mkdir(parents=True)
+    config = {"env": "CartPole-v1", "algo": "ppo", "timesteps": 500_000}
+    (path / "config.json").write_text(json.dumps(config))
+    known = {
+        "status": "running",
+        "pid": os.getpid(),
+        "env": "CartPole-v1",
+        "algo": "ppo",
+        "device": "cpu",
+        "executor": {"kind": "serial", "collectors": 2, "workers": 0, "reason": ""},
+        "overlap": {"on": False, "reason": ""},
+        "env_steps": 125_000,
+        "total_steps": 500_000,
+        "episodes": 1204,
+        "wall_seconds": 30.0,
+        "steps_per_second": 5000.0,
+        "return_mean": 143.2,
+        "return_std": 30.1,
+        "learner_busy": 0.61,
+        "updated": time.time(),
+    }
+    (path / "progress.json").write_text(json.dumps(known | progress))
+    rows = "".join(f"{n},{10 * n}\n" for n in range(8))
+    (path / "metrics.csv").write_text(f"time/total_timesteps,rollout/ep_rew_mean\n{rows}")
+    write_lines(
+        path / "spans.jsonl",
+        HEADER,
+        span("learner", 0, 10, wait=9.0, publish=1.0),
+        span("collector 0", 0, 10, env=8.0, act=2.0),
+        span("learner", 10, 30, update=20.0),
+        span("collector 0", 10, 30, slot=20.0),
+    )
+    return path
+
+
+def look(*named: Path, runs_dir: Path = Path("nowhere")) -> Moment:
+    return Monitor(runs_dir, named).read()
+
+
+def text_of(moment: Moment, columns: int = 80, lines: int | None = None, waits: bool = False) -> str:
+    console = Console(width=columns, color_system=None, highlight=False, force_terminal=False)
+    with console.capture() as captured:
+        console.print(screen(moment, columns, lines, waits))
+    return captured.get()
+
+
+def test_a_run_that_goes_on_is_found_and_told_in_full(tmp_path: Path) -> None:
+    make_run(tmp_path / "first")
+    (job,) = look(runs_dir=tmp_path).jobs
+    assert (job.name, job.status, job.env, job.algo) == ("first", "running", "CartPole-v1", "ppo")
+    assert job.seconds_left == pytest.approx(75, abs=5)
+    assert job.returns == [10.0 * n for n in range(8)]
+    learner, collector = job.strips
+    assert learner.cells == ["wait"] * 10 + ["update"] * 20 + [""] * 30
+    assert collector.cells == ["env"] * 10 + ["slot"] * 20 + [""] * 30
+    assert learner.busy == pytest.approx(2 / 3)
+    assert next(iter(job.idle)) == "waiting for envs"
+    assert job.idle["waiting for envs"] == pytest.approx(7.2 / 30)
+    assert sum(job.idle.values()) == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_its_screen_tells_all_of_it_without_colours(columns: int, tmp_path: Path) -> None:
+    finding = {"what": "The learner waits.", "change": "Use more collectors."}
+    make_run(tmp_path / "first", findings=[finding])
+    moment = Monitor(tmp_path).read(cells_for(columns))
+    text = text_of(moment, columns)
+    assert max(map(len, text.splitlines())) == columns
+    for words in (
+        "first · running · CartPole-v1 · PPO · cpu",
+        "125,000 of 500,000 (25 %)",
+        "return       143.2 ± 30.1   ▁▂▃▄▅▆▇█",
+        "5,000 steps/s   learner busy 61 %",
+        "last 60 s    ",
+        "U update",
+        "w wait",
+        "idle         33 %: 24 % waiting for envs, 6 %",
+        "to change    The learner waits. Use",
+    ):
+        assert words in text
+    assert re.search("learner      w{5,}U{10,}·+  busy 67 %", text)
+    assert re.search("collector 0  E{5,}l{10,}·+  busy 33 %", text)
+
+
+def test_cores_memory_and_no_gpu(tmp_path: Path) -> None:
+    make_run(tmp_path / "first")
+    moment = look(runs_dir=tmp_path)
+    assert len(moment.cores) == os.cpu_count()
+    assert 0 < moment.memory < moment.memory_total
+    assert moment.gpus == {}
+    text = text_of(replace(moment, cores=[0.0, 1.0] * 32, no_gpu="no NVIDIA GPU: no driver answers"))
+    assert "cores    ▁█▁█" in text
+    assert "memory   ━" in text
+    assert "no NVIDIA GPU: no driver answers\n" in text
+    assert "kernels" not in text
+
+
+def test_a_gpu_as_its_newest_sample_tells(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "first", device="cuda")
+    gpu = {
+        "utilization": 0.63,
+        "memory": 4 * 2**30,
+        "memory_total": 16 * 2**30,
+        "power": 68.2,
+        "temperature": 61,
+    }
+    old = {"t": 1.0, "gpu": gpu | {"utilization": 0.1}}
+    write_lines(run / "samples.jsonl", HEADER, old, {"t": 2.0, "gpu": gpu | {"throttled": ["power cap"]}})
+    with (run / "samples.jsonl").open("a") as file:
+        file.write('{"t": 3.0, "gpu": {"utiliz')
+    text = text_of(look(runs_dir=tmp_path))
+    assert "63 % of time in kernels  4.0 GB of 16.0 GB  68 W  61 °C" in text
+    assert "slowed by power cap" in text
+    assert "no NVIDIA GPU" not in text
+    write_lines(run / "samples.jsonl", {}, {"t": 4.0, "gpu": {"utilization": None, "memory": 2**30}})
+    text = text_of(look(runs_dir=tmp_path))
+    assert "cuda     1.0 GB\n" in text
+    assert "kernels" not in text
+
+
+def test_a_killed_run_is_shown_when_it_is_named(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        run = make_run(tmp_path / "first", pid=process.pid)
+        assert look(run).jobs[0].status == "running"
+        process.kill()
+        # It is a zombie until somebody asks how it ended, and no run any more.
+        deadline = time.monotonic() + 10
+        while look(run).jobs[0].status == "running" and time.monotonic() < deadline:
+            time.sleep(0.05)
+    moment = look(run)
+    assert moment.jobs[0].status == "killed"
+    assert moment.jobs[0].seconds_left is None
+    assert "first · killed" in text_of(moment)
+    # All of it, not just the last minute.
+    assert set(moment.jobs[0].strips[0].cells) == {"wait", "update"}
+    assert look(runs_dir=tmp_path).jobs == []
+
+
+def test_another_process_with_the_same_number_is_not_the_run() -> None:
+    assert is_alive({"pid": os.getpid(), "updated": time.time()})
+    assert not is_alive({"pid": os.getpid(), "updated": 1_000_000.0})
+    for pid in (-1, 2**80, "7", None, 1.5):
+        assert not is_alive({"pid": pid, "updated": time.time()})
+
+
+def test_an_ended_run_tells_how_and_a_resumed_one_goes_on(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "first")
+    summary = {"status": "stopped", "env": "CartPole-v1", "algo": "ppo", "env_steps": 4000}
+    (run / "summary.json").write_text(json.dumps(summary))
+    os.utime(run / "progress.json", (1, 1))
+    job = look(run).jobs[0]
+    assert (job.status, job.outcome, job.env_steps, job.total_steps) == ("ended", "stopped", 4000, 500_000)
+    assert "first · stopped" in text_of(look(run))
+    os.utime(run / "summary.json", (1, 1))
+    os.utime(run / "progress.json")
+    assert look(run).jobs[0].status == "running"
+
+
+def test_a_run_that_has_told_nothing_yet(tmp_path: Path) -> None:
+    run = tmp_path / "new"
+    run.mkdir()
+    assert "new · not begun" in text_of(look(run))
+    assert look(runs_dir=tmp_path).jobs == []
+    (run / "config.json").write_text('{"env": "CartPole-v1", "algo": "ppo"}')
+    write_lines(run / "samples.jsonl", HEADER)
+    assert look(runs_dir=tmp_path).jobs[0].status == "running"
+    assert "the first rollout is on its way" in text_of(look(runs_dir=tmp_path))
+
+
+def test_no_run_and_no_folder_are_said(tmp_path: Path) -> None:
+    text = text_of(look(runs_dir=tmp_path), columns=200, waits=True)
+    assert f"no run is going on in {tmp_path}/; waiting" in text
+    text = text_of(look(runs_dir=tmp_path / "gone"), columns=200)
+    assert f"{tmp_path}/gone/ does not exist\n" in text
+
+
+def test_new_runs_are_taken_up_and_ended_ones_stay(tmp_path: Path) -> None:
+    monitor = Monitor(tmp_path)
+    assert monitor.read().jobs == []
+    run = make_run(tmp_path / "first")
+    make_run(tmp_path / "second")
+    assert [job.name for job in monitor.read().jobs] == ["first", "second"]
+    (run / "progress.json").unlink()
+    (run / "summary.json").write_text('{"status": "finished"}')
+    jobs = monitor.read().jobs
+    assert [(job.name, job.status) for job in jobs] == [("second", "running"), ("first", "ended")]
+
+
+def test_a_named_run_is_over_when_its_folder_goes(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "first")
+    monitor = Monitor(tmp_path, [run])
+    assert not monitor.has_ended(monitor.read())
+    run.rename(tmp_path / "elsewhere")
+    moment = monitor.read()
+    assert monitor.has_ended(moment)
+    assert "first · gone" in text_of(moment)
+    assert "125,000 of 500,000" in text_of(moment)
+
+
+@pytest.mark.parametrize(
+    "name", ["progress.json", "config.json", "metrics.csv", "spans.jsonl", "samples.jsonl"]
+)
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"[1, 2]\n",
+        b"null\n",
+        b'{"pid": "x", "env_steps": "many", "phases": 3, "findings": {"a": 1}, "executor": 7, "gpu": 1, "t": []}\n',
+        b'{"lane": 3, "start": NaN, "end": 1e999, "phases": {"a": -1}}\n',
+        b'{"t": 1' + b"0" * 400 + b', "env_steps": 1' + b"0" * 400 + b"}\n",
+        b"\xff\x00\xfe\n" * 50,
+        b"[" * 100_000 + b"\n",
+    ],
+)
+def test_nothing_in_a_folder_can_break_it(name: str, content: bytes, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "first")
+    (run / name).write_bytes(content)
+    assert "first · " in text_of(look(run))
+    assert json.loads(json.dumps(asdict(look(run))))["jobs"][0]["name"] == "first"
+
+
+def test_text_from_a_folder_cannot_steer_the_terminal(tmp_path: Path) -> None:
+    finding = {"what": "\x1b[2J[bold]x[/bold]", "change": ""}
+    run = make_run(tmp_path / "first", env="\x1b]0;title\x07[red]", findings=[finding])
+    text = text_of(look(run))
+    assert "\x1b" not in text
+    assert "[bold]x[/bold]" in text
+    assert "[red]" in text
+
+
+def test_a_low_terminal_shows_less_of_each_run_and_never_too_much(tmp_path: Path) -> None:
+    for nth in range(12):
+        make_run(tmp_path / f"run{nth:02d}")
+    moment = look(runs_dir=tmp_path)
+    for lines in (200, 60, 24, 10, 6):
+        text = text_of(moment, 80, lines)
+        assert len(text.splitlines()) <= lines
+        assert "run00 · running" in text
+    assert "run11 · running" in text_of(moment, 80, 24)
+    assert "… 10 more" in text_of(moment, 80, 6)
+
+
+def test_many_collectors_are_summed_up(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "first")
+    lanes = [span(f"collector {n}", 0, 30, env=20.0, slot=10.0) for n in range(1, 40)]
+    write_lines(run / "spans.jsonl", *lanes)
+    text = text_of(look(run))
+    assert "collector 4" in text
+    assert "collector 5" not in text
+    assert "… 35 more, busy 67 %" in text
+
+
+def test_a_tail_gives_each_whole_line_once(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    tail = Tail(path)
+    assert tail.read() == (False, [])
+    path.write_bytes(b"one\ntw")
+    assert tail.read() == (False, [b"one"])
+    with path.open("ab") as file:
+        file.write(b"o\nthree\n")
+    assert tail.read() == (False, [b"two", b"three"])
+    assert tail.read() == (False, [])
+    path.write_bytes(b"new\n")
+    assert tail.read() == (True, [b"new"])
+    (tmp_path / "other").write_bytes(b"new\nand longer\n")
+    (tmp_path / "other").replace(path)
+    assert tail.read() == (True, [b"new", b"and longer"])
+    path.write_bytes(b"another beginning\nof greater length\n")
+    assert tail.read()[0]
+    path.unlink()
+    assert tail.read() == (True, [])
+    assert tail.read() == (False, [])
+
+
+def test_the_last_record_of_a_large_file(tmp_path: Path) -> None:
+    path = tmp_path / "samples.jsonl"
+    write_lines(path, HEADER, *({"t": n, "cores": [1.0] * 20} for n in range(5000)))
+    with path.open("a") as file:
+        file.write('{"t": 5000, "co')
+    assert last_record(path, "t")["t"] == 4999
+    assert last_record(path, "nothing") == {}
+
+
+def test_spans_after_a_checkpoint_are_forgotten_when_the_run_is_resumed(tmp_path: Path) -> None:
+    path = tmp_path / "spans.jsonl"
+    write_lines(path, HEADER, span("learner", 0, 10, update=10.0), span("learner", 10, 20, wait=10.0))
+    follower = SpanFollower(path)
+    assert follower.read()
+    assert follower.last().lanes["learner"].total() == {"update": 10.0, "wait": 10.0}
+    write_lines(path, HEADER | {"offset": 12.0}, span("learner", 0, 3, update=3.0))
+    assert follower.read()
+    assert follower.last().lanes["learner"].total() == pytest.approx({"update": 13.0, "wait": 2.0})
+    assert follower.last(4.0).lanes["learner"].total() == pytest.approx({"wait": 1.0, "update": 3.0})
+    assert not follower.read()
+
+
+def test_a_second_look_reads_only_what_is_new(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "first")
+    write_lines(run / "spans.jsonl", *(span("learner", 30 + n, 31 + n, update=1.0) for n in range(40_000)))
+    reader = JobReader(run)
+    first = _seconds(reader)
+    write_lines(run / "spans.jsonl", span("learner", 40_030, 40_050, wait=20.0))
+    again = min(_seconds(reader) for _ in range(3))
+    assert again < first / 5
+    assert reader.read(60).strips[0].phases == pytest.approx({"update": 2 / 3, "wait": 1 / 3})
+
+
+def _seconds(reader: JobReader) -> float:
+    began = time.perf_counter()
+    job: Job = reader.read(60)
+    assert job.strips
+    return time.perf_counter() - began
