@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: install train test check browser format bench clean
+.PHONY: install train test check browser format walk bench clean
 
 install: $(VENV)/.installed
 
@@ -40,6 +40,10 @@ browser:
 
 test: check browser
 	@$(BIN)/pytest -n 2
+
+# The files and functions that a short training enters, in order.
+walk: install
+	@$(BIN)/python tools/walk.py
 
 bench: $(VENV)/.installed-bench
 	@$(BIN)/python -m benchmarks.returns
