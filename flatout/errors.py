@@ -6,7 +6,13 @@ Everything else is a bug and keeps its traceback.
 from __future__ import annotations
 
 import difflib
+import functools
+import importlib.util
+import os
+import sysconfig
+import traceback
 from collections.abc import Iterable
+from pathlib import Path
 
 
 class FlatoutError(ValueError):
@@ -28,3 +34,49 @@ def did_you_mean(word: str, choices: Iterable[str], n: int = 3) -> str:
     """`; did you mean 'a' or 'b'?`, or the empty string when nothing is near."""
     found = nearest(word, choices, n)
     return f"; did you mean {' or '.join(map(repr, found))}?" if found else ""
+
+
+def one_line(error: BaseException) -> str:
+    """`KeyError: 'x' (file.py:40)`, on one line whatever the message holds."""
+    # A SyntaxError's text repeats the file and line that `where` adds.
+    text = " ".join(str(error.msg if isinstance(error, SyntaxError) else error).split())
+    named = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    place = where(error)
+    return f"{named} ({place})" if place else named
+
+
+def where(error: BaseException) -> str:
+    """`file.py:40` of the innermost frame in the user's own code, or the innermost one there is."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{Path(error.filename).name}:{error.lineno}"
+    frames = [(f.filename, f.lineno) for f in traceback.extract_tb(error.__traceback__)]
+    frames = [frame for frame in frames if not frame[0].startswith(_import_system())]
+    outside = [frame for frame in frames if not is_engine_file(frame[0])]
+    own = [frame for frame in outside if not frame[0].startswith(_libraries())]
+    best = own or outside or frames
+    return f"{Path(best[-1][0]).name}:{best[-1][1]}" if best else ""
+
+
+def is_engine_file(filename: str) -> bool:
+    """Whether a source file belongs to flatout or Gymnasium."""
+    return filename.startswith(_engine())
+
+
+@functools.cache
+def _engine() -> tuple[str, ...]:
+    gymnasium = importlib.util.find_spec("gymnasium")
+    folders = [
+        Path(__file__).parent,
+        *([Path(gymnasium.origin).parent] if gymnasium and gymnasium.origin else []),
+    ]
+    return tuple(f"{folder}{os.sep}" for folder in folders)
+
+
+@functools.cache
+def _libraries() -> tuple[str, ...]:
+    return tuple(sysconfig.get_paths()[key] + os.sep for key in ("stdlib", "purelib", "platlib"))
+
+
+@functools.cache
+def _import_system() -> tuple[str, ...]:
+    return ("<frozen", f"{Path(importlib.__file__).parent}{os.sep}")

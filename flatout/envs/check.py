@@ -23,12 +23,10 @@ from numpy.typing import NDArray
 
 from flatout.envs.awaitable import Blocking, blocking
 from flatout.envs.batched import BatchedEnvs, BatchedKind
-from flatout.envs.make import ENGINE_FOLDERS, EnvFactory, one_line, where
+from flatout.envs.make import EnvFactory
 from flatout.envs.masks import MaskFromInfo, logit_sizes
 from flatout.envs.spaces import MASK_KEY
-from flatout.errors import EnvError
-
-__all__ = ["EnvInfo", "check", "nan_message", "validate_obs", "validate_spaces", "where"]
+from flatout.errors import EnvError, is_engine_file, one_line
 
 RETURNS = {"reset": ("obs", "info"), "step": ("obs", "reward", "terminated", "truncated", "info")}
 OBS_LEAVES = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
@@ -203,7 +201,7 @@ def _raised(error: Exception, name: str, step: int) -> str:
     if name == "reset" and keyword:
         return f"reset() does not accept '{keyword[1]}'; write def reset(self, *, seed=None, options=None)"
     # A wrapper between us and the env (TimeLimit, for one) trips first over a tuple of the wrong length.
-    if traceback.extract_tb(error.__traceback__)[-1].filename.startswith(ENGINE_FOLDERS):
+    if is_engine_file(traceback.extract_tb(error.__traceback__)[-1].filename):
         count = re.search(rf"values to unpack \(expected {len(RETURNS[name])}(?:, got (\d+))?\)", text)
         single = re.search(r"cannot unpack non-iterable (\w+) object", text)
         if count:

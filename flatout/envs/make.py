@@ -7,19 +7,10 @@ Whatever a user can get wrong here ends in one line, the original exception bein
 from __future__ import annotations
 
 import functools
-import importlib
-import importlib.util
 import inspect
-import os
-import sys
-import sysconfig
-import traceback
-import zlib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from types import ModuleType
 from typing import Any, TypeGuard
 
 import gymnasium as gym
@@ -29,17 +20,15 @@ from gymnasium.wrappers import HumanRendering, RenderCollection, TimeLimit
 
 from flatout.envs.awaitable import AsyncTimeLimit, is_async
 from flatout.envs.batched import BatchedEnvs, batched_kind
+from flatout.envs.loader import absolute, importable, is_file, load_module, load_object, type_name
 from flatout.envs.masks import mask_from_info
-from flatout.errors import EnvError, FlatoutError, did_you_mean
+from flatout.errors import EnvError, FlatoutError, did_you_mean, one_line, where
 from flatout.workloads.catalog import AWAITABLE, BATCHED, WORKLOADS
 
 Creator = Callable[..., gym.Env[Any, Any] | BatchedEnvs]
 EnvSource = str | Creator | BatchedEnvs
 
 SHORT_NAMES = {name: workload.env_id for name, workload in WORKLOADS.items()}
-ENGINE_FOLDERS = (f"{Path(gym.__file__).parent}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}")
-IMPORT_MACHINERY = ("<frozen", f"{Path(importlib.__file__).parent}{os.sep}")
-LIBRARY_FOLDERS = tuple(sysconfig.get_paths()[key] + os.sep for key in ("stdlib", "purelib", "platlib"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +69,7 @@ class EnvFactory:
         return self.source.num_envs if _is_batched(self.source) else None
 
     def _make(self, kwargs: dict[str, Any], n_envs: int | None) -> gym.Env[Any, Any] | BatchedEnvs:
-        with _importable(self.source):
+        with importable(self.source) if isinstance(self.source, str) else nullcontext():
             target = _resolve(self.source)
             if _is_batched(target):
                 return target
@@ -101,33 +90,13 @@ def env_factory(source: EnvSource, kwargs: Mapping[str, Any] | None = None) -> E
     elif isinstance(source, gym.Env) or not callable(source):
         raise FlatoutError(
             f"an env is given as an id, 'file.py:factory', a gym.Env class or a function that makes one, "
-            f"because several copies are made, or as a batched env; got {_type_name(source)}"
+            f"because several copies are made, or as a batched env; got {type_name(source)}"
         )
-    with _importable(source):
-        _resolve(source)
-    name = source if isinstance(source, str) else _callable_name(source)
-    return EnvFactory(name=name, source=_absolute(source), kwargs=dict(kwargs or {}))
-
-
-def where(error: BaseException) -> str:
-    """`file.py:40` of the innermost frame in the user's own code, or the innermost one there is."""
-    if isinstance(error, SyntaxError) and error.filename:
-        return f"{Path(error.filename).name}:{error.lineno}"
-    frames = [(f.filename, f.lineno) for f in traceback.extract_tb(error.__traceback__)]
-    frames = [frame for frame in frames if not frame[0].startswith(IMPORT_MACHINERY)]
-    own = [frame for frame in frames if not frame[0].startswith(ENGINE_FOLDERS + LIBRARY_FOLDERS)]
-    outside = [frame for frame in frames if not frame[0].startswith(ENGINE_FOLDERS)]
-    best = own or outside or frames
-    return f"{Path(best[-1][0]).name}:{best[-1][1]}" if best else ""
-
-
-def one_line(error: BaseException) -> str:
-    """`KeyError: 'x' (file.py:40)`, on one line whatever the message holds."""
-    # A SyntaxError's text repeats the file and line that `where` adds.
-    text = " ".join(str(error.msg if isinstance(error, SyntaxError) else error).split())
-    named = f"{type(error).__name__}: {text}" if text else type(error).__name__
-    place = where(error)
-    return f"{named} ({place})" if place else named
+    if isinstance(source, str):
+        with importable(source):
+            _resolve(source)
+        return EnvFactory(name=source, source=absolute(source), kwargs=dict(kwargs or {}))
+    return EnvFactory(name=_callable_name(source), source=source, kwargs=dict(kwargs or {}))
 
 
 def _is_batched(source: object) -> TypeGuard[BatchedEnvs]:
@@ -137,15 +106,14 @@ def _is_batched(source: object) -> TypeGuard[BatchedEnvs]:
 def _resolve(source: EnvSource) -> EnvSpec | Creator | BatchedEnvs:
     if not isinstance(source, str):
         return source
-    file, _, attribute = source.rpartition(":")
-    if file.endswith(".py"):
-        return _from_file(file, attribute)
+    if is_file(source):
+        made_by = "a gym.Env class or a function that makes an env"
+        return load_object(source, "env", wanted=made_by)  # type: ignore[no-any-return]  # `_verified` checks what it makes
     if source.endswith(".py"):
         raise FlatoutError(
             f"env '{source}' is a file; add what makes the env, a function or gym.Env class: '{source}:name'"
         )
-    module, colon, env_id = source.partition(":")
-    return _from_module(module, env_id) if colon else _registered(source)
+    return _from_module(source) if ":" in source else _registered(source)
 
 
 def _registered(env_id: str) -> EnvSpec:
@@ -174,60 +142,16 @@ def _unknown(env_id: str) -> str:
     return f"unknown env '{env_id}'" + (hint or "; give a Gymnasium id, 'module:Id-v0' or 'file.py:factory'")
 
 
-def _from_module(module: str, name: str) -> EnvSpec | Creator:
-    try:
-        loaded = importlib.import_module(module)
-    except (Exception, SystemExit) as error:
-        if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
-            line = f"env '{module}:{name}': there is no module '{module}' in this folder or installed"
-        else:
-            line = f"env '{module}:{name}': importing '{module}' failed: {one_line(error)}"
-        raise EnvError(line) from error
+def _from_module(source: str) -> EnvSpec | Creator:
+    place, _, name = source.rpartition(":")
+    module = load_module(source, "env")
     if name in gym.registry:
         return _registered(name)
-    callables = [key for key, value in vars(loaded).items() if callable(value)]
+    callables = [key for key, value in vars(module).items() if callable(value)]
     if name not in callables:
         hint = did_you_mean(name, [*gym.registry, *callables], n=1)
-        raise FlatoutError(f"module '{module}' has no env '{name}'{hint}")
-    return getattr(loaded, name)  # type: ignore[no-any-return]  # what it makes is verified when it has made it
-
-
-def _from_file(file: str, attribute: str) -> Creator:
-    path = Path(file).expanduser().resolve()
-    if not path.is_file():
-        neighbours = (neighbour.name for neighbour in path.parent.glob("*.py"))
-        raise FlatoutError(f"env file '{file}' does not exist{did_you_mean(path.name, neighbours)}")
-    module = _load(path, file)
-    found = getattr(module, attribute, None)
-    if found is None:
-        names = [name for name, value in vars(module).items() if callable(value) and name[0] != "_"]
-        hint = did_you_mean(attribute, names) or f"; it has {', '.join(names) or 'no function or class'}"
-        raise FlatoutError(f"env file '{file}' has no '{attribute}'{hint}")
-    if not callable(found):
-        raise FlatoutError(
-            f"'{attribute}' in env file '{file}' is {_type_name(found)}, "
-            "not a gym.Env class or a function that makes an env"
-        )
-    return found  # type: ignore[no-any-return]  # what it makes is verified when it has made it
-
-
-def _load(path: Path, shown: str) -> ModuleType:
-    # The same name in every process, so that what the file defines can be pickled between them.
-    name = f"flatout_env_{path.stem}_{zlib.crc32(str(path).encode()):08x}"
-    if name in sys.modules:
-        return sys.modules[name]
-    importlib.invalidate_caches()
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        del sys.modules[name]
-        raise EnvError(f"env file '{shown}' could not be imported: {one_line(error)}") from error
-    return module
+        raise FlatoutError(f"module '{place}' has no env '{name}'{hint}")
+    return getattr(module, name)  # type: ignore[no-any-return]  # `_verified` checks what it makes
 
 
 def _create(
@@ -328,45 +252,13 @@ def _verified(env: object, name: str) -> gym.Env[Any, Any] | BatchedEnvs:
         return env
     if any(base.__module__.partition(".")[0] == "gym" for base in type(env).__mro__):
         raise EnvError(
-            f"env '{name}' made {_type_name(env)}, an env of the old gym; port it to gymnasium: "
+            f"env '{name}' made {type_name(env)}, an env of the old gym; port it to gymnasium: "
             "import gymnasium as gym, reset() returns obs, info and step() returns 5 values"
         )
-    raise EnvError(f"env '{name}' made {_type_name(env)}; return an instance of gymnasium.Env")
-
-
-@contextmanager
-def _importable(source: EnvSource) -> Iterator[None]:
-    """Lets the env's own imports find its neighbours: the file's folder, or else the current one."""
-    if not isinstance(source, str):
-        yield
-        return
-    file = source.rpartition(":")[0]
-    folder = str(Path(file).expanduser().resolve().parent) if file.endswith(".py") else ""
-    sys.path.insert(0, folder)
-    try:
-        yield
-    finally:
-        if folder in sys.path:
-            sys.path.remove(folder)
-
-
-def _absolute(source: EnvSource) -> EnvSource:
-    """A file's source by its full path, so that a later change of folder does not lose it."""
-    if not isinstance(source, str):
-        return source
-    file, _, attribute = source.rpartition(":")
-    return f"{Path(file).expanduser().resolve()}:{attribute}" if file.endswith(".py") else source
+    raise EnvError(f"env '{name}' made {type_name(env)}; return an instance of gymnasium.Env")
 
 
 def _callable_name(source: Creator | BatchedEnvs) -> str:
     target: Any = source.func if isinstance(source, functools.partial) else source
     named = target if hasattr(target, "__qualname__") else type(target)
     return f"{named.__module__}:{named.__qualname__}"
-
-
-def _type_name(value: object) -> str:
-    if value is None:
-        return "None"
-    kind = type(value)
-    prefix = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
-    return f"an object of type {prefix}{kind.__qualname__}"

@@ -15,9 +15,8 @@ import numpy as np
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 
 from flatout.envs.check import nan_message
-from flatout.envs.make import one_line
 from flatout.envs.spaces import Array, ObsLayout
-from flatout.errors import EnvError
+from flatout.errors import EnvError, one_line
 from flatout.executors.base import Episode, Step, alloc_step
 from flatout.executors.serial import env_seed
 

@@ -17,9 +17,9 @@ from gymnasium import spaces
 from flatout.device.machine import usable_cores
 from flatout.envs.awaitable import Blocking, blocking
 from flatout.envs.check import validate_spaces
-from flatout.envs.make import EnvFactory, EnvSource, env_factory, one_line
+from flatout.envs.make import EnvFactory, EnvSource, env_factory
 from flatout.envs.spaces import ActionLayout, ObsLayout
-from flatout.errors import EnvError, FlatoutError, did_you_mean
+from flatout.errors import EnvError, FlatoutError, did_you_mean, one_line
 from flatout.executors.base import Executor, Step
 from flatout.executors.coroutine import CoroutineExecutor
 from flatout.executors.process import WORKERS_PER_CORE, ProcessExecutor

@@ -17,9 +17,8 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 import gymnasium as gym
 
 from flatout.envs.awaitable import is_async
-from flatout.envs.make import one_line
 from flatout.envs.spaces import Leaves, ObsLayout
-from flatout.errors import EnvError, FlatoutError
+from flatout.errors import EnvError, FlatoutError, one_line
 
 Doing = Literal["constructor", "reset", "step"]
 

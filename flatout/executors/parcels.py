@@ -8,8 +8,7 @@ from typing import Any
 
 import cloudpickle
 
-from flatout.envs.make import one_line
-from flatout.errors import EnvError
+from flatout.errors import EnvError, one_line
 from flatout.executors.serial import SerialExecutor
 
 

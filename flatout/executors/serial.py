@@ -18,10 +18,9 @@ import numpy as np
 
 from flatout.envs import spaces
 from flatout.envs.check import nan_message
-from flatout.envs.make import one_line
 from flatout.envs.quick import quicken
 from flatout.envs.spaces import Array, ObsLayout
-from flatout.errors import EnvError
+from flatout.errors import EnvError, one_line
 from flatout.executors.base import Episode, Step, alloc_step
 from flatout.executors.supervise import RestartBudget
 

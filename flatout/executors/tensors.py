@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from flatout.envs.batched import TensorEnvs
-from flatout.envs.make import one_line
 from flatout.envs.spaces import Array, ObsLayout
-from flatout.errors import EnvError
+from flatout.errors import EnvError, one_line
 from flatout.executors.serial import env_seed
 
 

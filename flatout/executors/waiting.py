@@ -17,9 +17,8 @@ import gymnasium as gym
 import numpy as np
 
 from flatout.envs.check import nan_message
-from flatout.envs.make import one_line
 from flatout.envs.spaces import Array, Leaves, ObsLayout
-from flatout.errors import EnvError, FlatoutError
+from flatout.errors import EnvError, FlatoutError, one_line
 from flatout.executors.base import Episode, Step, alloc_step
 from flatout.executors.history import History
 from flatout.executors.life import Act, Apply, Begin, Doing, Life, Order, Outcome

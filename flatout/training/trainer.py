@@ -26,9 +26,8 @@ from flatout.device.machine import free_memory
 from flatout.device.precision import choose_precision, use_matmul_precision
 from flatout.device.threads import torch_threads
 from flatout.envs.check import EnvInfo
-from flatout.envs.make import one_line
 from flatout.envs.spaces import Array, ObsLayout, space_to_json
-from flatout.errors import FlatoutError
+from flatout.errors import FlatoutError, one_line
 from flatout.executors.base import Episode, Executor
 from flatout.executors.coroutine import CoroutineExecutor
 from flatout.executors.process import ProcessExecutor

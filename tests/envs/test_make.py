@@ -17,9 +17,10 @@ import pytest
 from gymnasium import spaces
 from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
 
-from flatout.envs.make import env_factory, one_line, where
+from flatout.envs.loader import load_object
+from flatout.envs.make import env_factory
 from flatout.envs.masks import MaskFromInfo, logit_sizes
-from flatout.errors import EnvError, FlatoutError
+from flatout.errors import EnvError, FlatoutError, one_line, where
 
 ENV_FILE = """
 import gymnasium as gym
@@ -239,7 +240,7 @@ def test_file_gives_a_class_or_a_function(env_file: Path, monkeypatch: pytest.Mo
 
 def test_file_factory_survives_a_process_that_never_saw_the_file(env_file: Path) -> None:
     data = pickle.dumps(env_factory(f"{env_file}:make_corridor"))
-    for name in [name for name in sys.modules if name.startswith("flatout_env_")]:
+    for name in [name for name in sys.modules if name.startswith("flatout_file_")]:
         del sys.modules[name]
     assert pickle.loads(data)().observation_space == spaces.Discrete(5)
 
@@ -371,3 +372,20 @@ def test_place_of_an_error_is_the_users_line_not_the_library_it_called() -> None
 def test_error_without_text_or_traceback_is_still_one_line() -> None:
     assert one_line(ValueError()) == "ValueError"
     assert one_line(ValueError("a\n  b")) == "ValueError: a b"
+
+
+def test_object_of_any_kind_is_loaded_from_a_file_or_a_module(tmp_path: Path) -> None:
+    file = tmp_path / "numbers_of_mine.py"
+    file.write_text("answer = 42\nword = 'forty-two'\n")
+
+    def is_int(value: object) -> bool:
+        return isinstance(value, int)
+
+    assert load_object(f"{file}:answer", "number", is_int, "an int") == 42
+    assert load_object("math:floor", "function")(2.5) == 2
+    with pytest.raises(
+        FlatoutError, match=r"'word' in number file '.*' is an object of type str, not an int"
+    ):
+        load_object(f"{file}:word", "number", is_int, "an int")
+    with pytest.raises(FlatoutError, match=r"number file '.*' has no 'anser'; did you mean 'answer'\?"):
+        load_object(f"{file}:anser", "number", is_int, "an int")

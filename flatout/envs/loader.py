@@ -1,0 +1,110 @@
+"""Loads what a user names as `file.py:NAME` or `module:NAME`: envs, algorithms and executors.
+
+Imports neither Gymnasium nor torch, so that a command line parses quickly.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from flatout.errors import EnvError, FlatoutError, did_you_mean, one_line
+
+
+def load_object(
+    source: str, what: str, fits: Callable[[Any], bool] = callable, wanted: str = "a class or function"
+) -> Any:
+    """The object that `file.py:NAME` or `module:NAME` names; `what` is the word for it in errors.
+
+    An object for which `fits` is false is refused; `wanted` describes the right ones.
+    """
+    place, _, name = source.rpartition(":")
+    with importable(source):
+        module = load_module(source, what)
+    shown = f"{what} file '{place}'" if is_file(source) else f"module '{place}'"
+    found = getattr(module, name, None)
+    if found is None:
+        names = [key for key, value in vars(module).items() if key[0] != "_" and fits(value)]
+        hint = did_you_mean(name, names) or f"; it has {', '.join(names) or 'no function or class'}"
+        raise FlatoutError(f"{shown} has no '{name}'{hint}")
+    if not fits(found):
+        raise FlatoutError(f"'{name}' in {shown} is {type_name(found)}, not {wanted}")
+    return found
+
+
+def load_module(source: str, what: str) -> ModuleType:
+    """The module before the last colon of `source`, imported; call it inside `importable(source)`."""
+    place = source.rpartition(":")[0]
+    if is_file(source):
+        return _import_file(place, what)
+    try:
+        return importlib.import_module(place)
+    except (Exception, SystemExit) as error:
+        if isinstance(error, ModuleNotFoundError) and f"{place}.".startswith(f"{error.name}."):
+            line = f"{what} '{source}': there is no module '{place}' in this folder or installed"
+        else:
+            line = f"{what} '{source}': importing '{place}' failed: {one_line(error)}"
+        raise EnvError(line) from error
+
+
+def is_file(source: str) -> bool:
+    """Whether a source is of the form `file.py:NAME`."""
+    return source.rpartition(":")[0].endswith(".py")
+
+
+def absolute(source: str) -> str:
+    """`file.py:NAME` with the file's full path, so that a later change of folder does not lose it; others as they are."""
+    file, _, name = source.rpartition(":")
+    return f"{Path(file).expanduser().resolve()}:{name}" if is_file(source) else source
+
+
+@contextmanager
+def importable(source: str) -> Iterator[None]:
+    """Lets the source import its neighbours: modules in the file's folder, or else in the current one."""
+    file = source.rpartition(":")[0]
+    folder = str(Path(file).expanduser().resolve().parent) if is_file(source) else ""
+    sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        if folder in sys.path:
+            sys.path.remove(folder)
+
+
+def type_name(value: object) -> str:
+    """`an object of type module.Class`."""
+    if value is None:
+        return "None"
+    kind = type(value)
+    prefix = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
+    return f"an object of type {prefix}{kind.__qualname__}"
+
+
+def _import_file(file: str, what: str) -> ModuleType:
+    path = Path(file).expanduser().resolve()
+    if not path.is_file():
+        neighbours = (neighbour.name for neighbour in path.parent.glob("*.py"))
+        raise FlatoutError(f"{what} file '{file}' does not exist{did_you_mean(path.name, neighbours)}")
+    # The same name in every process, so that what the file defines can be pickled between them.
+    name = f"flatout_file_{path.stem}_{zlib.crc32(str(path).encode()):08x}"
+    if name in sys.modules:
+        return sys.modules[name]
+    importlib.invalidate_caches()
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[name]
+        raise EnvError(f"{what} file '{file}' could not be imported: {one_line(error)}") from error
+    return module
