@@ -125,7 +125,7 @@ def main() -> None:
     args, flags = parser.parse_known_args()
     flags = flags or ["--executor", "serial", "--overlap", "off", "--n-envs", "8", "--n-steps", "32"]
     cli = importlib.import_module("flatout.cli.main")
-    walk = Walk(Path(cli.__file__).parents[1])
+    walk = Walk(Path(str(cli.__file__)).parents[1])
     with tempfile.TemporaryDirectory() as runs:
         command = ["train", args.env, "--quiet", "--timesteps", "8192", "--runs-dir", runs, *flags]
         sys.setprofile(walk)
