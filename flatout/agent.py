@@ -16,7 +16,7 @@ import torch
 
 from flatout.algorithms.ppo.recipes import RECIPES
 from flatout.collect.noise import ActionNoise
-from flatout.config.fields import replace as replace_leaves
+from flatout.config.fields import replace as replace_fields
 from flatout.config.presets import PRESETS, preset_note
 from flatout.config.run_config import RunConfig, read_file, resolve
 from flatout.device.garbage import undisturbed
@@ -146,7 +146,7 @@ class Agent:
         again."""
         agent = copy.copy(self)
         agent.began_at = time()
-        agent.config = replace_leaves(self.config, settings)
+        agent.config = replace_fields(self.config, settings)
         spaces = self.policy.obs.space, self.policy.action.space
         agent.policy = _policy(agent.config, *spaces, self.device)
         agent._setup(None)

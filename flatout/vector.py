@@ -15,7 +15,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
 from flatout.envs.make import EnvSource
-from flatout.envs.spaces import Array, Leaves
+from flatout.envs.spaces import Array, ObsArrays
 from flatout.errors import FlatoutError
 from flatout.executors.base import Step, step
 from flatout.executors.build import OpenEnvs, lost_as_truncated, open_envs
@@ -129,7 +129,7 @@ class VecEnv(VectorEnv[Any, Any, Array]):
             raise FlatoutError(f"reset got {len(seed)} seeds for {self.num_envs} envs")
         return list(seed)
 
-    def _obs(self, leaves: Leaves) -> Any:
+    def _obs(self, leaves: ObsArrays) -> Any:
         return self._layout.build([leaf.copy() for leaf in leaves] if self._copy else leaves)
 
     def _infos(self, now: Step) -> dict[str, Any]:
@@ -161,7 +161,7 @@ class VecEnv(VectorEnv[Any, Any, Array]):
                 mask[env_num] = True
         return super()._add_info(vector_infos, others, env_num) if others else vector_infos
 
-    def _final(self, leaves: Leaves, finals: dict[int, dict[str, Any]]) -> dict[str, Any]:
+    def _final(self, leaves: ObsArrays, finals: dict[int, dict[str, Any]]) -> dict[str, Any]:
         """What `_add_info` would make of the ended episodes, without its cost for each of them."""
         obs = np.empty(self.num_envs, np.object_)  # of None
         mask = np.zeros(self.num_envs, np.bool_)

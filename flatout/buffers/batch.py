@@ -66,8 +66,8 @@ class ReplayBatch:
 def alloc_batch(obs: ObsLayout, action: ActionLayout, size: int, *, pin: bool = False) -> ReplayBatch:
     """Room for a batch in ordinary or pinned memory; its weights are 1, the rest is not set."""
     new: Any = _pinned if pin else np.empty
-    obs_room = tuple([new((size, *leaf.shape), leaf.dtype) for leaf in obs.leaves])
-    next_room = tuple([new((size, *leaf.shape), leaf.dtype) for leaf in obs.leaves])
+    obs_room = tuple([new((size, *leaf.shape), leaf.dtype) for leaf in obs.specs])
+    next_room = tuple([new((size, *leaf.shape), leaf.dtype) for leaf in obs.specs])
     kept = new((size, action.size), action.dtype)
     reward, discount, weight = new(size, np.float32), new(size, np.float32), new(size, np.float32)
     index, serial, next_index = new(size, np.int64), new(size, np.int64), np.empty(size, np.int64)

@@ -15,7 +15,7 @@ from flatout.buffers import replay_kernel as kernel
 from flatout.buffers.batch import ReplayBatch, alloc, alloc_batch, rows_of_bytes
 from flatout.buffers.rings import check_saved, n_used, ring_spec, slots_per_env
 from flatout.buffers.rollout import Rollout
-from flatout.envs.spaces import ActionLayout, Array, Leaves, ObsLayout
+from flatout.envs.spaces import ActionLayout, Array, ObsArrays, ObsLayout
 
 
 class Replay:
@@ -32,7 +32,7 @@ class Replay:
         self._spec = ring_spec(obs, action)
         rings = {name: alloc(dtype, size, *shape, pin=pin) for name, (shape, dtype) in self._spec.items()}
         self._rings = rings
-        self.obs: Leaves = tuple(rings[f"obs.{i}"] for i in range(len(obs.leaves)))
+        self.obs: ObsArrays = tuple(rings[f"obs.{i}"] for i in range(len(obs.specs)))
         self.action, self.reward, self.end = rings["action"], rings["reward"], rings["end"]
         self.end.fill(kernel.EMPTY)
         self.head = np.zeros(n_envs, np.int64)
@@ -43,7 +43,7 @@ class Replay:
         self._all = np.arange(n_envs)
         self._bytes = [rows_of_bytes(leaf, 1) for leaf in self.obs]
 
-    def begin(self, obs: Leaves, rows: Array | None = None) -> None:
+    def begin(self, obs: ObsArrays, rows: Array | None = None) -> None:
         """The observations from which these envs act next (all if none are named).
 
         An env whose newest observation is another one has begun a new episode: the one before is cut there.
@@ -65,8 +65,8 @@ class Replay:
         reward: Array,
         terminated: Array,
         truncated: Array,
-        obs: Leaves,
-        final_obs: Leaves,
+        obs: ObsArrays,
+        final_obs: ObsArrays,
         rows: Array | None = None,
     ) -> None:
         """One step of each env in `rows` (all if none are named), a row of each array per env named.
@@ -93,8 +93,8 @@ class Replay:
         reward: Array,
         terminated: Array,
         truncated: Array,
-        obs: Leaves,
-        final_obs: Leaves,
+        obs: ObsArrays,
+        final_obs: ObsArrays,
     ) -> None:
         obs_at, final_at = np.empty((2, *reward.shape), np.int64)
         kernel.advance(
@@ -114,7 +114,7 @@ class Replay:
         )
         self._put(obs_at, self._as_bytes(obs, 2), final_at, self._as_bytes(final_obs, 2))
 
-    def _as_bytes(self, leaves: Leaves, n_lead: int) -> list[Array]:
+    def _as_bytes(self, leaves: ObsArrays, n_lead: int) -> list[Array]:
         pairs = zip(leaves, self.obs, strict=True)
         out = [rows_of_bytes(np.ascontiguousarray(leaf, mine.dtype), n_lead) for leaf, mine in pairs]
         assert all(x.shape[-1] == y.shape[1] for x, y in zip(out, self._bytes, strict=True)), "other shapes"

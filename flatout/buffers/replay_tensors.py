@@ -35,7 +35,7 @@ class TensorReplay:
         self._spec = ring_spec(obs, action)
         rings = {name: self._room(dtype, size, *shape) for name, (shape, dtype) in self._spec.items()}
         self._rings = rings
-        self.obs: Tensors = tuple(rings[f"obs.{i}"] for i in range(len(obs.leaves)))
+        self.obs: Tensors = tuple(rings[f"obs.{i}"] for i in range(len(obs.specs)))
         self.action, self.reward, self.end = rings["action"], rings["reward"], rings["end"]
         self.end.fill_(EMPTY)
         self.head = self._room(np.int64, n_envs)

@@ -14,7 +14,7 @@ from flatout.errors import FlatoutError
 
 def ring_spec(obs: ObsLayout, action: ActionLayout) -> dict[str, tuple[tuple[int, ...], Any]]:
     """Shape and dtype of what a slot holds, by name."""
-    leaves = {f"obs.{i}": (leaf.shape, leaf.dtype) for i, leaf in enumerate(obs.leaves)}
+    leaves = {f"obs.{i}": (leaf.shape, leaf.dtype) for i, leaf in enumerate(obs.specs)}
     kept = {"action": ((action.size,), _narrow(action))}
     return {**leaves, **kept, "reward": ((), np.dtype(np.float32)), "end": ((), np.dtype(np.uint8))}
 

@@ -46,7 +46,7 @@ class Learnable(Protocol):
 def rollout_spec(obs: ObsLayout, action: ActionLayout, n_steps: int, n_envs: int) -> Spec:
     """Shapes and dtypes of a rollout's arrays; `obs` has one row more, the observation after the last step."""
     shape = (n_steps, n_envs)
-    leaves = list(enumerate(obs.leaves))
+    leaves = list(enumerate(obs.specs))
     return {
         **{f"obs.{i}": ((n_steps + 1, n_envs, *leaf.shape), leaf.dtype) for i, leaf in leaves},
         **{f"final_obs.{i}": ((*shape, *leaf.shape), leaf.dtype) for i, leaf in leaves},

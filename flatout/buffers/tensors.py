@@ -22,7 +22,7 @@ class TensorRollout:
             name: torch.zeros(shape, dtype=torch_dtype(dtype), device=device)
             for name, (shape, dtype) in spec.items()
         }
-        n_leaves = len(obs.leaves)
+        n_leaves = len(obs.specs)
         self.obs = tuple(tensors[f"obs.{i}"] for i in range(n_leaves))
         self.final_obs = tuple(tensors[f"final_obs.{i}"] for i in range(n_leaves))
         """Valid only where an episode was truncated."""

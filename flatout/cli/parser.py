@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from flatout.config.fields import Field, leaves
+from flatout.config.fields import Field, all_fields
 from flatout.config.run_config import RunConfig
 from flatout.errors import FlatoutError, did_you_mean
 
@@ -48,7 +48,7 @@ def add_settings(parser: Parser) -> None:
     """A flag for every setting of a run, with its docstring as help; absent ones are not set."""
     groups = {section: parser.add_argument_group(title) for section, title in SECTIONS.items()}
     having: dict[str, list[Field]] = {}
-    for field in leaves(RunConfig):
+    for field in all_fields(RunConfig):
         having.setdefault(field.name, []).append(field)
     for name, fields in having.items():
         owners = tuple(str(field.section) for field in fields)
@@ -58,7 +58,9 @@ def add_settings(parser: Parser) -> None:
 
 def settings(args: argparse.Namespace) -> dict[str, Any]:
     """The settings that were given, by name, as text or JSON."""
-    given = {f.name: getattr(args, f.name) for f in leaves(RunConfig) if f.name != "env" and f.name in args}
+    given = {
+        f.name: getattr(args, f.name) for f in all_fields(RunConfig) if f.name != "env" and f.name in args
+    }
     if isinstance(given.get("env_kwargs"), str):
         try:
             given["env_kwargs"] = json.loads(given["env_kwargs"])

@@ -20,7 +20,7 @@ import torch
 from flatout.buffers.rollout import Rollout
 from flatout.collect.filling import Filling
 from flatout.collect.noise import USUAL, ActionNoise, Habits
-from flatout.envs.spaces import ActionLayout, Array, Leaves
+from flatout.envs.spaces import ActionLayout, Array, ObsArrays
 from flatout.executors.base import Episode, Executor, Step
 from flatout.executors.waiting import WaitingExecutor
 from flatout.models.actor import Actor, make_actor
@@ -225,7 +225,7 @@ class Collector:
                 raise Interrupted
             clock.enter("act")
 
-    def _act(self, actor: Actor, obs: Leaves, noise: Array, rows_out: Array, log_prob_out: Array) -> Array:
+    def _act(self, actor: Actor, obs: ObsArrays, noise: Array, rows_out: Array, log_prob_out: Array) -> Array:
         """Draw actions for `obs`, keep them with their log-probabilities, and return them for the envs."""
         actor.act(obs, noise, rows_out, log_prob_out)
         if self._head.squashes:

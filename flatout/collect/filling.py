@@ -10,7 +10,7 @@ import numpy as np
 
 from flatout.buffers.batch import rows_of_bytes
 from flatout.buffers.rollout import Rollout
-from flatout.envs.spaces import Array, Leaves
+from flatout.envs.spaces import Array, ObsArrays
 from flatout.executors.base import Episode, Step
 from flatout.models.actor import Actor
 
@@ -59,7 +59,7 @@ class Filling:
             loops().put_leaf(obs, final, now.truncated, cursor, rows, obs_out, final_out)
         cursor[rows] += 1
 
-    def take(self, rows: Array, obs: Leaves, noise: Array) -> tuple[Leaves, Array]:
+    def take(self, rows: Array, obs: ObsArrays, noise: Array) -> tuple[ObsArrays, Array]:
         """What these envs see, and their noise, in the memory given."""
         n, take_rows = len(rows), loops().take_rows
         for (source, _), leaf in zip(self._leaves, _bytes(obs, 1), strict=True):
@@ -92,5 +92,5 @@ def loops() -> ModuleType:
     return rows
 
 
-def _bytes(leaves: Leaves, n_lead: int) -> list[Array]:
+def _bytes(leaves: ObsArrays, n_lead: int) -> list[Array]:
     return [rows_of_bytes(leaf, n_lead) for leaf in leaves]

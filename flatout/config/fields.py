@@ -44,14 +44,14 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def leaves(config: type[Any], section: str | None = None) -> Iterator[Field]:
+def all_fields(config: type[Any], section: str | None = None) -> Iterator[Field]:
     """Every leaf field of a config dataclass, nested ones included; names are unique across sections, except
     across the alternatives of one part."""
     hints, helps = get_type_hints(config), _docstrings(config)
     for field in dataclasses.fields(config):
         nested = _sections(field.name, hints[field.name])
         for name, kind in nested.items():
-            yield from leaves(kind, name)
+            yield from all_fields(kind, name)
         if not nested:
             yield Field(field.name, section, hints[field.name], helps.get(field.name, ""))
 
@@ -78,7 +78,7 @@ def _sections(attribute: str, kind: Any) -> dict[str, type[Any]]:
 def replace(config: Any, values: Mapping[str, Any]) -> Any:
     """A copy of `config` with the given leaves changed; unknown names are refused with the nearest."""
     held = sections(config)
-    every = list(leaves(type(config)))
+    every = list(all_fields(type(config)))
     known = {field.name: field for field in every if field.section is None or field.section in held}
     changes: dict[str, Any] = {}
     nested: dict[str, dict[str, Any]] = {}
@@ -108,7 +108,7 @@ def flatten_json(config: type[Any], data: Any, source: str) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise FlatoutError(f"{source}: expected a JSON object of settings")
     sections: dict[str | None, list[str]] = {}
-    for field in leaves(config):
+    for field in all_fields(config):
         sections.setdefault(field.section, []).append(field.name)
     out: dict[str, Any] = {}
     for key, value in data.items():

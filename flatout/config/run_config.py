@@ -17,8 +17,8 @@ from flatout.algorithms.dqn.config import DQNConfig, PQNConfig
 from flatout.algorithms.ppo.config import PPOConfig, choose_batch_size, nearest_batch_sizes
 from flatout.algorithms.ppo.recipes import FIRST_CHOICE, RECIPES
 from flatout.algorithms.recipe import Recipe
-from flatout.config.fields import convert, flag, flatten_json, leaves, to_json
-from flatout.config.fields import replace as replace_leaves
+from flatout.config.fields import all_fields, convert, flag, flatten_json, to_json
+from flatout.config.fields import replace as replace_fields
 from flatout.config.presets import ALGORITHMS, auto, preset_recipe
 from flatout.device.cache import cache_folder
 from flatout.errors import FlatoutError
@@ -151,7 +151,7 @@ class RunConfig:
         values = _flatten(data, source)
         algo = _algo(values)
         others = ALGORITHMS.keys() - {algo}
-        missing = [f.name for f in leaves(RunConfig) if f.name not in values and f.section not in others]
+        missing = [f.name for f in all_fields(RunConfig) if f.name not in values and f.section not in others]
         if missing:
             raise FlatoutError(f"{source}: lacks {', '.join(missing[:3])}; it is not a complete config")
         blank = RunConfig(
@@ -248,14 +248,14 @@ def _flatten(data: Any, source: str) -> dict[str, Any]:
 
 
 def _algo(given: Mapping[str, Any]) -> str:
-    known = next(f for f in leaves(RunConfig) if f.name == "algo")
+    known = next(f for f in all_fields(RunConfig) if f.name == "algo")
     return str(convert(known, given.get("algo", "ppo")))
 
 
 def _first_choice(env: str, given: Mapping[str, Any]) -> str:
     """The algorithm whose recipe learns the env soonest, unless what is given is of another one."""
     choice = FIRST_CHOICE.get(env, "ppo")
-    fitting = {f.name for f in leaves(RunConfig) if f.section in (None, "network", choice)}
+    fitting = {f.name for f in all_fields(RunConfig) if f.section in (None, "network", choice)}
     return choice if given.keys() <= fitting and given.get("preset") in (None, "none") else "ppo"
 
 
@@ -263,14 +263,14 @@ def _recipe(env: str, algo: str, preset: Any, device: str, n_cores: int) -> Reci
     if preset in (None, "none"):
         tuned = RECIPES[algo]
         return tuned[env]() if env in tuned else auto(device, n_cores, algo)
-    known = next(f for f in leaves(RunConfig) if f.name == "preset")
+    known = next(f for f in all_fields(RunConfig) if f.name == "preset")
     preset = convert(known, preset)
     return auto(device, n_cores, algo) if preset == "auto" else preset_recipe(algo, preset)
 
 
 def _with_batch_size(given: dict[str, Any], recipe: Recipe, device: str) -> dict[str, Any]:
     """A batch size of the recipe, or `auto`, becomes the nearest that divides; an explicit one stays."""
-    by_name = {f.name: f for f in leaves(RunConfig)}
+    by_name = {f.name: f for f in all_fields(RunConfig)}
 
     def number(name: str, default: int) -> int:
         return int(convert(by_name[name], given[name])) if name in given else default
@@ -288,7 +288,7 @@ def _with_batch_size(given: dict[str, Any], recipe: Recipe, device: str) -> dict
 
 def _replace(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
     """All changes at once, so that no half-changed config is ever checked."""
-    out: RunConfig = replace_leaves(config, values)
+    out: RunConfig = replace_fields(config, values)
     return out
 
 

@@ -18,19 +18,19 @@ from gymnasium import spaces
 from flatout.errors import FlatoutError
 
 Array: TypeAlias = npt.NDArray[Any]
-Leaves: TypeAlias = tuple[Array, ...]
+ObsArrays: TypeAlias = tuple[Array, ...]
 Path: TypeAlias = tuple[str | int, ...]
-LeafKind: TypeAlias = Literal["vector", "image", "discrete", "binary", "mask"]
+ArrayKind: TypeAlias = Literal["vector", "image", "discrete", "binary", "mask"]
 
 MASK_KEY = "action_mask"
 
 
 @dataclass(frozen=True, slots=True)
-class Leaf:
+class ArraySpec:
     """One array of an observation: where it lies in the space, and how it is stored."""
 
     path: Path
-    kind: LeafKind
+    kind: ArrayKind
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     nvec: tuple[int, ...] = ()
@@ -50,30 +50,30 @@ class ObsLayout:
 
     def __init__(self, space: gym.Space[Any]) -> None:
         self.space = space
-        self.leaves = tuple(_leaves(space, ()))
-        if not any(leaf.kind != "mask" for leaf in self.leaves):
+        self.specs = tuple(_leaves(space, ()))
+        if not any(leaf.kind != "mask" for leaf in self.specs):
             raise FlatoutError(f"observation space {space} holds nothing to learn from")
-        self.mask_index = next((i for i, leaf in enumerate(self.leaves) if leaf.kind == "mask"), None)
-        self._single = self.leaves[0].path == () if len(self.leaves) == 1 else False
+        self.mask_index = next((i for i, leaf in enumerate(self.specs) if leaf.kind == "mask"), None)
+        self._single = self.specs[0].path == () if len(self.specs) == 1 else False
 
-    def alloc(self, *lead: int) -> Leaves:
+    def alloc(self, *lead: int) -> ObsArrays:
         """Zeroed arrays of shape `lead + leaf.shape`, one per leaf (pages untouched until written)."""
-        return tuple(np.zeros(lead + leaf.shape, leaf.dtype) for leaf in self.leaves)
+        return tuple(np.zeros(lead + leaf.shape, leaf.dtype) for leaf in self.specs)
 
-    def write(self, out: Leaves, index: int | tuple[int, ...], obs: Any) -> None:
+    def write(self, out: ObsArrays, index: int | tuple[int, ...], obs: Any) -> None:
         """Copy one observation into row `index` of `out`."""
         if self._single:
             out[0][index] = obs
             return
-        for leaf, array in zip(self.leaves, out, strict=True):
+        for leaf, array in zip(self.specs, out, strict=True):
             array[index] = leaf.pick(obs)
 
-    def batch(self, obs: Any) -> tuple[Leaves, bool]:
-        """Leaves with a leading batch dimension, and whether `obs` was a single observation."""
-        arrays = [np.asarray(leaf.pick(obs)) for leaf in self.leaves]
-        single = arrays[0].ndim == len(self.leaves[0].shape)
+    def batch(self, obs: Any) -> tuple[ObsArrays, bool]:
+        """Observation arrays with a leading batch dimension, and whether `obs` was a single observation."""
+        arrays = [np.asarray(leaf.pick(obs)) for leaf in self.specs]
+        single = arrays[0].ndim == len(self.specs[0].shape)
         out: list[Array] = []
-        for leaf, raw in zip(self.leaves, arrays, strict=True):
+        for leaf, raw in zip(self.specs, arrays, strict=True):
             row = raw[None] if single else raw
             if row.shape[1:] != leaf.shape:
                 where = "".join(f"[{key!r}]" for key in leaf.path)
@@ -133,27 +133,27 @@ class ActionLayout:
         return actions.astype(space.dtype, copy=False).reshape(-1, *(space.shape or ()))
 
 
-def _leaves(space: gym.Space[Any], path: Path) -> Iterator[Leaf]:
+def _leaves(space: gym.Space[Any], path: Path) -> Iterator[ArraySpec]:
     if isinstance(space, spaces.Dict):
         for key, sub in space.spaces.items():
             if key == MASK_KEY and not path:
-                yield Leaf((key,), "mask", (int(np.prod(sub.shape or (1,))),), np.dtype(np.bool_))
+                yield ArraySpec((key,), "mask", (int(np.prod(sub.shape or (1,))),), np.dtype(np.bool_))
             else:
                 yield from _leaves(sub, (*path, key))
     elif isinstance(space, spaces.Tuple):
         for i, sub in enumerate(space.spaces):
             yield from _leaves(sub, (*path, i))
     elif isinstance(space, spaces.Discrete):
-        yield Leaf(path, "discrete", (), np.dtype(np.int64), (int(space.n),), (int(space.start),))
+        yield ArraySpec(path, "discrete", (), np.dtype(np.int64), (int(space.n),), (int(space.start),))
     elif isinstance(space, spaces.MultiDiscrete):
         nvec, start = _ints(space.nvec), _ints(space.start)
-        yield Leaf(path, "discrete", space.nvec.shape, np.dtype(np.int64), nvec, start)
+        yield ArraySpec(path, "discrete", space.nvec.shape, np.dtype(np.int64), nvec, start)
     elif isinstance(space, spaces.MultiBinary):
-        yield Leaf(path, "binary", space.shape, np.dtype(np.int8))
+        yield ArraySpec(path, "binary", space.shape, np.dtype(np.int8))
     elif isinstance(space, spaces.Box):
         image = is_image(space)
         dtype = np.dtype(np.uint8 if image and space.dtype == np.uint8 else np.float32)
-        yield Leaf(path, "image" if image else "vector", space.shape, dtype)
+        yield ArraySpec(path, "image" if image else "vector", space.shape, dtype)
     else:
         where = "".join(f"[{key!r}]" for key in path)
         raise FlatoutError(

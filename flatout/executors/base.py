@@ -12,7 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
-from flatout.envs.spaces import Array, Leaves, ObsLayout
+from flatout.envs.spaces import Array, ObsArrays, ObsLayout
 
 
 @dataclass(slots=True)
@@ -24,11 +24,11 @@ class Step:
 
     rows: Array
     """Which envs have taken a step, as places in the arrays."""
-    obs: Leaves
+    obs: ObsArrays
     reward: Array
     terminated: Array
     truncated: Array
-    final_obs: Leaves
+    final_obs: ObsArrays
     """Written only where an episode ended."""
     ended: list[Episode]
     """The episodes that ended in this step."""

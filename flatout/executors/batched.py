@@ -42,7 +42,7 @@ class BatchedExecutor:
         self._envs, self._layout, self._seed = envs, layout, seed
         self._keep_open = keep_open
         self._step = out or alloc_step(layout, self.n_envs)
-        self._float_leaves = [i for i, leaf in enumerate(layout.leaves) if leaf.dtype.kind == "f"]
+        self._float_leaves = [i for i, leaf in enumerate(layout.specs) if leaf.dtype.kind == "f"]
         mode = AutoresetMode(envs.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP))
         # Gymnasium's own classes reset by mask in any mode; of others only DISABLED promises that they can.
         known = isinstance(envs.unwrapped, SyncVectorEnv | AsyncVectorEnv)
@@ -143,7 +143,7 @@ class BatchedExecutor:
         return obs, infos
 
     def _write_obs(self, obs: Any) -> None:
-        for leaf, array in zip(self._layout.leaves, self._step.obs, strict=True):
+        for leaf, array in zip(self._layout.specs, self._step.obs, strict=True):
             values = leaf.pick(obs)
             if np.shape(values) != array.shape:
                 raise self._wrong_shape("observation", values, array)
@@ -174,7 +174,7 @@ class BatchedExecutor:
             return
         # Its own copy, as Gymnasium takes it out of the options.
         first = self._reset(options={"reset_mask": ended.copy()})
-        for leaf, array in zip(self._layout.leaves, self._step.obs, strict=True):
+        for leaf, array in zip(self._layout.specs, self._step.obs, strict=True):
             values = np.asarray(leaf.pick(first))
             if not self._mask_is_proven:
                 self._prove_mask(values, array, ~ended)
@@ -199,7 +199,7 @@ class BatchedExecutor:
             for i in np.flatnonzero(ended).tolist():
                 self._layout.write(self._step.final_obs, i, final[i])
             return
-        for leaf, array in zip(self._layout.leaves, self._step.final_obs, strict=True):
+        for leaf, array in zip(self._layout.specs, self._step.final_obs, strict=True):
             array[ended] = leaf.pick(final)[ended]
 
     def _check_finite(self) -> None:

@@ -74,16 +74,16 @@ class OpenExecutor(Executor, Protocol):
 
 
 class ExactLayout(ObsLayout):
-    """Leaves with the shapes and dtypes that the space declares, where training would convert them."""
+    """Observation arrays with the shapes and dtypes that the space declares, where training would convert them."""
 
     def __init__(self, space: gym.Space[Any]) -> None:
         super().__init__(space)
-        declared = [leaf.pick(space) for leaf in self.leaves]
-        self.leaves = tuple(
+        declared = [leaf.pick(space) for leaf in self.specs]
+        self.specs = tuple(
             replace(leaf, shape=sub.shape, dtype=np.dtype(sub.dtype))
-            for leaf, sub in zip(self.leaves, declared, strict=True)
+            for leaf, sub in zip(self.specs, declared, strict=True)
         )
-        self.is_plain = len(self.leaves) == 1 and not self.leaves[0].path
+        self.is_plain = len(self.specs) == 1 and not self.specs[0].path
         """Whether an observation is one array, not a structure of some."""
 
     def build(self, leaves: Iterable[Any]) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from flatout.envs.spaces import Array, Leaves
+from flatout.envs.spaces import Array, ObsArrays
 from flatout.executors.serial import MAX_LOG, RESEED_STEPS, env_seed
 
 
@@ -64,7 +64,7 @@ class History:
         else:  # too long to be replayed; it starts anew after a resume
             self._logs[i] = []
 
-    def mark(self, obs: Leaves, returns: Array, lengths: Array) -> None:
+    def mark(self, obs: ObsArrays, returns: Array, lengths: Array) -> None:
         """Remember this moment; logs only grow, so that their lengths are enough."""
         self._mark = {f"obs.{k}": leaf.copy() for k, leaf in enumerate(obs)}
         self._mark |= {"returns": returns.copy(), "lengths": lengths.copy()}
@@ -78,7 +78,7 @@ class History:
             self._marked[i] = then.log
         self._remembered = {}
 
-    def remember(self, rows: Array, obs: Leaves, returns: list[float], lengths: list[int]) -> None:
+    def remember(self, rows: Array, obs: ObsArrays, returns: list[float], lengths: list[int]) -> None:
         """Let the next mark describe these envs as they are now; the first word counts."""
         for i in rows.tolist():
             if i not in self._remembered:

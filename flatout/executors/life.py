@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 import gymnasium as gym
 
 from flatout.envs.awaitable import is_async
-from flatout.envs.spaces import Leaves, ObsLayout
+from flatout.envs.spaces import ObsArrays, ObsLayout
 from flatout.errors import EnvError, FlatoutError, one_line
 
 Doing = Literal["constructor", "reset", "step"]
@@ -62,7 +62,7 @@ class Outcome(NamedTuple):
     reward: Any = 0.0
     terminated: Any = False
     truncated: Any = False
-    final_obs: Leaves | None = None
+    final_obs: ObsArrays | None = None
     """A copy, made before the reset, with one row."""
     seconds: float = 0.0
     error: BaseException | None = None
@@ -173,7 +173,7 @@ class Life:
             if not isinstance(error, Exception):
                 raise
 
-    def _copy(self, obs: Any) -> Leaves:
+    def _copy(self, obs: Any) -> ObsArrays:
         copy = self._layout.alloc(1)
         try:
             self._layout.write(copy, 0, obs)

@@ -85,7 +85,7 @@ class ProcessExecutor:
         self.n_envs, self.env_ids = len(env_ids), env_ids
         n_workers = min(n_workers, self.n_envs)
         self._shared = SharedArrays(_spec(layout, action, self.n_envs))
-        self._step = _step_of(self._shared, len(layout.leaves), 0, self.n_envs)
+        self._step = _step_of(self._shared, len(layout.specs), 0, self.n_envs)
         self._spin = SPIN_SECONDS if n_workers < n_cores else 0.0
         job = Job(
             factory=factory,
@@ -320,7 +320,7 @@ class ProcessExecutor:
 
 def worker_main(connection: Connection, job: Job, shared: SharedArrays) -> None:
     """A worker's life: step its envs whenever told, until the parent closes the connection."""
-    out = _step_of(shared, len(job.layout.leaves), job.first, job.end)
+    out = _step_of(shared, len(job.layout.specs), job.first, job.end)
     seed = job.seed if job.generation == 0 else _rebuilt_seed(job)
     envs = SerialExecutor(job.factory, job.layout, job.env_ids, seed, replayable=job.replayable, out=out)
     if job.generation > 0:
@@ -358,7 +358,7 @@ def worker_main(connection: Connection, job: Job, shared: SharedArrays) -> None:
 def _spec(layout: ObsLayout, action: ActionLayout, n_envs: int) -> Spec:
     zero = np.zeros((n_envs, action.size), action.dtype)
     like = action.to_env(zero)
-    leaves = list(enumerate(layout.leaves))
+    leaves = list(enumerate(layout.specs))
     return {
         **{f"obs.{i}": ((n_envs, *leaf.shape), leaf.dtype) for i, leaf in leaves},
         **{f"final_obs.{i}": ((n_envs, *leaf.shape), leaf.dtype) for i, leaf in leaves},

@@ -58,9 +58,9 @@ class SerialExecutor:
         self._replayable = replayable
         self._envs = [quicken(factory()) for _ in range(n_envs)]
         self._step = out or alloc_step(layout, n_envs)
-        self._float_leaves = [i for i, leaf in enumerate(layout.leaves) if leaf.dtype.kind == "f"]
+        self._float_leaves = [i for i, leaf in enumerate(layout.specs) if leaf.dtype.kind == "f"]
         # Views made once: writing through them costs half of an indexed write, which tells for cheap envs.
-        plain = len(layout.leaves) == 1 and not layout.leaves[0].path
+        plain = len(layout.specs) == 1 and not layout.specs[0].path
         self._rows = [self._step.obs[0][i, ...] for i in range(n_envs)] if plain else None
         self.infos: list[dict[str, Any]] = [{} for _ in range(n_envs)]
         """What each env's last step told, or its last reset where an episode has just begun."""

@@ -108,7 +108,7 @@ class TensorExecutor:
 
     def _leaves(self, obs: Any, what: str) -> tuple[Tensor, ...]:
         leaves = []
-        for leaf in self._layout.leaves:
+        for leaf in self._layout.specs:
             value: Tensor = leaf.pick(obs)
             if value.shape != (self.n_envs, *leaf.shape):
                 raise self._wrong_shape(what, tuple(value.shape), (self.n_envs, *leaf.shape))

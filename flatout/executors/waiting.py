@@ -17,7 +17,7 @@ import gymnasium as gym
 import numpy as np
 
 from flatout.envs.check import nan_message
-from flatout.envs.spaces import Array, Leaves, ObsLayout
+from flatout.envs.spaces import Array, ObsArrays, ObsLayout
 from flatout.errors import EnvError, FlatoutError, one_line
 from flatout.executors.base import Episode, Step, alloc_step
 from flatout.executors.history import History
@@ -347,7 +347,7 @@ class WaitingExecutor(ABC):
         for i in rows:
             self._returns[i], self._lengths[i] = 0.0, 0
 
-    def _refuse_nan(self, what: str, arrays: Leaves, rows: Array) -> None:
+    def _refuse_nan(self, what: str, arrays: ObsArrays, rows: Array) -> None:
         for values in arrays:
             if values.dtype.kind != "f" or self._all_finite(values.reshape(len(values), -1), rows):
                 continue

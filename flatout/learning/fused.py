@@ -167,7 +167,7 @@ class HandMadeStep(ABC, Generic[Batch]):
 def is_plain(model: PolicyNet, device: torch.device) -> bool:
     """Whether all that this network learns is in plain layers after one another, on the CPU."""
     plain = not model.layer_norm and model.activation in BENDS
-    return plain and device.type == "cpu" and not any(leaf.kind == "image" for leaf in model.obs.leaves)
+    return plain and device.type == "cpu" and not any(leaf.kind == "image" for leaf in model.obs.specs)
 
 
 def layers_in(
@@ -180,8 +180,8 @@ def layers_in(
 
 def _only_leaf(model: PolicyNet) -> int | None:
     """The one leaf that a model sees, if it is a vector; None: there are several, or it has to be encoded."""
-    seen = [i for i, leaf in enumerate(model.obs.leaves) if leaf.kind != "mask"]
-    return seen[0] if len(seen) == 1 and model.obs.leaves[seen[0]].kind == "vector" else None
+    seen = [i for i, leaf in enumerate(model.obs.specs) if leaf.kind != "mask"]
+    return seen[0] if len(seen) == 1 and model.obs.specs[seen[0]].kind == "vector" else None
 
 
 def _arrays(layer: Layer) -> tuple[Array, Array]:

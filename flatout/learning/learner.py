@@ -73,7 +73,7 @@ class Learner(ABC, Generic[Batch]):
         """Whether to capture the step as a CUDA graph."""
         self._obs_moments = {
             i: RunningMoments(tuple(model.get_buffer(f"obs_mean_{i}").shape), self.device)
-            for i in model.float_leaves
+            for i in model.vector_indices
             if normalize_obs
         }
 
@@ -221,7 +221,7 @@ class Learner(ABC, Generic[Batch]):
 def example_obs(model: PolicyNet, n_rows: int, device: torch.device) -> tuple[Tensor, ...]:
     """Observations of the right shapes, with every action allowed, to try things with."""
     leaves = []
-    for leaf, layout in zip(model.obs.alloc(n_rows), model.obs.leaves, strict=True):
+    for leaf, layout in zip(model.obs.alloc(n_rows), model.obs.specs, strict=True):
         tensor = torch.from_numpy(leaf)
         if layout.kind == "discrete":
             tensor += torch.tensor(layout.start).view(tensor.shape[1:])

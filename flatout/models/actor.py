@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from flatout.envs.spaces import Array, Leaves
+from flatout.envs.spaces import Array, ObsArrays
 from flatout.models.heads import GaussianHead, GreedyHead
 from flatout.models.policy import OBS_CLIP, PolicyNet
 
@@ -33,7 +33,7 @@ class Actor(Protocol):
     def bind(self) -> None:
         """Take the model's parameters as they are now; once per rollout."""
 
-    def act(self, obs: Leaves, noise: Array, rows_out: Array, log_prob_out: Array) -> None:
+    def act(self, obs: ObsArrays, noise: Array, rows_out: Array, log_prob_out: Array) -> None:
         """Write the rows drawn with the given noise, and their log-probabilities."""
 
 
@@ -44,7 +44,7 @@ def make_actor(model: PolicyNet, n_rows: int, device: torch.device) -> Actor:
 
 def is_small(model: PolicyNet, device: torch.device) -> bool:
     """Whether one compiled function may act for the model."""
-    images = any(leaf.kind == "image" for leaf in model.obs.leaves)
+    images = any(leaf.kind == "image" for leaf in model.obs.specs)
     n_weights = sum(weight.numel() for weight, _ in model.acting_layers())
     return device.type == "cpu" and not images and n_weights <= SMALL_NETWORK
 
@@ -62,7 +62,7 @@ class TorchActor:
         """Nothing: it acts with the model's own parameters."""
 
     @torch.inference_mode()
-    def act(self, obs: Leaves, noise: Array, rows_out: Array, log_prob_out: Array) -> None:
+    def act(self, obs: ObsArrays, noise: Array, rows_out: Array, log_prob_out: Array) -> None:
         """Write the rows drawn with the given noise, and their log-probabilities."""
         n = len(noise)
         for whole, part in zip(self._obs, obs, strict=True):
@@ -87,8 +87,8 @@ class KernelActor:
         n_params = sum(tensor.numel() for tensor in self._tensors())
         self._params = np.zeros(n_params, np.float32)
         self._few = BRIEF_WORK // n_params
-        seen = [i for i, leaf in enumerate(obs.leaves) if leaf.kind != "mask"]
-        self._only = seen[0] if len(seen) == 1 and obs.leaves[seen[0]].kind == "vector" else None
+        seen = [i for i, leaf in enumerate(obs.specs) if leaf.kind != "mask"]
+        self._only = seen[0] if len(seen) == 1 and obs.specs[seen[0]].kind == "vector" else None
         """The vector that is all there is to see, if so."""
         normalized = self._only is not None and model.normalizes
         self._shift = np.zeros((2 if normalized else 0, widths[0]), np.float32)
@@ -138,7 +138,7 @@ class KernelActor:
             if k < len(norms):
                 yield from (tensor.detach() for tensor in norms[k])
 
-    def act(self, obs: Leaves, noise: Array, rows_out: Array, log_prob_out: Array) -> None:
+    def act(self, obs: ObsArrays, noise: Array, rows_out: Array, log_prob_out: Array) -> None:
         """Write the rows drawn with the given noise, and their log-probabilities."""
         x = self._features(obs) if self._only is None else obs[self._only].reshape(len(noise), -1)
         head = self._head
@@ -148,7 +148,7 @@ class KernelActor:
         sample(x, *self._network, *head, noise, rows_out, log_prob_out)
 
     @torch.inference_mode()
-    def _features(self, obs: Leaves) -> Array:
+    def _features(self, obs: ObsArrays) -> Array:
         features: Array = self._model.features(tuple(torch.from_numpy(leaf) for leaf in obs)).numpy()
         return features
 

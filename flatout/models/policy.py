@@ -12,7 +12,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
-from flatout.envs.spaces import ActionLayout, Leaf, ObsLayout
+from flatout.envs.spaces import ActionLayout, ArraySpec, ObsLayout
 from flatout.errors import FlatoutError
 from flatout.models.cnn import ImageEncoder
 from flatout.models.config import NetworkConfig
@@ -26,7 +26,7 @@ OBS_CLIP = 10.0
 class Encoder(nn.Module):
     """All leaves but the mask, each as its kind wants it, concatenated to one feature vector."""
 
-    def __init__(self, leaves: Sequence[Leaf]) -> None:
+    def __init__(self, leaves: Sequence[ArraySpec]) -> None:
         super().__init__()
         self._parts = [(i, leaf) for i, leaf in enumerate(leaves) if leaf.kind != "mask"]
         self.images = nn.ModuleDict()
@@ -46,7 +46,7 @@ class Encoder(nn.Module):
         features = [self._encode(i, leaf, obs[i]) for i, leaf in self._parts]
         return features[0] if len(features) == 1 else torch.cat(features, -1)
 
-    def _encode(self, i: int, leaf: Leaf, value: Tensor) -> Tensor:
+    def _encode(self, i: int, leaf: ArraySpec, value: Tensor) -> Tensor:
         if leaf.kind == "image":
             out: Tensor = self.images[str(i)](value)
             return out
@@ -75,14 +75,14 @@ class PolicyNet(nn.Module):
         self.obs, self.action = obs, action
         self._mask_index = obs.mask_index
         if obs.mask_index is not None:
-            _check_mask(obs.leaves[obs.mask_index], action)
+            _check_mask(obs.specs[obs.mask_index], action)
         self.head = head
-        self.float_leaves = tuple(i for i, leaf in enumerate(obs.leaves) if leaf.kind == "vector")
-        for i in self.float_leaves:
-            self.register_buffer(f"obs_mean_{i}", torch.zeros(obs.leaves[i].shape))
-            self.register_buffer(f"obs_scale_{i}", torch.ones(obs.leaves[i].shape))
+        self.vector_indices = tuple(i for i, leaf in enumerate(obs.specs) if leaf.kind == "vector")
+        for i in self.vector_indices:
+            self.register_buffer(f"obs_mean_{i}", torch.zeros(obs.specs[i].shape))
+            self.register_buffer(f"obs_scale_{i}", torch.ones(obs.specs[i].shape))
         self.normalizes, self.activation, self.layer_norm = normalize_obs, config.activation, layer_norm
-        self.pi_encoder = Encoder(obs.leaves)
+        self.pi_encoder = Encoder(obs.specs)
         widths = config.network_arch
         self.pi_body = mlp(self.pi_encoder.n_features, widths, config.activation, layer_norm=layer_norm)
         self.pi_out = linear(widths[-1], head.n_outputs, gain=out_gain)
@@ -121,7 +121,7 @@ class PolicyNet(nn.Module):
         if not self.normalizes:
             return obs
         out = list(obs)
-        for i in self.float_leaves:
+        for i in self.vector_indices:
             mean, scale = self.get_buffer(f"obs_mean_{i}"), self.get_buffer(f"obs_scale_{i}")
             out[i] = ((out[i] - mean) * scale).clamp(-OBS_CLIP, OBS_CLIP)
         return out
@@ -138,11 +138,11 @@ class ActorCritic(PolicyNet):
         head = make_head(action, config.log_std_init, squash=config.squash)
         super().__init__(obs, action, config, head, normalize_obs=normalize_obs, out_gain=0.01)
         self.shared = config.trunk == "shared" or (
-            config.trunk == "auto" and any(leaf.kind == "image" for leaf in obs.leaves)
+            config.trunk == "auto" and any(leaf.kind == "image" for leaf in obs.specs)
         )
         widths = config.network_arch
         if not self.shared:
-            self.vf_encoder = Encoder(obs.leaves)
+            self.vf_encoder = Encoder(obs.specs)
             self.vf_body = mlp(self.vf_encoder.n_features, widths, config.activation)
         self.vf_out = linear(widths[-1], 1, gain=1.0)
 
@@ -177,14 +177,14 @@ def _weights(layers: Sequence[nn.Module]) -> list[tuple[Tensor, Tensor]]:
     return [(layer.weight, layer.bias) for layer in layers if isinstance(layer, nn.Linear)]
 
 
-def _n_elements(leaf: Leaf) -> int:
+def _n_elements(leaf: ArraySpec) -> int:
     n = 1
     for side in leaf.shape:
         n *= side
     return n
 
 
-def _check_mask(leaf: Leaf, action: ActionLayout) -> None:
+def _check_mask(leaf: ArraySpec, action: ActionLayout) -> None:
     if action.continuous:
         raise FlatoutError("the observation has an action_mask, but Box actions cannot be masked")
     if leaf.shape != (action.n_logits,):

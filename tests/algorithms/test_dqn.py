@@ -117,7 +117,7 @@ def test_the_gradient_by_hand_is_autograds(
     it = learner(config, obs, activation=activation)
     assert isinstance(it.update.by_hand, HandMadeDQN)
     with torch.no_grad():
-        i = it.model.float_leaves[0]
+        i = it.model.vector_indices[0]
         it.model.get_buffer(f"obs_mean_{i}").fill_(0.3)
         it.model.get_buffer(f"obs_scale_{i}").fill_(1.7)
     batch = random_batch(it, 24)

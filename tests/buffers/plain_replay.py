@@ -12,7 +12,7 @@ from gymnasium import spaces
 from flatout.buffers.replay import Replay
 from flatout.buffers.replay_tensors import TensorReplay
 from flatout.buffers.rollout import Rollout
-from flatout.envs.spaces import ActionLayout, Array, Leaves, ObsLayout
+from flatout.envs.spaces import ActionLayout, Array, ObsArrays, ObsLayout
 
 OBS = ObsLayout(
     spaces.Dict({"at": spaces.Box(-1000, 1000, (2,)), "seen": spaces.Box(0, 255, (7, 7, 1), np.uint8)})
@@ -24,7 +24,7 @@ Place = tuple[int, int]
 """An observation: the number of its episode, and its step there."""
 
 
-def leaves_of(places: list[Place]) -> Leaves:
+def leaves_of(places: list[Place]) -> ObsArrays:
     """Observations that can be told apart, as leaves."""
     images = [np.full((7, 7, 1), (31 * episode + step) % 256, np.uint8) for episode, step in places]
     return np.array(places, np.float32), np.array(images)
@@ -176,7 +176,7 @@ class Filled:
             self.step(some if kind < 5 else list(range(n_envs)))
 
 
-def _tensors(leaves: Leaves) -> tuple[torch.Tensor, ...]:
+def _tensors(leaves: ObsArrays) -> tuple[torch.Tensor, ...]:
     return tuple(torch.from_numpy(leaf) for leaf in leaves)
 
 

@@ -26,7 +26,7 @@ def test_observations_survive_the_way_through_leaves(kind: str) -> None:
     obs = [space.sample(), space.sample()]
     for i in range(2):
         layout.write(out, i, obs[i])
-    for leaf, array in zip(layout.leaves, out, strict=True):
+    for leaf, array in zip(layout.specs, out, strict=True):
         for i in range(2):
             assert np.array_equal(array[i], np.asarray(leaf.pick(obs[i]), leaf.dtype))
     batch, single = layout.batch(obs[0])

@@ -40,7 +40,7 @@ def learner(
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():  # as after some learning: outputs that differ, observations that are normalised
         it.params.flat.add_(torch.randn(len(it.params.flat), generator=generator) * 0.2)
-        for i in model.float_leaves:
+        for i in model.vector_indices:
             model.get_buffer(f"obs_mean_{i}").fill_(0.3)
             model.get_buffer(f"obs_scale_{i}").fill_(1.7)
     return it
@@ -50,7 +50,7 @@ def random_batch(it: PPOLearner, n_rows: int = N) -> ppo.Minibatch:
     rng, model = np.random.default_rng(7), it.model
     batch = it.example_batch(n_rows)
     leaves = list(batch.obs)
-    for i, leaf in enumerate(model.obs.leaves):
+    for i, leaf in enumerate(model.obs.specs):
         if leaf.kind == "vector":
             leaves[i] = torch.from_numpy(rng.normal(size=leaves[i].shape).astype(np.float32))
         elif leaf.kind == "discrete":

@@ -10,7 +10,7 @@ import pytest
 import torch
 from gymnasium import spaces
 
-from flatout.envs.spaces import ActionLayout, Leaves, ObsLayout
+from flatout.envs.spaces import ActionLayout, ObsArrays, ObsLayout
 from flatout.models.actor import KernelActor, TorchActor, make_actor
 from flatout.models.config import NetworkConfig
 from flatout.models.policy import ActorCritic, build
@@ -36,13 +36,13 @@ def random_model(
     with torch.no_grad():
         for p in model.parameters():
             p.add_(torch.randn(p.shape, generator=g) * 0.4)
-        for i in model.float_leaves:
+        for i in model.vector_indices:
             model.get_buffer(f"obs_mean_{i}").normal_(generator=g)
             model.get_buffer(f"obs_scale_{i}").uniform_(0.5, 20.0, generator=g)
     return model
 
 
-def random_inputs(model: ActorCritic, n: int) -> tuple[Leaves, Any]:
+def random_inputs(model: ActorCritic, n: int) -> tuple[ObsArrays, Any]:
     rng = np.random.default_rng(2)
     model.obs.space.seed(3)
     leaves = model.obs.alloc(n)
