@@ -154,7 +154,7 @@ def collectors(
     from flatout.collect.child import ChildCollectors
     from flatout.collect.collector import Collector
     from flatout.executors.serial import SerialExecutor
-    from flatout.trace.phases import PhaseClock
+    from flatout.timing import PhaseClock
 
     torch.set_num_threads(1)
     agent = flatout.PPO(source, preset="auto", network_arch=(64, 64), n_envs=n_envs, seed=1)

@@ -28,9 +28,9 @@ BLOCK = 1
 def cost(overlap: str, seconds: float, detail: bool) -> tuple[float, float, int]:
     """Share of CPU time that spans cost, CPU seconds of an iteration, and the number of pairs compared."""
     import flatout
-    from flatout.trace import phases
+    from flatout import timing
 
-    phases.DETAIL, phases.STRETCH = (10**9, 10**6) if detail else (1000, 300)
+    timing.DETAIL, timing.STRETCH = (10**9, 10**6) if detail else (1000, 300)
     with tempfile.TemporaryDirectory() as folder:
         agent = flatout.PPO(
             "CartPole-v1",

@@ -21,7 +21,7 @@ from flatout.learning.params import FlatParams
 from flatout.learning.update import Update
 from flatout.models.config import NetworkConfig
 from flatout.models.policy import build
-from flatout.trace.phases import PhaseClock
+from flatout.timing import PhaseClock
 from tests.known import Match
 
 META = torch.device("meta")

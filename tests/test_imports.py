@@ -35,7 +35,7 @@ FLOORS = [
     {"workloads"},
     {"envs"},
     {"device"},
-    {"trace"},
+    {"timing"},
     {"errors"},
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}

@@ -29,7 +29,7 @@ from flatout.perf.findings import diagnose
 from flatout.perf.planning import count_params, launch_seconds
 from flatout.perf.simulate import Forecast, simulate, update_seconds
 from flatout.perf.ways import best_way, on_card
-from flatout.trace.phases import PhaseClock
+from flatout.timing import PhaseClock
 
 MOMENT_SECONDS = 5.0
 SMALLER = (256, 256)

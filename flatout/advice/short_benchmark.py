@@ -31,7 +31,7 @@ from flatout.perf.choose import COROUTINE_SECONDS, random_row
 from flatout.perf.costs import Costs, Points, Settings, UpdateCost
 from flatout.perf.planning import acting_seconds, count_params, fastest, launch_seconds, update_recipe
 from flatout.perf.simulate import Forecast, learn_seconds, simulate
-from flatout.trace.phases import PhaseClock
+from flatout.timing import LEARN_PHASES, Phase, PhaseClock
 from flatout.training.progress import Progress
 
 ENV_SECONDS = 3.0
@@ -40,7 +40,7 @@ MAX_ENVS = 32
 SAMPLES = 400
 USUAL = ("train/clip_fraction", "train/approx_kl", "train/kl_settled")
 """Metrics that a diagnosis looks at."""
-EXTRA = ("checkpoint", "evaluate", "record")
+EXTRA = (Phase.CHECKPOINT, Phase.EVALUATE, Phase.RECORD)
 PASSING_SECONDS = 60e-6
 """A step's way through a thread, without what the collector does for it."""
 TINY = 8
@@ -215,9 +215,9 @@ def _with_store(costs: Costs, agent: Agent, info: EnvInfo) -> Costs:
     finally:
         executor.close()
     spent = clock.read()
-    per_step = spent["env"] / n_steps / n_envs
+    per_step = spent[Phase.ENV] / n_steps / n_envs
     factor = per_step / costs.step_seconds
-    store = (spent.get("store", 0.0) + spent["act"]) / n_steps - costs.act[0][1]
+    store = (spent.get(Phase.STORE, 0.0) + spent[Phase.ACT]) / n_steps - costs.act[0][1]
     if not 0.2 < factor < 5:
         return costs
     return replace(
@@ -282,7 +282,7 @@ def run_a_moment(agent: Agent, seconds: float) -> Moment:
     wall = max(last_at - first_at, 1e-9)
     summary = agent.summary
     spent = {name: s - first.phases.get(name, 0.0) for name, s in last.phases.items()}
-    busy = spent.get("advantage", 0.0) + spent.get("update", 0.0)
+    busy = sum(spent.get(name, 0.0) for name in LEARN_PHASES)
     return Moment(
         steps_per_second=(last.env_steps - first.env_steps) / wall,
         learner_busy=busy / wall,

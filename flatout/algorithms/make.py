@@ -11,7 +11,7 @@ from flatout.algorithms.pqn.learner import PQNLearner
 from flatout.learning.learner import Learner
 from flatout.models.policy import ActorCritic, PolicyNet
 from flatout.models.q import QNetwork
-from flatout.trace.phases import PhaseClock
+from flatout.timing import PhaseClock
 
 
 def make_learner(

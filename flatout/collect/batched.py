@@ -23,7 +23,7 @@ from flatout.executors.batched import BatchedExecutor
 from flatout.executors.host import HostExecutor
 from flatout.executors.tensors import TensorExecutor
 from flatout.models.policy import PolicyNet
-from flatout.trace.phases import PhaseClock
+from flatout.timing import PhaseClock
 
 
 def batched_collector(

@@ -31,11 +31,11 @@ from flatout.learning.params import ParamBlock
 from flatout.models.build import build_model
 from flatout.models.config import NetworkConfig, Traits
 from flatout.models.policy import PolicyNet
-from flatout.trace.phases import MAX_WAITING, PhaseClock, Span
+from flatout.timing import COLLECT_PHASES, MAX_WAITING, Phase, PhaseClock, Span
 
 POLL_SECONDS = 0.1
 COLLECT, RESET, SNAPSHOT, RESTORE, RESET_ALL, DONE = b"C", b"0", b"S", b"R", b"A", b"D"
-PHASES = ("act", "env", "tail", "store", "slot", "start")
+PHASES = (*COLLECT_PHASES, Phase.SLOT, Phase.START)
 """The columns of the spans that a child answers with, after their start and end."""
 PLAIN = Traits()
 
@@ -66,18 +66,18 @@ class ChildLane:
         self.lane = lane
         self.spans: deque[Span] = deque(maxlen=MAX_WAITING)
         self.n_spans = 0
-        self.seconds = dict.fromkeys(PHASES, 0.0)
+        self.seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
         self._until = perf_counter()
 
     def read(self) -> dict[str, float]:
         """Seconds per phase; since the last rollout it has waited for a slot, or not yet told otherwise."""
-        waited = {"slot": self.seconds["slot"] + perf_counter() - self._until}
+        waited = {Phase.SLOT: self.seconds[Phase.SLOT] + perf_counter() - self._until}
         return {name: seconds for name, seconds in (self.seconds | waited).items() if seconds > 0}
 
     def add(self, rows: Array) -> None:
         """Take a child's answer: what it spent since the one before, then its spans."""
         began, until, *totals = rows[0].tolist()
-        self.seconds["start"] += max(began - self._until, 0.0)
+        self.seconds[Phase.START] += max(began - self._until, 0.0)
         self._until = until
         for name, seconds in zip(PHASES, totals, strict=True):
             self.seconds[name] += seconds
@@ -265,7 +265,7 @@ def _collect(
     collector.n_steps, slot, traced = struct.unpack("<qq?", body)
     if clock.traced != traced:
         clock.traced = traced
-        clock.restart({}, "slot")
+        clock.restart({}, Phase.SLOT)
     before, began = dict(clock.seconds), clock.since
     episodes = collector.collect(rollouts[slot])
     if episodes:

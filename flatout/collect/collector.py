@@ -25,7 +25,7 @@ from flatout.executors.base import Episode, Executor, Step
 from flatout.executors.waiting import WaitingExecutor
 from flatout.models.actor import Actor, make_actor
 from flatout.models.policy import PolicyNet, copy_parameters
-from flatout.trace.phases import Lane, PhaseClock
+from flatout.timing import ACT, ENV, STORE, TAIL, Lane, Phase, PhaseClock
 
 
 class Interrupted(BaseException):
@@ -138,7 +138,7 @@ class Collector:
     def trace(self, spans: bool) -> None:
         """Begin to count time anew, and keep spans or not."""
         self._clock.traced = spans
-        self._clock.restart({}, "slot")
+        self._clock.restart({}, Phase.SLOT)
 
     def publish(self) -> None:
         """Act with the learner's parameters as they are now, which are also those of what was offered."""
@@ -184,7 +184,7 @@ class Collector:
     def collect(self, rollout: Rollout, stop: Callable[[], bool] = lambda: False) -> list[Episode]:
         """Fill the rollout from where the envs stand; returns the episodes that ended."""
         clock, executor = self._clock, self.executor
-        clock.enter("act")
+        clock.enter(ACT)
         if self._ahead is not None:
             filling, self._ahead = self._ahead, None
             assert filling.rollout is rollout, "another rollout was begun already"
@@ -196,7 +196,7 @@ class Collector:
             self._fill(filling, stop)
         self.n_steps += rollout.n_steps
         executor.mark()
-        clock.enter("slot")
+        clock.enter(Phase.SLOT)
         clock.cut()
         return filling.episodes
 
@@ -210,10 +210,10 @@ class Collector:
         for t in range(rollout.n_steps):
             seen = tuple(leaf[t] for leaf in rollout.obs)
             actions = self._act(filling.actor, seen, filling.noise[t], rollout.action[t], rollout.log_prob[t])
-            clock.enter("env")
+            clock.enter(ENV)
             executor.send(actions, self._all)
             now = executor.recv()
-            clock.enter("store")
+            clock.enter(STORE)
             if len(now.rows) < executor.n_envs or now.restarted:
                 filling.cursor[:] = t
                 self._away[:] = True
@@ -223,7 +223,7 @@ class Collector:
             filling.episodes += now.ended
             if stop():
                 raise Interrupted
-            clock.enter("act")
+            clock.enter(ACT)
 
     def _act(self, actor: Actor, obs: ObsArrays, noise: Array, rows_out: Array, log_prob_out: Array) -> Array:
         """Draw actions for `obs`, keep them with their log-probabilities, and return them for the envs."""
@@ -249,7 +249,7 @@ class Collector:
         while True:
             if stop():
                 raise Interrupted
-            clock.enter("act")
+            clock.enter(ACT)
             if self._together:
                 self._act_together(filling)
             elif len(ready):
@@ -257,9 +257,9 @@ class Collector:
             self._go_ahead(filling)
             if not filling.open.any():
                 return
-            clock.enter("env" if self._ahead is not None or filling.open.all() else "tail")
+            clock.enter(ENV if self._ahead is not None or filling.open.all() else TAIL)
             now = executor.recv()
-            clock.enter("store")
+            clock.enter(STORE)
             ready = self._take(filling, now)
 
     def _take(self, filling: Filling, now: Step) -> Array:
@@ -302,7 +302,7 @@ class Collector:
         action, log_prob = room.action[: len(rows)], room.log_prob[: len(rows)]
         actions = self._act(filling.actor, obs, noise, action, log_prob)
         filling.put(rows, action, log_prob)
-        self._clock.enter("env")
+        self._clock.enter(ENV)
         self._away[rows] = True
         self.executor.send(actions, rows)
 
@@ -317,5 +317,5 @@ class Collector:
         actions = self._act(filling.actor, seen, noise, action, log_prob)
         rollout.action[at[rows], rows] = action[rows]
         rollout.log_prob[at[rows], rows] = log_prob[rows]
-        self._clock.enter("env")
+        self._clock.enter(ENV)
         self.executor.send(actions, self._all)

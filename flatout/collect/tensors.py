@@ -21,7 +21,7 @@ from flatout.executors.base import Episode
 from flatout.executors.tensors import TensorExecutor
 from flatout.models.actor import KernelActor, is_small
 from flatout.models.policy import PolicyNet, copy_parameters
-from flatout.trace.phases import Lane, PhaseClock
+from flatout.timing import ACT, ENV, STORE, Lane, Phase, PhaseClock
 
 KERNEL_ROWS = 512
 """Envs up to which the compiled policy acts faster on the CPU than torch, whose matrix products like many rows."""
@@ -119,7 +119,7 @@ class TensorCollector:
     def trace(self, spans: bool) -> None:
         """Begin to count time anew, and keep spans or not."""
         self._clock.traced = spans
-        self._clock.restart({}, "slot")
+        self._clock.restart({}, Phase.SLOT)
 
     def publish(self) -> None:
         """Act with the learner's parameters as they are now."""
@@ -155,16 +155,16 @@ class TensorCollector:
         """Fill the rollout from where the envs stand; returns the episodes that ended."""
         clock, executor, model = self._clock, self.executor, self._model
         on_host = executor.device.type == "cpu"
-        clock.enter("act")
+        clock.enter(ACT)
         noise = self._noise.draw(self.n_steps, rollout.n_steps)
         act = self._acting(rollout, noise)
         _copy(rollout.obs_rows[0], executor.current.obs)
         for t in range(rollout.n_steps):
             act(t)
             actions = self._actions.to_env(model.head.to_action(rollout.action[t]))
-            clock.enter("env")
+            clock.enter(ENV)
             now = executor.step(actions)
-            clock.enter("store")
+            clock.enter(STORE)
             rollout.reward[t] = now.reward
             rollout.terminated[t] = now.terminated
             rollout.truncated[t] = now.truncated
@@ -174,10 +174,10 @@ class TensorCollector:
                 _copy(tuple(leaf[t] for leaf in rollout.final_obs), now.final_obs)
             if stop():
                 raise Interrupted
-            clock.enter("act")
+            clock.enter(ACT)
         self.n_steps += rollout.n_steps
         episodes = self._read_episodes(rollout)
-        clock.enter("slot")
+        clock.enter(Phase.SLOT)
         clock.cut()
         return episodes
 

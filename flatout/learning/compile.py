@@ -38,7 +38,7 @@ from flatout.executors.supervise import ChildProcess
 from flatout.learning.update import Step, Update
 from flatout.models.build import build_model
 from flatout.models.config import NetworkConfig
-from flatout.trace.phases import PhaseClock
+from flatout.timing import PhaseClock
 
 DONE = b"D"
 WORTH_SECONDS = 90.0

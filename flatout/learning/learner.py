@@ -23,8 +23,7 @@ from flatout.learning.normalize import RunningMoments
 from flatout.learning.params import FlatParams
 from flatout.learning.update import Batch, Update
 from flatout.models.policy import PolicyNet
-from flatout.trace.device import IDLE, DeviceClock
-from flatout.trace.phases import PhaseClock
+from flatout.timing import DeviceClock, Phase, PhaseClock
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """The number format that forward passes of an update use; all else is float32."""
@@ -123,7 +122,7 @@ class Learner(ABC, Generic[Batch]):
         """All that may run out of memory."""
         return [self.update.parts]
 
-    def _enter(self, phase: str) -> None:
+    def _enter(self, phase: Phase) -> None:
         self._clock.enter(phase)
         if self.device_clock is not None:
             self.device_clock.enter(phase)
@@ -131,13 +130,13 @@ class Learner(ABC, Generic[Batch]):
     def _leave(self) -> None:
         """The rollout is learned from."""
         if self.device_clock is not None:
-            self.device_clock.enter(IDLE)
+            self.device_clock.enter(Phase.IDLE)
             self.device_clock.cut()
 
     def _speed_up(self, example: Callable[[], Batch], progress: float) -> None:
         """Bring in the compiled update or the CUDA graph, if it is time."""
         if self.compilation is not None and self.update.compiled is None and perf_counter() >= self._visit_at:
-            self._enter("compile")
+            self._enter(Phase.COMPILE)
             self.compilation.visit(self.update, example(), seconds_left=self._seconds_left(progress))
             self._visit_at = perf_counter() + VISIT_SECONDS
         if self.capture and self.update.replayed is None:
@@ -145,7 +144,7 @@ class Learner(ABC, Generic[Batch]):
 
     def _seconds_left(self, progress: float) -> float:
         """What the updates still to come take if they take what those before took."""
-        return self._clock.seconds.get("update", 0.0) * (1 - progress) / progress if progress > 0 else 0.0
+        return self._clock.seconds.get(Phase.UPDATE, 0.0) * (1 - progress) / progress if progress > 0 else 0.0
 
     def _capture(self, batch: Batch) -> None:
         """Capture the step; where that cannot be done, learn without and say so."""

@@ -12,6 +12,7 @@ from flatout.perf.case import Case
 from flatout.perf.costs import Settings, UpdateCost
 from flatout.perf.finding import Finding
 from flatout.perf.simulate import ladder, update_seconds
+from flatout.timing import Phase
 
 WORTH = 1.05
 """A change must promise this much to be worth a line."""
@@ -274,17 +275,20 @@ def useless_epochs(case: Case) -> Finding | None:
 
 def too_often(case: Case) -> Finding | None:
     """Evaluation or checkpoints that take a notable part of the time."""
-    shares = {name: case.phases.get(name, 0.0) for name in ("checkpoint", "evaluate")}
+    shares = {name: case.phases.get(name, 0.0) for name in (Phase.CHECKPOINT, Phase.EVALUATE)}
     name = max(shares, key=lambda it: shares[it])
-    share, every = shares[name], {"checkpoint": case.checkpoint_every, "evaluate": case.eval_every}[name]
+    share, every = (
+        shares[name],
+        {Phase.CHECKPOINT: case.checkpoint_every, Phase.EVALUATE: case.eval_every}[name],
+    )
     if share < DULL_SHARE or not every:
         return None
     batch = case.settings.total_batch
     fewer = _round_up(max(every, batch) * share / (1 - share) / (DULL_SHARE / 2))
     left = share * max(every, batch) / fewer
     steps = case.steps_per_second * (1 - left) / (1 - share)
-    flag = "--checkpoint-every" if name == "checkpoint" else "--eval-every"
-    noun = "checkpoints" if name == "checkpoint" else "evaluation"
+    flag = "--checkpoint-every" if name == Phase.CHECKPOINT else "--eval-every"
+    noun = "checkpoints" if name == Phase.CHECKPOINT else "evaluation"
     return case.finding(
         f"{noun} too often",
         f"{noun} {'take' if name == 'checkpoint' else 'takes'} {_percent(share)} of the time",
@@ -329,7 +333,7 @@ def idle_gpu(case: Case) -> Finding | None:
 
 def copies(case: Case) -> Finding | None:
     """Rollouts that take long to reach the device."""
-    share = case.phases.get("stage", 0.0)
+    share = case.phases.get(Phase.STAGE, 0.0)
     if share < 0.1:
         return None
     return case.finding(

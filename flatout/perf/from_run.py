@@ -14,6 +14,7 @@ from flatout.perf.case import Case
 from flatout.perf.costs import Costs, Settings, UpdateCost
 from flatout.perf.finding import Finding
 from flatout.perf.findings import diagnose
+from flatout.timing import Phase
 
 
 def findings_of_run(
@@ -49,7 +50,7 @@ def case_of_run(summary: Mapping[str, Any], config: Mapping[str, Any], system: M
 def _settings(summary: Mapping[str, Any], config: Mapping[str, Any], n_cores: int) -> Settings:
     executor, widths = summary["executor"], config["network"]["network_arch"]
     algorithm = config[config["algo"]]
-    extra = sum(summary["phases"].get(name, 0.0) for name in ("checkpoint", "evaluate", "record"))
+    extra = sum(summary["phases"].get(name, 0.0) for name in (Phase.CHECKPOINT, Phase.EVALUATE, Phase.RECORD))
     return Settings(
         n_envs=config["n_envs"],
         n_steps=algorithm["n_steps"],
@@ -74,11 +75,11 @@ def _costs(summary: Mapping[str, Any], settings: Settings) -> Costs:
     step, share = measured["step_seconds"], measured["compute_share"]
     if step is None:
         # A batched or async env: what stepping took, spread over the env steps.
-        step, share = phases.get("env", 0.0) / summary["env_steps"], 1.0
+        step, share = phases.get(Phase.ENV, 0.0) / summary["env_steps"], 1.0
     collectors = [lane for name, lane in summary["lanes"].items() if name.startswith("collector")]
     n_steps = summary["env_steps"] / settings.n_envs
-    acting = sum(lane.get("act", 0.0) for lane in collectors) / len(collectors) / n_steps
-    update = phases["update"] / max(summary["updates"], 1)
+    acting = sum(lane.get(Phase.ACT, 0.0) for lane in collectors) / len(collectors) / n_steps
+    update = phases[Phase.UPDATE] / max(summary["updates"], 1)
     launch = min(float(measured["launch_seconds"]), update) if math.isfinite(update) else 0.0
     cost = UpdateCost(python=launch, rows=((settings.batch_size, update),))
     return Costs(
@@ -87,5 +88,5 @@ def _costs(summary: Mapping[str, Any], settings: Settings) -> Costs:
         act=((max(settings.n_envs // settings.n_collectors, 1), max(acting, 1e-6)),),
         update=cost,
         compiled=cost if settings.compiled else None,
-        advantage=phases.get("advantage", 0.0) / summary["env_steps"],
+        advantage=phases.get(Phase.ADVANTAGE, 0.0) / summary["env_steps"],
     )

@@ -31,7 +31,7 @@ from flatout.models.build import build_model
 from flatout.models.policy import PolicyNet
 from flatout.perf.choose import Plan, Probe, children, only_plan, plans, probe
 from flatout.perf.overlap import AROUND, Work, decide_overlap, share_cores
-from flatout.trace.phases import PhaseClock
+from flatout.timing import PhaseClock
 
 ENOUGH_SECONDS = 0.5
 """For timing one thing before a run begins."""

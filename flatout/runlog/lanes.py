@@ -12,28 +12,26 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from flatout.runlog.spans import Floats, Lane, Spans
+from flatout.timing import LEARN_PHASES, Phase
 
-BUSY = ("advantage", "update")
-"""What the learner is there for; every other phase of it is idle time with that cause."""
-
-WAITS = {
-    "env": "waiting for envs",
-    "tail": "waiting for the slowest env",
-    "act": "waiting for inference",
-    "store": "Python overhead of collecting",
+WAITS: dict[str, str] = {
+    Phase.ENV: "waiting for envs",
+    Phase.TAIL: "waiting for the slowest env",
+    Phase.ACT: "waiting for inference",
+    Phase.STORE: "Python overhead of collecting",
 }
 """What the learner waits for while a collector is in this phase."""
 
-CAUSES = WAITS | {
-    "wait": "waiting for data",
-    "stage": "copying to the device",
-    "record": "writing records",
-    "compile": "compiling",
-    "evaluate": "evaluating",
-    "checkpoint": "saving checkpoints",
-    "publish": "handing parameters to the collectors",
-    "start": "starting",
-    "slot": "waiting for the learner",
+CAUSES: dict[str, str] = WAITS | {
+    Phase.WAIT: "waiting for data",
+    Phase.STAGE: "copying to the device",
+    Phase.RECORD: "writing records",
+    Phase.COMPILE: "compiling",
+    Phase.EVALUATE: "evaluating",
+    Phase.CHECKPOINT: "saving checkpoints",
+    Phase.PUBLISH: "handing parameters to the collectors",
+    Phase.START: "starting",
+    Phase.SLOT: "waiting for the learner",
 }
 
 
@@ -54,7 +52,7 @@ class LaneUse:
 
 def is_idle(lane: str, phase: str) -> bool:
     """Whether a lane does nothing of use in a phase."""
-    return phase == "slot" if lane.startswith("collector") else phase not in BUSY
+    return phase == Phase.SLOT if lane.startswith("collector") else phase not in LEARN_PHASES
 
 
 def lane_use(lane: Lane) -> LaneUse:
@@ -78,7 +76,7 @@ def idle_causes(spans: Spans, name: str = "learner") -> dict[str, float]:
         return {}
     causes: defaultdict[str, float] = defaultdict(float)
     for phase, seconds in lane.total().items():
-        if phase == "wait":
+        if phase == Phase.WAIT:
             for cause, part in _causes_of_waiting(lane, spans).items():
                 causes[cause] += part
         elif is_idle(name, phase):
@@ -94,9 +92,9 @@ def cause_of(phase: str) -> str:
 
 def _without_slots_in_folds(collector: Lane) -> Lane:
     """The lane as the learner's waiting saw it: within a folded span the slots were while the learner worked."""
-    if "slot" not in collector.phases:
+    if Phase.SLOT not in collector.phases:
         return collector
-    slot = collector.phases.index("slot")
+    slot = collector.phases.index(Phase.SLOT)
     total = collector.seconds.sum(axis=1)
     work = total - collector.seconds[:, slot]
     seconds = collector.seconds * np.divide(total, work, out=np.ones_like(total), where=work > 0)[:, None]
@@ -106,7 +104,7 @@ def _without_slots_in_folds(collector: Lane) -> Lane:
 
 def _causes_of_waiting(lane: Lane, spans: Spans) -> dict[str, float]:
     """The seconds of `wait`, each span's split by what the collectors did meanwhile."""
-    wait = lane.seconds[:, lane.phases.index("wait")]
+    wait = lane.seconds[:, lane.phases.index(Phase.WAIT)]
     work = np.zeros((len(wait), len(WAITS)))
     for collector in spans.collectors:
         if collector.clock == lane.clock:
@@ -119,4 +117,4 @@ def _causes_of_waiting(lane: Lane, spans: Spans) -> dict[str, float]:
     whole = np.maximum(work.sum(axis=1), wait)
     split = work * np.divide(wait, whole, out=np.zeros_like(wait), where=whole > 0)[:, None]
     causes = dict(zip(WAITS.values(), split.sum(axis=0).tolist(), strict=True))
-    return causes | {CAUSES["wait"]: max(0.0, float(wait.sum()) - sum(causes.values()))}
+    return causes | {CAUSES[Phase.WAIT]: max(0.0, float(wait.sum()) - sum(causes.values()))}

@@ -15,8 +15,7 @@ from flatout.integrations.tensorboard import TensorBoardWriter
 from flatout.runlog.folder import RunFolder, write_json
 from flatout.runlog.metrics import MetricsLog, scalars
 from flatout.runlog.sampler import Figures, Sampler
-from flatout.trace.phases import Lane
-from flatout.trace.sink import SpanFile
+from flatout.timing import Lane, SpanFile
 from flatout.training.checkpoint import Checkpoint, CheckpointFolder
 from flatout.training.progress import Progress
 from flatout.views.display import Display

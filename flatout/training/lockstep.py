@@ -11,7 +11,7 @@ from flatout.buffers.rollout import Learnable
 from flatout.collect.collector import Collects
 from flatout.errors import FlatoutError
 from flatout.learning.learner import Learner
-from flatout.trace.phases import PhaseClock
+from flatout.timing import Phase, PhaseClock
 from flatout.training.state import TrainState
 from flatout.training.stop import StopRequest
 
@@ -59,9 +59,9 @@ class Lockstep(Generic[R]):
         """Collect a rollout and learn from it; returns the learner's metrics."""
         state = self._state
         torch.set_num_threads(self._collect_threads)
-        self._clock.enter("publish")
+        self._clock.enter(Phase.PUBLISH)
         self._collector.publish()
-        self._clock.enter("wait")
+        self._clock.enter(Phase.WAIT)
         with stop.interruptible():
             episodes = self._collector.collect(self.rollouts[0], stop.now)
         torch.set_num_threads(self._learn_threads)

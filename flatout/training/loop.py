@@ -13,14 +13,13 @@ import torch
 
 from flatout.collect.collector import Interrupted
 from flatout.runlog.recorder import Recorder
+from flatout.timing import COLLECT_PHASES, LEARN_PHASES, Phase
 from flatout.training.progress import Progress
 from flatout.training.stop import StopRequest
 from flatout.training.trainer import Trainer
 
 Callback: TypeAlias = Callable[[Progress], bool | None]
 """Sees the progress after each iteration; returning False stops the run."""
-LEARN_PHASES = ("advantage", "update")
-COLLECT_PHASES = ("act", "env", "tail", "store")
 
 
 def train(
@@ -109,7 +108,7 @@ class _Loop:
         due = always or self._recorder.is_due()
         if not due and self._callback is None:
             return True
-        self._trainer.clock.enter("record")
+        self._trainer.clock.enter(Phase.RECORD)
         progress = self._progress(metrics)
         goes_on = self._callback is None or self._callback(progress) is not False
         if due or not goes_on:
@@ -140,7 +139,7 @@ class _Loop:
         trainer, state = self._trainer, self._trainer.state
         if not _crossed(trainer.config.eval_every, steps_before, state.env_steps):
             return
-        trainer.clock.enter("evaluate")
+        trainer.clock.enter(Phase.EVALUATE)
         result = trainer.evaluate()
         metrics |= {"eval/mean_reward": result.return_mean, "eval/mean_ep_length": result.length_mean}
         self._save_if_best(result.return_mean)
@@ -149,7 +148,7 @@ class _Loop:
         trainer, state = self._trainer, self._trainer.state
         if not _crossed(trainer.config.checkpoint_every, steps_before, state.env_steps):
             return
-        trainer.clock.enter("checkpoint")
+        trainer.clock.enter(Phase.CHECKPOINT)
         self._recorder.save(trainer.checkpoint, state.env_steps)
         if not trainer.config.eval_every and state.return_mean is not None:
             self._save_if_best(state.return_mean)
@@ -175,7 +174,7 @@ def run_phases(lanes: dict[str, dict[str, float]], *, overlapped: bool) -> dict[
     spent = {name: sum(lane.get(name, 0.0) for lane in _collectors(lanes)) for name in COLLECT_PHASES}
     total = sum(spent.values())
     if not overlapped and total > 0:
-        waited = phases.pop("wait", 0.0)
+        waited = phases.pop(Phase.WAIT, 0.0)
         phases |= {name: seconds * waited / total for name, seconds in spent.items() if seconds > 0}
     return phases
 

@@ -18,7 +18,7 @@ import torch
 from flatout.collect.collector import Collects
 from flatout.executors.base import Episode
 from flatout.learning.learner import Learner
-from flatout.trace.phases import PhaseClock
+from flatout.timing import Phase, PhaseClock
 from flatout.training.lockstep import BadIterations, R
 from flatout.training.state import TrainState
 from flatout.training.stop import StopRequest
@@ -97,12 +97,12 @@ class Overlap(Generic[R]):
         return metrics
 
     def _begin(self, slot: int, stop: StopRequest) -> None:
-        self._clock.enter("publish")
+        self._clock.enter(Phase.PUBLISH)
         self._collector.publish()
         self._background.begin(self.rollouts[slot], stop.now)
 
     def _finish(self, slot: int, lag: int, stop: StopRequest) -> None:
-        self._clock.enter("wait")
+        self._clock.enter(Phase.WAIT)
         with stop.interruptible():
             episodes = self._background.result()
         self.ready = Ready(slot, episodes, lag)

@@ -38,8 +38,7 @@ from flatout.learning.compile import Compilation
 from flatout.learning.learner import Learner
 from flatout.perf.choose import Plan
 from flatout.perf.planning import Planning, Policy, count_params, faster_device, launch_seconds, update_recipe
-from flatout.trace.device import DeviceClock
-from flatout.trace.phases import Lane, PhaseClock
+from flatout.timing import DeviceClock, Lane, PhaseClock
 from flatout.training.checkpoint import Checkpoint
 from flatout.training.evaluation import Evaluation, evaluate
 from flatout.training.lockstep import Counted, Lockstep

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from rich.text import Text
 
+from flatout.timing import Phase
 from flatout.views.figures import duration, percent
 from flatout.views.job import Job, Strip
 from flatout.views.view import fitting
@@ -19,25 +20,29 @@ _LONGEST = 120
 
 # Capitals are work, small letters are waiting and overhead. Of the colours, green is what the learner is there for,
 # red is its waiting, blue is collecting, grey is nothing to do.
-_PHASES = {
-    "update": ("U", "black on green"),
-    "advantage": ("V", "black on green"),
-    "wait": ("w", "white on red"),
-    "stage": ("g", "black on magenta"),
-    "compile": ("c", "white on magenta"),
-    "record": ("r", "black on yellow"),
-    "evaluate": ("e", "black on yellow"),
-    "checkpoint": ("k", "black on yellow"),
-    "publish": ("p", "black on white"),
-    "start": ("b", "bright_white on bright_black"),
-    "act": ("A", "black on cyan"),
-    "env": ("E", "white on blue"),
-    "tail": ("t", "white on magenta"),
-    "store": ("S", "black on white"),
-    "slot": ("l", "bright_white on bright_black"),
+_PHASES: dict[str, tuple[str, str]] = {
+    Phase.UPDATE: ("U", "black on green"),
+    Phase.ADVANTAGE: ("V", "black on green"),
+    Phase.WAIT: ("w", "white on red"),
+    Phase.STAGE: ("g", "black on magenta"),
+    Phase.COMPILE: ("c", "white on magenta"),
+    Phase.RECORD: ("r", "black on yellow"),
+    Phase.EVALUATE: ("e", "black on yellow"),
+    Phase.CHECKPOINT: ("k", "black on yellow"),
+    Phase.PUBLISH: ("p", "black on white"),
+    Phase.START: ("b", "bright_white on bright_black"),
+    Phase.ACT: ("A", "black on cyan"),
+    Phase.ENV: ("E", "white on blue"),
+    Phase.TAIL: ("t", "white on magenta"),
+    Phase.STORE: ("S", "black on white"),
+    Phase.SLOT: ("l", "bright_white on bright_black"),
 }
 _OTHER = ("?", "reverse")
-_MEANINGS = {"wait": "wait for data", "slot": "wait for the learner", "tail": "wait for the slowest env"}
+_MEANINGS: dict[str, str] = {
+    Phase.WAIT: "wait for data",
+    Phase.SLOT: "wait for the learner",
+    Phase.TAIL: "wait for the slowest env",
+}
 
 
 def strip_cells(width: int) -> int:

@@ -5,8 +5,9 @@ In: a run's records. Out: plain text, the same for the terminal and the page.
 
 from __future__ import annotations
 
-from flatout.runlog.lanes import BUSY, lane_use
+from flatout.runlog.lanes import lane_use
 from flatout.runlog.lines import number
+from flatout.timing import LEARN_PHASES
 from flatout.views.figures import count, duration, mean_and_std, percent, rate
 from flatout.views.records import RunRecords
 
@@ -72,7 +73,7 @@ def busy_seconds(records: RunRecords) -> dict[str, float]:
     learner = records.spans.lanes.get("learner")
     phases = learner.total() if learner is not None else records.summary.get("phases")
     known = phases if isinstance(phases, dict) else {}
-    return {phase: seconds for phase in BUSY if (seconds := number(known.get(phase)))}
+    return {phase: seconds for phase in LEARN_PHASES if (seconds := number(known.get(phase)))}
 
 
 def seconds_text(value: float) -> str:

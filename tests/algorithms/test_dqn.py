@@ -19,7 +19,7 @@ from flatout.errors import FlatoutError
 from flatout.models.build import build_model
 from flatout.models.config import NetworkConfig
 from flatout.models.q import QNetwork
-from flatout.trace.phases import PhaseClock
+from flatout.timing import PhaseClock
 
 PLAIN = spaces.Box(-1, 1, (3,))
 MASKED = spaces.Dict({"action_mask": spaces.MultiBinary(4), "x": PLAIN})

@@ -17,7 +17,7 @@ from flatout.executors.serial import SerialExecutor
 from flatout.executors.thread import ThreadExecutor
 from flatout.models.config import NetworkConfig
 from flatout.models.policy import build
-from flatout.trace.phases import PhaseClock
+from flatout.timing import PhaseClock
 from tests.executors.slow import Counter, Script
 
 N_ENVS, N_STEPS = 4, 8

@@ -13,7 +13,7 @@ from flatout.envs.spaces import ActionLayout, ObsLayout
 from flatout.executors.batched import BatchedExecutor
 from flatout.models.config import NetworkConfig
 from flatout.models.policy import ActorCritic, build
-from flatout.trace.phases import PhaseClock
+from flatout.timing import PhaseClock
 from tests.executors.test_batched import Counters
 
 N_STEPS = 7

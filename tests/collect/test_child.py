@@ -27,7 +27,7 @@ from flatout.executors.process import ProcessExecutor
 from flatout.executors.serial import SerialExecutor
 from flatout.models.config import NetworkConfig
 from flatout.models.policy import ActorCritic, build
-from flatout.trace.phases import PhaseClock
+from flatout.timing import PhaseClock
 from tests.faults import Once, Walk
 
 N_STEPS = 24

@@ -22,7 +22,7 @@ from flatout.errors import EnvError
 from flatout.executors.tensors import TensorExecutor
 from flatout.models.config import NetworkConfig
 from flatout.models.policy import ActorCritic, build
-from flatout.trace.phases import PhaseClock
+from flatout.timing import PhaseClock
 from tests.known import action_space
 
 CPU = torch.device("cpu")

@@ -20,7 +20,7 @@ from flatout.errors import FlatoutError
 from flatout.learning.compile import Compilation, Recipe, check_same, kept
 from flatout.models.config import NetworkConfig
 from flatout.models.policy import build
-from flatout.trace.phases import PhaseClock
+from flatout.timing import PhaseClock
 
 SETTINGS: dict[str, Any] = {
     "preset": "auto",

@@ -18,7 +18,7 @@ from flatout.algorithms.ppo.learner import PPOLearner
 from flatout.envs.spaces import ActionLayout, ObsLayout
 from flatout.models.config import NetworkConfig
 from flatout.models.policy import build
-from flatout.trace.phases import PhaseClock
+from flatout.timing import PhaseClock
 
 N = 24
 PLAIN = spaces.Box(-1, 1, (3,))

@@ -22,7 +22,7 @@ from flatout.learning.params import FlatParams
 from flatout.learning.update import Update
 from flatout.models.config import NetworkConfig
 from flatout.models.policy import build
-from flatout.trace.phases import PhaseClock
+from flatout.timing import PhaseClock
 
 
 def net() -> nn.Sequential:

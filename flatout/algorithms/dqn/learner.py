@@ -20,7 +20,7 @@ from flatout.envs.spaces import Array
 from flatout.learning.learner import AUTOCAST, Learner, example_obs
 from flatout.learning.update import Update
 from flatout.models.q import QNetwork
-from flatout.trace.phases import PhaseClock
+from flatout.timing import Phase, PhaseClock
 
 NAMES = (*dqn.METRICS, "train/grad_norm")
 
@@ -85,7 +85,7 @@ class DQNLearner(Learner[dqn.Minibatch]):
         config, experience = self.config, self.experience
         learning_rate = scheduled(config.learning_rate, config.learning_rate_schedule, progress)
         beta = config.priority_beta + (1 - config.priority_beta) * min(progress, 1.0)
-        self._enter("stage")
+        self._enter(Phase.STAGE)
         assert isinstance(rollout, Rollout | TensorRollout), "what is stored is read directly"
         experience.add(rollout)
         before = iteration * self.n_envs * config.n_steps
@@ -94,7 +94,7 @@ class DQNLearner(Learner[dqn.Minibatch]):
         self.update.begin(learning_rate)
         if n_due:
             self._speed_up(experience.peek, progress)
-        self._enter("update")
+        self._enter(Phase.UPDATE)
         interval = config.target_update_interval
         if config.tau >= 1 and after // interval > before // interval:
             self.twins.follow()

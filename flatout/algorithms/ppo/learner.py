@@ -18,7 +18,7 @@ from flatout.learning.memory import PartSize, in_parts
 from flatout.learning.normalize import RewardScaler
 from flatout.learning.update import Update
 from flatout.models.policy import ActorCritic
-from flatout.trace.phases import PhaseClock
+from flatout.timing import Phase, PhaseClock
 
 KL_SLACK = 1.5
 """Updates stop at this multiple of target_kl, as in OpenAI's and Stable-Baselines3's PPO."""
@@ -77,9 +77,9 @@ class PPOLearner(Learner[ppo.Minibatch]):
         learning_rate = scheduled(config.learning_rate, config.learning_rate_schedule, progress)
         clip_range = scheduled(config.clip_range, config.clip_range_schedule, progress)
 
-        self._enter("stage")
+        self._enter(Phase.STAGE)
         data = self._transitions(rollout)
-        self._enter("advantage")
+        self._enter(Phase.ADVANTAGE)
         log_ratio = self._value_parts.attempt(lambda: self._log_ratio(data)) if lag else None
         weigh_by = log_ratio if config.vtrace else None
         batch = self._value_parts.attempt(lambda: ppo.advantages(self._values, data, config, weigh_by))
@@ -87,7 +87,7 @@ class PPOLearner(Learner[ppo.Minibatch]):
         self.update.begin(learning_rate, clip_range)
         self._speed_up(lambda: batch.take(slice(0, config.batch_size)), progress)
 
-        self._enter("update")
+        self._enter(Phase.UPDATE)
         self._epochs.begin(iteration)
         sums = [self._kl_so_far()]
         for _ in range(config.n_epochs):

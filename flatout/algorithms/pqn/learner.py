@@ -17,7 +17,7 @@ from flatout.learning.learner import AUTOCAST, Learner, example_obs
 from flatout.learning.memory import PartSize, in_parts
 from flatout.learning.update import Update
 from flatout.models.q import QNetwork
-from flatout.trace.phases import PhaseClock
+from flatout.timing import Phase, PhaseClock
 
 NAMES = (*pqn.METRICS, "train/grad_norm")
 
@@ -62,14 +62,14 @@ class PQNLearner(Learner[pqn.Minibatch]):
         """Learn from one rollout; `progress` in [0, 1] drives the schedules. Returns the metrics."""
         config = self.config
         learning_rate = scheduled(config.learning_rate, config.learning_rate_schedule, progress)
-        self._enter("stage")
+        self._enter(Phase.STAGE)
         data = rollout.tensors(self._staging)
-        self._enter("advantage")
+        self._enter(Phase.ADVANTAGE)
         transitions = as_transitions(data, data.reward)
         batch = self._value_parts.attempt(lambda: pqn.targets(self._values, transitions, config))
         self.update.begin(learning_rate)
         self._speed_up(lambda: batch.take(slice(0, config.batch_size)), progress)
-        self._enter("update")
+        self._enter(Phase.UPDATE)
         self._epochs.begin(iteration)
         for _ in range(config.n_epochs):
             if stop() or self._epochs.run(batch, stop):

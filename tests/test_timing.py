@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import flatout
-from flatout.trace import phases
-from flatout.trace.phases import PhaseClock, Span
-from flatout.trace.sink import SpanFile
+from flatout import timing
+from flatout.timing import DeviceClock, Phase, PhaseClock, Span, SpanFile
 from tests.executors.slow import AsyncCartPole, Counter, Script
 
 
@@ -29,16 +29,16 @@ class Time:
 @pytest.fixture
 def time(monkeypatch: pytest.MonkeyPatch) -> Time:
     clock = Time()
-    monkeypatch.setattr(phases, "perf_counter", clock)
+    monkeypatch.setattr(timing, "perf_counter", clock)
     return clock
 
 
 def stretch(clock: PhaseClock, time: Time, n_steps: int, seconds: float = 0.001) -> None:
     for _ in range(n_steps):
-        for phase in ("act", "env"):
+        for phase in (Phase.ACT, Phase.ENV):
             clock.enter(phase)
             time.now += seconds
-    clock.enter("slot")
+    clock.enter(Phase.SLOT)
     clock.cut()
 
 
@@ -54,13 +54,13 @@ def assert_whole(spans: list[Span], began: float, ended: float) -> None:
 def test_spans_follow_each_other_and_sum_to_the_phases(time: Time) -> None:
     clock = PhaseClock()
     clock.traced = True
-    clock.restart({}, "slot")
+    clock.restart({}, Phase.SLOT)
     for _ in range(20):
         stretch(clock, time, 100)
         time.now += 0.05
     spans = list(clock.spans)
     assert_whole(spans, 100.0, spans[-1].end)
-    assert spans[-1].end > time.now - phases.FOLD_SECONDS - 0.25
+    assert spans[-1].end > time.now - timing.FOLD_SECONDS - 0.25
     kinds = {len(span.phases) > 1 for span in spans}
     assert kinds == {True, False}  # some in detail, some folded
     assert clock.read() == pytest.approx({"slot": 1.0, "act": 2.0, "env": 2.0})
@@ -91,8 +91,8 @@ def test_spans_are_written_read_back_and_mended(tmp_path: Path) -> None:
     clock.traced = True
     clock.restart({})
     file = SpanFile(path, lambda: [clock], offset=3.0)
-    clock.enter("act")
-    clock.enter("env")
+    clock.enter(Phase.ACT)
+    clock.enter(Phase.ENV)
     file.close()
     _, header, first, second = path.read_text().splitlines()
     assert json.loads(header)["offset"] == 3.0
@@ -108,9 +108,74 @@ def test_lost_spans_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     clock.restart({})
     clock.spans = deque(maxlen=10)
     for _ in range(25):
-        clock.enter("act")
+        clock.enter(Phase.ACT)
     SpanFile(tmp_path / "s", lambda: [clock]).close()
     assert '{"dropped": 15, "lane": "learner"}' in (tmp_path / "s").read_text()
+
+
+class Stream:
+    """A device that works on what it is given, one thing after the other, when time passes."""
+
+    def __init__(self) -> None:
+        self.given = self.now = 0.0
+        self.n_waits = 0
+
+    def event(self) -> Mark:
+        return Mark(self)
+
+
+class Mark:
+    def __init__(self, stream: Stream) -> None:
+        self._stream, self.at = stream, -1.0
+
+    def record(self) -> None:
+        self.at = self._stream.given
+
+    def query(self) -> bool:
+        return self._stream.now >= self.at
+
+    def synchronize(self) -> None:
+        self._stream.n_waits += 1
+
+    def elapsed_time(self, end: Mark, /) -> float:
+        return (end.at - self.at) * 1e3
+
+
+def test_phases_are_told_when_the_device_has_finished_them() -> None:
+    stream = Stream()
+    clock = DeviceClock(stream.event)
+    for phase, seconds in (
+        (Phase.ADVANTAGE, 0.5),
+        (Phase.UPDATE, 2.0),
+        (Phase.IDLE, 1.0),
+        (Phase.UPDATE, 1.0),
+    ):
+        clock.enter(phase)
+        stream.given += seconds
+    clock.enter(Phase.IDLE)
+    stream.now = 2.6
+    clock.cut()
+    assert clock.read() == pytest.approx({"idle": 0.0, "advantage": 0.5, "update": 2.0})
+    stream.now = 99.0
+    clock.cut()
+    assert clock.read() == pytest.approx({"idle": 1.0, "advantage": 0.5, "update": 3.0})
+    ends = [(span.start, span.end) for span in clock.spans]
+    assert all(a[1] == b[0] for a, b in pairwise(ends))
+    assert stream.n_waits == 1  # only at the very beginning
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_real_device_tells_its_phases() -> None:
+    clock = DeviceClock(lambda: torch.cuda.Event(enable_timing=True))
+    clock.enter(Phase.UPDATE)
+    x = torch.randn(2000, 2000, device="cuda")
+    for _ in range(50):
+        x = x @ x / 2000
+    clock.enter(Phase.IDLE)
+    torch.cuda.synchronize()
+    clock.cut()
+    assert clock.read()["update"] > 0
 
 
 SMALL: dict[str, Any] = {"preset": "auto", "n_envs": 8, "n_steps": 32, "batch_size": 64, "n_epochs": 2}

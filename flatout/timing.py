@@ -1,0 +1,295 @@
+"""Clocks of a run: what each lane (the learner, a collector, the device) did, and when.
+
+A lane is always in exactly one phase, so the seconds of its phases add up to its wall time. Clocks keep recent spans
+in detail and older ones as seconds per phase, so that spans.jsonl stays small. Nothing here blocks or takes a lock.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from enum import StrEnum
+from pathlib import Path
+from time import perf_counter, time
+from typing import Any, NamedTuple, Protocol
+
+MAX_WAITING = 50_000
+"""Spans kept in memory until they are written; beyond it the oldest are lost."""
+DETAIL = 1000
+"""Fine spans of the first second, and of every doubling of a run's time."""
+STRETCH = 300
+"""Fine spans in a row at most, so that long rollouts are seen at several times of a run."""
+FEWEST = 100
+FOLD_SECONDS = 0.2
+FOLDS = 10_000
+"""A folded span covers at least 1/FOLDS of the time so far, and at least FOLD_SECONDS."""
+WRITE_SECONDS = 0.5
+SPANS_VERSION = 1
+
+
+class Phase(StrEnum):
+    """What a lane is doing. The values are the names in summary.json, spans.jsonl and metrics."""
+
+    START = "start"
+    """Learner: everything before the first iteration."""
+    WAIT = "wait"
+    """Learner: waiting for a rollout."""
+    STAGE = "stage"
+    """Learner: copying the rollout to the device."""
+    ADVANTAGE = "advantage"
+    """Learner: computing advantages or returns."""
+    COMPILE = "compile"
+    """Learner: starting or taking over a compiled update."""
+    UPDATE = "update"
+    """Learner: gradient steps."""
+    PUBLISH = "publish"
+    """Learner: handing parameters to the collectors."""
+    RECORD = "record"
+    """Learner: writing metrics and updating the display."""
+    EVALUATE = "evaluate"
+    CHECKPOINT = "checkpoint"
+    ACT = "act"
+    """Collector: policy inference."""
+    ENV = "env"
+    """Collector: stepping envs."""
+    TAIL = "tail"
+    """Collector: waiting for the slowest envs at the end of a rollout."""
+    STORE = "store"
+    """Collector: writing steps into the rollout."""
+    SLOT = "slot"
+    """Collector: waiting for the learner to free a rollout."""
+    IDLE = "idle"
+    """Device: nothing to run."""
+
+
+LEARN_PHASES = (Phase.ADVANTAGE, Phase.UPDATE)
+"""The learner's work; every other phase of its lane is idle time."""
+COLLECT_PHASES = (Phase.ACT, Phase.ENV, Phase.TAIL, Phase.STORE)
+"""The collectors' work."""
+# For loops that run once per env step: `Phase.ACT` takes 60 ns longer than a global name.
+ACT, ENV, TAIL, STORE = COLLECT_PHASES
+
+
+class Span(NamedTuple):
+    """What a lane did from `start` to `end`, in seconds on the lane's clock; a fine span has one phase."""
+
+    start: float
+    end: float
+    phases: dict[str, float]
+
+
+class Lane(Protocol):
+    """A lane as its readers see it; it may run in another process."""
+
+    lane: str
+    spans: deque[Span]
+    n_spans: int
+    """Spans so far, including those already written or lost."""
+
+    def read(self) -> dict[str, float]:
+        """Seconds per phase up to now."""
+        ...
+
+
+class PhaseClock:
+    """The host clock of one lane: adds the time since the last `enter` to the phase that was running."""
+
+    __slots__ = (
+        "_began",
+        "_fold",
+        "_fold_began",
+        "_n_kept",
+        "_room",
+        "current",
+        "lane",
+        "n_spans",
+        "seconds",
+        "since",
+        "spans",
+        "traced",
+    )
+
+    def __init__(self, lane: str = "learner") -> None:
+        self.lane = lane
+        self.traced = False
+        """Whether spans are kept."""
+        self.since = 0.0
+        """When the current phase began."""
+        self.spans: deque[Span] = deque(maxlen=MAX_WAITING)
+        self.n_spans = 0
+        self.restart({})
+
+    def restart(self, seconds: dict[str, float], phase: Phase = Phase.START) -> None:
+        """Start again from the seconds of an earlier part of the same run."""
+        self.seconds = dict(seconds)
+        self.current = phase
+        self.since = self._began = perf_counter()
+        self._n_kept = self._room = 0
+        self._begin_fold()
+        if self.traced:
+            self._room = self._free_room()
+
+    def enter(self, phase: Phase) -> None:
+        """End the current phase and begin `phase`."""
+        now = perf_counter()
+        try:
+            self.seconds[self.current] += now - self.since
+        except KeyError:  # once per phase; .get() on each call takes longer
+            self.seconds[self.current] = now - self.since
+        if self._room:
+            self._keep(now)
+        self.current = phase
+        self.since = now
+
+    def read(self) -> dict[str, float]:
+        """Seconds per phase up to now, including the current phase; safe from any thread."""
+        seconds, current = dict(self.seconds), self.current
+        seconds[current] = seconds.get(current, 0.0) + perf_counter() - self.since
+        return seconds
+
+    def cut(self) -> None:
+        """Call between rollouts: emit a folded span if one is due, and decide whether the next spans are fine."""
+        if not self.traced:
+            return
+        self.enter(self.current)
+        if not self._room:
+            elapsed = self.since - self._fold_began
+            if elapsed < max(FOLD_SECONDS, (self.since - self._began) / FOLDS):
+                return
+            fold = self._fold
+            phases = {name: s - fold.get(name, 0.0) for name, s in self.seconds.items()}
+            spent = {name: s for name, s in phases.items() if s > 0}
+            self._add(Span(self._fold_began, self.since, spent))
+        self._room = self._free_room()
+        self._begin_fold()
+
+    def _keep(self, now: float) -> None:
+        self._room -= 1
+        self._n_kept += 1
+        self._add(Span(self.since, now, {self.current: now - self.since}))
+        if not self._room:
+            self._fold, self._fold_began = dict(self.seconds), now
+
+    def _add(self, span: Span) -> None:
+        self.n_spans += 1
+        self.spans.append(span)
+
+    def _begin_fold(self) -> None:
+        self._fold, self._fold_began = dict(self.seconds), self.since
+
+    def _free_room(self) -> int:
+        elapsed = self.since - self._began
+        free = int(DETAIL * (1 + math.log2(1 + elapsed))) - self._n_kept
+        return min(free, STRETCH) if free >= FEWEST else 0
+
+
+class DeviceClock:
+    """The device's clock: events recorded in its stream as phases begin, and read once the device has passed them.
+
+    It never waits for the device. Device seconds and host seconds are never added.
+    """
+
+    def __init__(self, make_event: Callable[[], Any]) -> None:
+        """`make_event` makes a timing event, such as `torch.cuda.Event(enable_timing=True)`."""
+        self.lane = "device"
+        self.spans: deque[Span] = deque(maxlen=MAX_WAITING)
+        self.n_spans = 0
+        self._seconds: dict[str, float] = {}
+        self._make = make_event
+        self._zero = make_event()
+        self._zero.record()
+        self._zero.synchronize()  # once, before anything runs: aligns the two clocks
+        self._zero_at = perf_counter()
+        self._pending: deque[tuple[Phase, Any]] = deque([(Phase.IDLE, self._zero)])
+
+    def enter(self, phase: Phase) -> None:
+        """Count what is launched from here on as `phase`."""
+        event = self._make()
+        event.record()
+        self._pending.append((phase, event))
+
+    def cut(self) -> None:
+        """Read the phases that the device has finished; never waits."""
+        while len(self._pending) > 1 and self._pending[1][1].query():
+            phase, began = self._pending.popleft()
+            start, end = (
+                self._zero_at + self._zero.elapsed_time(event) / 1e3 for event in (began, self._pending[0][1])
+            )
+            self._seconds[phase] = self._seconds.get(phase, 0.0) + end - start
+            self.spans.append(Span(start, end, {phase: end - start}))
+            self.n_spans += 1
+
+    def read(self) -> dict[str, float]:
+        """Seconds per finished phase."""
+        return dict(self._seconds)
+
+
+class SpanFile:
+    """Writes the lanes' spans to spans.jsonl from a thread, so that no lane waits for the disk.
+
+    The first line, and one more each time the run is resumed, says when its times begin. A disk error ends the trace,
+    not the run.
+    """
+
+    def __init__(self, path: Path, lanes: Callable[[], Sequence[Lane]], *, offset: float = 0.0) -> None:
+        """`offset`: wall seconds of the run before it was resumed."""
+        self._lanes, self._zero, self.began = lanes, perf_counter(), time()
+        self.problem: str | None = None
+        self._ended = threading.Event()
+        self._n_seen: dict[str, int] = {}
+        mend_last_line(path)
+        self._file = path.open("a", encoding="utf-8")
+        self._write([json.dumps({"began": self.began, "offset": round(offset, 6), "version": SPANS_VERSION})])
+        self._thread = threading.Thread(target=self._work, name="flatout spans", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Write what is left."""
+        self._ended.set()
+        self._thread.join()
+        self._drain()
+        with suppress(OSError):
+            self._file.close()
+
+    def _work(self) -> None:
+        while not self._ended.wait(WRITE_SECONDS):
+            self._drain()
+
+    def _drain(self) -> None:
+        for lane in self._lanes():
+            n_spans = lane.n_spans
+            spans = [lane.spans.popleft() for _ in range(len(lane.spans))]
+            clock = "device" if lane.lane == "device" else "host"
+            self._write(self._line(lane.lane, clock, span) for span in spans)
+            lost = n_spans - self._n_seen.get(lane.lane, 0) - len(spans)
+            self._n_seen[lane.lane] = n_spans if lost > 0 else self._n_seen.get(lane.lane, 0) + len(spans)
+            if lost > 0:
+                self._write([json.dumps({"dropped": lost, "lane": lane.lane})])
+
+    def _line(self, lane: str, clock: str, span: Span) -> str:
+        phases = ", ".join(f'"{name}": {seconds:.6f}' for name, seconds in span.phases.items())
+        start, end = span.start - self._zero, span.end - self._zero
+        return (
+            f'{{"lane": "{lane}", "clock": "{clock}", "start": {start:.6f}, "end": {end:.6f}, '
+            f'"phases": {{{phases}}}}}'
+        )
+
+    def _write(self, lines: Iterable[str]) -> None:
+        if self.problem is not None:
+            return
+        try:
+            self._file.write("".join(f"{line}\n" for line in lines))
+            self._file.flush()
+        except OSError as error:
+            self.problem = f"the trace ends early: {error.strerror or error}"
+
+
+def mend_last_line(path: Path) -> None:
+    """End a line that a killed run left unfinished, so that the next record starts on its own line."""
+    with suppress(FileNotFoundError), path.open("rb+") as file:
+        if file.seek(0, 2) and file.seek(-1, 2) >= 0 and file.read(1) != b"\n":
+            file.write(b"\n")

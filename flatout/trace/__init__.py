@@ -1,1 +1,0 @@
-"""Where the time goes, seen from inside the training column: stdlib only, never blocks."""
