@@ -62,7 +62,7 @@ def report_page(records: RunRecords, findings: Sequence[Finding] | None = None) 
 
 
 def _asset(name: str) -> str:
-    return files("flatout.report").joinpath(name).read_text(encoding="utf-8")
+    return files("flatout.views").joinpath(name).read_text(encoding="utf-8")
 
 
 def _tiles(records: RunRecords) -> str:
