@@ -12,11 +12,10 @@ if TYPE_CHECKING:
     from flatout.errors import EnvError, FlatoutError
     from flatout.vector import make_vec
 
+import flatout.workloads  # noqa: F401  # registers flatout/Snake-v0 and the others with Gymnasium
 from flatout.device.threads import wait_without_spinning
-from flatout.workloads.catalog import register
 
 wait_without_spinning()
-register()
 
 __version__ = "0.1.0"
 __all__ = [

@@ -21,9 +21,9 @@ from flatout.config.fields import all_fields, convert, flag, flatten_json, to_js
 from flatout.config.fields import replace as replace_fields
 from flatout.config.presets import ALGORITHMS, auto, preset_recipe
 from flatout.device.cache import cache_folder
+from flatout.envs.make import env_id
 from flatout.errors import FlatoutError
 from flatout.models.config import NetworkConfig
-from flatout.workloads.catalog import WORKLOADS
 
 AUTO_BATCH = {"cpu": 256, "cuda": 2048}
 """What `--batch-size auto` aims at, by kind of device."""
@@ -181,7 +181,7 @@ def resolve(
     env = env or given.get("env")
     if not env:
         raise FlatoutError("no env given; name one, such as CartPole-v1")
-    given["env"] = env = WORKLOADS[env].env_id if env in WORKLOADS else env
+    given["env"] = env = env_id(env)
     given["algo"] = algo = _algo(given) if "algo" in given else _first_choice(env, given)
     recipe = _recipe(env, algo, given.get("preset"), device, n_cores)
     if given.get("preset") == "auto":

@@ -23,12 +23,9 @@ from flatout.envs.batched import BatchedEnvs, batched_kind
 from flatout.envs.loader import absolute, importable, is_file, load_module, load_object, type_name
 from flatout.envs.masks import mask_from_info
 from flatout.errors import EnvError, FlatoutError, did_you_mean, one_line, where
-from flatout.workloads.catalog import AWAITABLE, BATCHED, WORKLOADS
 
 Creator = Callable[..., gym.Env[Any, Any] | BatchedEnvs]
 EnvSource = str | Creator | BatchedEnvs
-
-SHORT_NAMES = {name: workload.env_id for name, workload in WORKLOADS.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,8 +70,6 @@ class EnvFactory:
             target = _resolve(self.source)
             if _is_batched(target):
                 return target
-            if n_envs is not None and isinstance(target, EnvSpec) and target.id in BATCHED:
-                target = load_env_creator(BATCHED[target.id])
             env = _create(target, kwargs, self.name, n_envs, self.device)  # type: ignore[arg-type]  # not batched by now
         return mask_from_info(env) if self.mask_in_info and isinstance(env, gym.Env) else env
 
@@ -83,7 +78,7 @@ def env_factory(source: EnvSource, kwargs: Mapping[str, Any] | None = None) -> E
     """The factory for an id, `module:Id`, `file.py:factory`, a gym.Env class, a function that makes envs, or a
     batched env itself."""
     if isinstance(source, str):
-        source = SHORT_NAMES.get(source, source)
+        source = env_id(source)
     elif _is_batched(source):
         if kwargs:
             raise FlatoutError("env_kwargs go to what makes an env; this batched env is made already")
@@ -97,6 +92,12 @@ def env_factory(source: EnvSource, kwargs: Mapping[str, Any] | None = None) -> E
             _resolve(source)
         return EnvFactory(name=source, source=absolute(source), kwargs=dict(kwargs or {}))
     return EnvFactory(name=_callable_name(source), source=source, kwargs=dict(kwargs or {}))
+
+
+def env_id(name: str) -> str:
+    """The id behind a short name: `snake` is flatout/Snake-v0; any other name stays."""
+    full = f"flatout/{name.capitalize()}-v0"
+    return full if name.islower() and name not in gym.registry and full in gym.registry else name
 
 
 def _is_batched(source: object) -> TypeGuard[BatchedEnvs]:
@@ -121,8 +122,7 @@ def _registered(env_id: str) -> EnvSpec:
         raise FlatoutError(_unknown(env_id))
     spec = gym.spec(env_id)
     # Both wrappers cost time at every step and find nothing that the check has not found.
-    spec = replace(spec, order_enforce=False, disable_env_checker=True)
-    return replace(spec, entry_point=AWAITABLE[env_id]) if env_id in AWAITABLE else spec
+    return replace(spec, order_enforce=False, disable_env_checker=True)
 
 
 def _unknown(env_id: str) -> str:
@@ -165,8 +165,15 @@ def _create(
                 target, num_envs=n_envs, vectorization_mode="vector_entry_point", **kwargs
             )
         elif isinstance(target, EnvSpec):
-            entry = target.entry_point
-            creator = load_env_creator(entry) if isinstance(entry, str) else entry
+            creator: Any = target.entry_point
+            if isinstance(creator, str):
+                creator = load_env_creator(creator)
+            # A registered class may name forms of itself that train faster.
+            if n_envs is not None and hasattr(creator, "batched_form"):
+                return _create(creator.batched_form, {**target.kwargs, **kwargs}, name, n_envs, device)
+            if hasattr(creator, "async_form"):
+                creator = creator.async_form
+                target = replace(target, entry_point=creator)
             _refuse_bad_kwargs(creator, {**target.kwargs, **kwargs}, name, _MAKE_KWARGS)
             env = _awaitable(gym.make(target, **kwargs), target)
         else:

@@ -244,6 +244,7 @@ class AsyncCrawl(gym.Env[Obs, Any]):
 class Crawl(gym.Env[Obs, Any]):
     """The same env for anyone who blocks: each call waits for its coroutine on a loop of the env's own."""
 
+    async_form = AsyncCrawl
     metadata = AsyncCrawl.metadata
 
     def __init__(self, **kwargs: Any) -> None:

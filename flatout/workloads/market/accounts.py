@@ -65,6 +65,7 @@ class MarketAccounts(VectorEnv[Array, Array, Array]):
 class Market(gym.Env[Array, Array]):
     """One account; the same trades as in MarketAccounts, bar for bar. Takes the keywords of MarketConfig."""
 
+    batched_form = MarketAccounts
     metadata = {"render_modes": ["rgb_array", "ansi"], "render_fps": 20}  # noqa: RUF012  # as Gymnasium has it
 
     def __init__(self, render_mode: str | None = None, **settings: Any) -> None:

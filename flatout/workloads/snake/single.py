@@ -19,6 +19,7 @@ from flatout.workloads.snake.picture import Scene, draw, write
 class Snake(gym.Env[dict[str, Any], Any]):
     """Eat, grow, and run neither into yourself nor into a wall. Keywords are those of `SnakeGames`."""
 
+    batched_form = SnakeGames
     metadata = {"render_modes": ["rgb_array", "ansi"], "render_fps": 12}  # noqa: RUF012  # as Gymnasium declares it
 
     def __init__(
