@@ -13,10 +13,10 @@ import numpy as np
 from torch import Tensor
 
 from flatout.buffers.batch import ReplayBatch, alloc_batch, as_array
-from flatout.buffers.compiled import compiled, draw_key, prefetch, uniform
 from flatout.buffers.replay import Replay
-from flatout.buffers.replay_kernel import EMPTY, first_and_end, slot_of
+from flatout.buffers.replay_kernels import EMPTY, draw_key, first_and_end, prefetch, slot_of, uniform
 from flatout.buffers.rings import check_window, n_used, nothing_stored
+from flatout.device.jit import compiled
 from flatout.envs.spaces import Array
 
 FAN, LEAF_FAN = 8, 16

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from flatout.buffers.batch import ReplayBatch
-from flatout.buffers.compiled import draw_key, fill_uniforms
 from flatout.buffers.priority import FAN, LEAF_FAN, LEAST, MOST
-from flatout.buffers.replay_kernel import EMPTY
+from flatout.buffers.replay_kernels import EMPTY, draw_key, fill_uniforms
 from flatout.buffers.replay_tensors import TensorReplay
 from flatout.buffers.rings import check_window, n_used, nothing_stored
 from flatout.envs.spaces import Array

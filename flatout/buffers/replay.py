@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from flatout.buffers import replay_kernel as kernel
+from flatout.buffers import replay_kernels as kernel
 from flatout.buffers.batch import ReplayBatch, alloc, alloc_batch, rows_of_bytes
 from flatout.buffers.rings import check_saved, n_used, ring_spec, slots_per_env
 from flatout.buffers.rollout import Rollout

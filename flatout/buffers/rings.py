@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from flatout.buffers.replay_kernel import EMPTY
+from flatout.buffers.replay_kernels import EMPTY
 from flatout.envs.spaces import ActionLayout, Array, ObsLayout
 from flatout.errors import FlatoutError
 

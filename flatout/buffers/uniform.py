@@ -8,9 +8,8 @@ import numpy as np
 from torch import Tensor
 
 from flatout.buffers.batch import ReplayBatch
-from flatout.buffers.compiled import draw_key
 from flatout.buffers.replay import Replay
-from flatout.buffers.replay_kernel import draw_uniform
+from flatout.buffers.replay_kernels import draw_key, draw_uniform
 from flatout.buffers.rings import check_window, nothing_stored
 from flatout.envs.spaces import Array
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from flatout.buffers.compiled import compiled
+from flatout.device.jit import compiled
 from flatout.envs.spaces import Array
 from flatout.learning.adam import BETA1, BETA2, EPSILON
 from flatout.models.kernel import tanh

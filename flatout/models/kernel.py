@@ -7,15 +7,13 @@ order, whichever rows go with it, so its result depends neither on the other row
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
-from numba import njit
 
-Array = npt.NDArray[Any]
-Function = TypeVar("Function", bound=Callable[..., Any])
+from flatout.device.jit import Function, compiled
+from flatout.envs.spaces import Array
+
 F = np.float32
 
 ROWS = 4
@@ -38,17 +36,13 @@ _LEAST = F(-3e38)
 _NORM_EPSILON = F(1e-5)
 
 
-OPTIONS: dict[str, Any] = {"cache": True, "fastmath": {"contract"}, "error_model": "numpy"}
-
-
 def _compiled(function: Function) -> Function:
-    """Compiled at its first call, then kept on disk; a multiply and an add may become one operation."""
-    return cast(Function, njit(**OPTIONS, nogil=True)(function))
+    return compiled(function, contract=True)
 
 
 def _brief(function: Function) -> Function:
-    """The same without letting go of Python's lock: for what takes less time than to get it back among many threads."""
-    return cast(Function, njit(**OPTIONS)(function))
+    """For calls of some ten microseconds."""
+    return compiled(function, contract=True, nogil=False)
 
 
 @_compiled

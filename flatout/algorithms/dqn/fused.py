@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flatout.algorithms.dqn.config import DQNConfig
 from flatout.algorithms.dqn.loss import Minibatch, Twins
-from flatout.buffers.compiled import compiled
+from flatout.device.jit import compiled
 from flatout.envs.spaces import Array
 from flatout.learning.fused import HandMadeStep, Perceptron, is_plain, layers_in
 from flatout.learning.params import FlatParams

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flatout.algorithms.ppo.config import PPOConfig
 from flatout.algorithms.ppo.loss import Minibatch
-from flatout.buffers.compiled import compiled
+from flatout.device.jit import compiled
 from flatout.envs.spaces import Array
 from flatout.learning.fused import HandMadeStep, Perceptron, is_plain, layers_in
 from flatout.learning.params import FlatParams

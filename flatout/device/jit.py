@@ -1,0 +1,22 @@
+"""Compiles loops over arrays to machine code with Numba; the result is cached on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+from numba import njit
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def compiled(function: Function, *, nogil: bool = True, contract: bool = False) -> Function:
+    """The function, compiled at its first call.
+
+    Floating-point operations keep the order in which they are written; `contract` lets a multiply and an add become
+    one instruction. `nogil=False` keeps Python's lock: for functions that take less time than getting the lock back.
+    """
+    options: dict[str, Any] = {"cache": True, "error_model": "numpy", "nogil": nogil}
+    if contract:
+        options["fastmath"] = {"contract"}
+    return cast(Function, njit(**options)(function))
