@@ -36,10 +36,10 @@ _HOMES = {
     "DQN": "agent",
     "PQN": "agent",
     "load": "agent",
-    "choose_batch_size": "algorithms.config",
+    "choose_batch_size": "algorithms.ppo.config",
     "make_vec": "vector",
-    "doctor": "checkup",
-    "tune": "tuning",
+    "doctor": "advice.doctor",
+    "tune": "advice.tune",
     "EnvError": "errors",
     "FlatoutError": "errors",
 }
