@@ -21,7 +21,7 @@ from benchmarks.envs import Await, Burn, Wait, loops_for
 from benchmarks.page import conditions, table, write_section
 from benchmarks.stepping import Way, alternate
 from benchmarks.tensor_env import TensorPoles
-from flatout.perf.choose import Plan
+from flatout.executors.base import Plan
 from flatout.training.stop import StopRequest
 from flatout.training.trainer import Trainer
 
@@ -44,7 +44,7 @@ def plan(kind: Any, **more: Any) -> Plan:
 
 SCALAR = [
     plan("serial"),
-    plan("serial", n_collectors=2, children=True),
+    plan("serial", n_collectors=2, in_subprocesses=True),
     plan("process", n_workers=4),
     plan("thread", n_workers=N_ENVS),
 ]
@@ -78,7 +78,7 @@ def collecting(trainer: Trainer) -> tuple[Callable[[], int], Callable[[], None]]
 
 def name_of(way: Plan) -> str:
     """A way in a few words."""
-    if way.children:
+    if way.in_subprocesses:
         return f"{way.n_collectors} child collectors"
     return f"{way.kind}, {way.n_workers} workers" if way.kind == "process" else way.kind
 

@@ -27,7 +27,7 @@ from flatout.envs.make import EnvSource, env_factory
 from flatout.envs.spaces import ActionLayout, ObsLayout, space_from_json
 from flatout.errors import FlatoutError
 from flatout.models.build import build_model
-from flatout.perf.planning import Policy
+from flatout.models.policy import Policy
 from flatout.runlog.folder import RunFolder, default_run_name, write_json
 from flatout.runlog.recorder import Recorder
 from flatout.runlog.summary import summary_text
@@ -284,7 +284,7 @@ class Agent:
         ]
         if self._trainer is not None:
             plan = self._trainer.plan
-            where = " in child processes" if plan.children else ""
+            where = " in child processes" if plan.in_subprocesses else ""
             lines.append(f"executor {plan.kind}{where}: {plan.reason}")
             overlap = "on" if self._trainer.overlap else "off"
             lines.append(f"overlap {overlap}: {self._trainer.overlap_reason}")

@@ -19,6 +19,7 @@ from flatout.envs.spaces import Array, ObsArrays
 from flatout.errors import FlatoutError
 from flatout.executors.base import Step, step
 from flatout.executors.build import OpenEnvs, lost_as_truncated, open_envs
+from flatout.perf.choose import rank_kinds
 
 
 class Received(NamedTuple):
@@ -206,4 +207,4 @@ def make_vec(
     **options: Any,
 ) -> VecEnv:
     """`n_envs` copies of an env as one `gymnasium.vector.VectorEnv`; `options` are the executor's own."""
-    return VecEnv(open_envs(env, n_envs, executor, seed, env_kwargs, options), copy=copy)
+    return VecEnv(open_envs(env, n_envs, executor, seed, env_kwargs, options, rank_kinds), copy=copy)

@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 
 import flatout
-from flatout import checkup, tuning
+from flatout.advice import doctor as checkup
+from flatout.advice import tune as tuning
 from flatout.config.run_config import resolve
-from flatout.perf.costs import Kind, Settings
+from flatout.executors.base import Kind
+from flatout.perf.costs import Settings
 from tests.executors.slow import Counter, Script
 
 SMALL: dict[str, Any] = {

@@ -229,7 +229,7 @@ def test_auto_takes_the_next_kind_when_one_cannot_start(monkeypatch: pytest.Monk
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise OSError("no memory to share")
 
-    monkeypatch.setattr(build, "_ranked", lambda *args: (["process", "thread", "serial"], []))
+    monkeypatch.setattr("flatout.vector.rank_kinds", lambda *args: (["process", "thread", "serial"], []))
     monkeypatch.setattr(build, "ProcessExecutor", refuse)
     envs = flatout.make_vec("CartPole-v1", N)
     assert envs.kind == "thread"

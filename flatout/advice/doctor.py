@@ -26,7 +26,7 @@ from flatout.perf.case import Case
 from flatout.perf.costs import Settings, UpdateCost
 from flatout.perf.finding import Finding
 from flatout.perf.findings import diagnose
-from flatout.perf.planning import count_params, launch_seconds
+from flatout.perf.planning import launch_seconds
 from flatout.perf.simulate import Forecast, simulate, update_seconds
 from flatout.perf.ways import best_way, on_card
 from flatout.timing import PhaseClock
@@ -130,7 +130,7 @@ def _smaller(agent: Agent) -> tuple[tuple[int, ...], UpdateCost] | None:
     network: NetworkConfig = replace(config.network, network_arch=SMALLER)
     model = build_model(policy.obs, policy.action, network, config.algorithm.traits, 0)
     n_params = sum(p.numel() for p in model.parameters())
-    if count_params(policy) < 4 * n_params:
+    if policy.n_params < 4 * n_params:
         return None
     learner = make_learner(
         model.to(policy.device), config.algorithm, n_envs=config.n_envs, seed=0, clock=PhaseClock()
@@ -199,7 +199,7 @@ def answer(case: Case, wishes: dict[str, str]) -> dict[str, Any]:
 
 def describe(way: Settings) -> str:
     """How envs are stepped and learning goes, in words."""
-    if way.children:
+    if way.in_subprocesses:
         who = "1 child collector" if way.n_collectors == 1 else f"{way.n_collectors} child collectors"
     else:
         who = f"executor {way.executor}"

@@ -24,12 +24,12 @@ from flatout.envs.awaitable import blocking
 from flatout.envs.check import EnvInfo
 from flatout.envs.spaces import ActionLayout
 from flatout.executors.serial import SerialExecutor
-from flatout.learning.compile import kept, load
+from flatout.learning.compile import kept, load, policy_recipe
 from flatout.learning.learner import Learner
 from flatout.models.policy import ActorCritic, PolicyNet
 from flatout.perf.choose import COROUTINE_SECONDS, random_row
 from flatout.perf.costs import Costs, Points, Settings, UpdateCost
-from flatout.perf.planning import acting_seconds, count_params, fastest, launch_seconds, update_recipe
+from flatout.perf.planning import acting_seconds, fastest, launch_seconds
 from flatout.perf.simulate import Forecast, learn_seconds, simulate
 from flatout.timing import LEARN_PHASES, Phase, PhaseClock
 from flatout.training.progress import Progress
@@ -150,7 +150,7 @@ def update_costs(agent: Agent) -> tuple[UpdateCost, UpdateCost | None, float]:
         by_hand, learner.update.by_hand = learner.update.by_hand, None
         eager = update_cost(learner, launch, TINY, size, min(4 * size, max(config.total_batch, size)))
         compiled = None
-        path = kept(update_recipe(config, policy, "fp32", threads))
+        path = kept(policy_recipe(policy, config.network, config.algorithm, "fp32", threads))
         batch = learner.example_batch(size)
         fast: Callable[[], Any] | None = None
         if by_hand is not None:
@@ -244,9 +244,9 @@ def settings_of(agent: Agent) -> Settings:
     """The settings of the agent's trainer as it would run."""
     trainer, config = agent._started(), agent.config
     plan = trainer.plan
-    n_params = count_params(agent.policy)
+    n_params = agent.policy.n_params
     n_cores = agent._machine.cores
-    n_taken = plan.n_collectors if trainer.overlap and plan.children else 0
+    n_taken = plan.n_collectors if trainer.overlap and plan.in_subprocesses else 0
     return Settings(
         n_envs=config.n_envs,
         n_steps=config.algorithm.n_steps,
@@ -255,7 +255,7 @@ def settings_of(agent: Agent) -> Settings:
         train_ratio=getattr(config.algorithm, "train_ratio", None),
         executor=plan.kind,
         n_collectors=plan.n_collectors,
-        children=plan.children,
+        in_subprocesses=plan.in_subprocesses,
         n_workers=plan.n_workers,
         overlap=trainer.overlap,
         compiled=trainer.compiled,

@@ -54,13 +54,13 @@ class Trial:
     def kind(self) -> tuple[Any, ...]:
         """What it has in common with ways of which the simulation is equally wrong."""
         way = self.settings
-        return way.executor, way.children, way.n_collectors, way.overlap
+        return way.executor, way.in_subprocesses, way.n_collectors, way.overlap
 
     @property
     def as_promised(self) -> Trial:
         """The trial as if it had been run and had kept its promise."""
         way = self.settings
-        start = 2 * START_SECONDS if way.children or way.executor == "process" else 0.5
+        start = 2 * START_SECONDS if way.in_subprocesses or way.executor == "process" else 0.5
         seconds = start + TRIAL_SECONDS + 2 * way.total_batch / self.predicted
         return replace(self, measured=self.predicted, seconds=seconds)
 
@@ -209,7 +209,7 @@ def _as_config(way: Settings, now: Settings) -> dict[str, Any]:
     }
     if way.batch_size != now.batch_size:
         out["batch_size"] = way.batch_size
-    if way.children:
+    if way.in_subprocesses:
         return out | {"executor": "auto", "n_collectors": way.n_collectors, "n_workers": 0}
     workers = way.n_workers if way.executor == "process" else 0
     return out | {"executor": way.executor, "n_collectors": 0, "n_workers": workers}

@@ -8,11 +8,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 
 from flatout.envs.spaces import Array, ObsArrays, ObsLayout
+
+Kind = Literal["serial", "process", "thread", "async", "batched"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """How the envs of a run are stepped."""
+
+    kind: Kind
+    n_collectors: int = 1
+    in_subprocesses: bool = False
+    """Whether each collector is a process of its own."""
+    n_workers: int = 0
+    """Worker processes of a `process` executor, or threads."""
+    steps_per_second: float = 0.0
+    """Estimated speed of collecting with an idle learner; 0 where only one plan is possible."""
+    reason: str = ""
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import gymnasium as gym
 import numpy as np
@@ -20,14 +20,13 @@ from flatout.envs.check import validate_spaces
 from flatout.envs.make import EnvFactory, EnvSource, env_factory
 from flatout.envs.spaces import ActionLayout, ObsLayout
 from flatout.errors import EnvError, FlatoutError, did_you_mean, one_line
-from flatout.executors.base import Executor, Step
+from flatout.executors.base import Executor, Kind, Step
 from flatout.executors.coroutine import CoroutineExecutor
 from flatout.executors.process import WORKERS_PER_CORE, ProcessExecutor
 from flatout.executors.serial import SerialExecutor
 from flatout.executors.supervise import RestartBudget
 from flatout.executors.thread import ThreadExecutor
 from flatout.executors.waiting import STEP_TIMEOUT
-from flatout.perf.choose import plans, probe
 
 T = TypeVar("T")
 
@@ -42,8 +41,8 @@ OPTIONS: dict[str, tuple[str, ...]] = {
 }
 """By kind, what can be set. `infos=False` spares worker processes the pickling of infos; others have none to do."""
 KINDS = tuple(OPTIONS)
-PLANNED_STEPS = 1_000_000
-"""For how many steps the start of processes has to pay, as nobody says how many there will be."""
+Rank: TypeAlias = Callable[[EnvFactory, gym.Space[Any], int, int], tuple[list[Kind], list[str]]]
+"""Ranks the kinds of executor for an env, given its factory, action space, number and seed; with notes for the user."""
 
 
 class OpenExecutor(Executor, Protocol):
@@ -120,8 +119,9 @@ def open_envs(
     seed: int,
     env_kwargs: Mapping[str, Any] | None,
     options: Mapping[str, Any],
+    rank: Rank,
 ) -> OpenEnvs:
-    """`n_envs` copies of an env behind an executor of this kind; `options` are the kind's own."""
+    """`n_envs` copies of an env behind an executor of this kind; `options` are the kind's own, `rank` decides `auto`."""
     if n_envs < 1:
         raise FlatoutError(f"n_envs must be at least 1, got {n_envs}")
     _refuse_unknown(kind, options)
@@ -130,9 +130,9 @@ def open_envs(
     layout, action_space = ExactLayout(sample.observation_space), sample.action_space
     _refuse_unfit(kind, awaits)
     notes: list[str] = []
-    ranked = [kind]
+    ranked: Sequence[str] = [kind]
     if kind == "auto":
-        ranked, notes = (["async"], []) if awaits else _ranked(factory, action_space, n_envs, seed)
+        ranked, notes = (["async"], []) if awaits else rank(factory, action_space, n_envs, seed)
     for this, following in zip_longest(ranked, ranked[1:]):
         try:
             executor = make_executor(
@@ -219,21 +219,6 @@ def _refuse_unfit(kind: str, awaits: bool) -> None:
         raise FlatoutError(
             "executor 'async' is for envs with async def reset and step; use 'thread' or 'auto'"
         )
-
-
-def _ranked(
-    factory: EnvFactory, action_space: gym.Space[Any], n_envs: int, seed: int
-) -> tuple[list[str], list[str]]:
-    """The kinds that can run the env, by measured speed, and why the first is the first."""
-    if n_envs == 1:
-        return ["serial"], []
-    try:
-        measured = probe(factory, ActionLayout(action_space), lambda _: 0.0, seed=seed)
-    except Exception as error:
-        return ["serial"], [f"the env could not be measured ({one_line(error)}); using serial"]
-    n_cores = usable_cores()
-    ranked = plans(measured, n_envs=n_envs, n_cores=n_cores, timesteps=PLANNED_STEPS, children_ok=False)
-    return [plan.kind for plan in ranked], [f"executor {ranked[0].kind}: {ranked[0].reason}"]
 
 
 def _await_start(executor: OpenExecutor) -> None:

@@ -21,6 +21,7 @@ from flatout.envs.spaces import Array
 from flatout.errors import FlatoutError
 from flatout.executors.base import Step, step
 from flatout.executors.build import OpenEnvs, lost_as_truncated, open_envs
+from flatout.perf.choose import rank_kinds
 
 
 def make_vec_env(
@@ -34,7 +35,7 @@ def make_vec_env(
 ) -> Any:
     """A Stable-Baselines3 `VecEnv` over `n_envs` copies of an env; `options` are the executor's own."""
     vec_env_type = _vec_env_type()
-    return vec_env_type(open_envs(env, n_envs, executor, seed or 0, env_kwargs, options), seed)
+    return vec_env_type(open_envs(env, n_envs, executor, seed or 0, env_kwargs, options, rank_kinds), seed)
 
 
 @cache

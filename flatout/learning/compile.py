@@ -38,6 +38,7 @@ from flatout.executors.supervise import ChildProcess
 from flatout.learning.update import Step, Update
 from flatout.models.build import build_model
 from flatout.models.config import NetworkConfig
+from flatout.models.policy import Policy
 from flatout.timing import PhaseClock
 
 DONE = b"D"
@@ -76,6 +77,25 @@ class Recipe:
             "source": _source_hash(),
         }
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:24]
+
+
+def policy_recipe(
+    policy: Policy,
+    network: NetworkConfig,
+    algorithm: PPOConfig | DQNConfig | PQNConfig,
+    precision: str,
+    n_threads: int,
+) -> Recipe:
+    """The recipe of a policy's update."""
+    return Recipe(
+        obs=policy.obs,
+        action=policy.action,
+        network=network,
+        algorithm=algorithm,
+        device=str(policy.device),
+        precision=precision,
+        n_threads=n_threads,
+    )
 
 
 _NOT_IN_THE_CODE = (

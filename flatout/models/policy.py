@@ -7,6 +7,7 @@ and frozen with the parameters.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
@@ -171,6 +172,21 @@ class ActorCritic(PolicyNet):
         out, value = self.both(obs)
         log_prob, entropy = self.head.evaluate(out.float(), rows, self.mask(obs))
         return log_prob, entropy, value.float()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Policy:
+    """A model on a device, and how the env's spaces map to it."""
+
+    model: PolicyNet
+    obs: ObsLayout
+    action: ActionLayout
+    device: torch.device
+
+    @property
+    def n_params(self) -> int:
+        """Number of the model's parameters."""
+        return sum(p.numel() for p in self.model.parameters())
 
 
 def _weights(layers: Sequence[nn.Module]) -> list[tuple[Tensor, Tensor]]:

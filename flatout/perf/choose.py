@@ -10,23 +10,24 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import count
 from time import perf_counter, thread_time
-from typing import Any, Literal
+from typing import Any
 
 import cloudpickle
+import gymnasium as gym
 import numpy as np
 
+from flatout.device.machine import usable_cores
 from flatout.envs.check import EnvInfo
 from flatout.envs.make import EnvFactory
 from flatout.envs.spaces import ActionLayout, Array
-from flatout.errors import FlatoutError
+from flatout.errors import FlatoutError, one_line
+from flatout.executors.base import Kind, Plan
 from flatout.executors.process import WORKERS_PER_CORE
 
 try:
     import resource
 except ImportError:  # Windows
     resource = None  # type: ignore[assignment]
-
-Kind = Literal["serial", "process", "thread", "async", "batched"]
 
 START_SECONDS = 2.5
 """What the first child process costs: a fork server that imports torch."""
@@ -67,21 +68,6 @@ class Probe:
     def waits(self) -> bool:
         """Whether stepping is mostly waiting for something else."""
         return self.cpu_share < WAITING_SHARE and self.step_seconds > 200e-6
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """One way of running the envs."""
-
-    kind: Kind
-    n_collectors: int = 1
-    """More than one, or one that is a child: collectors in processes of their own."""
-    n_workers: int = 0
-    """Env workers of a `process` executor, or threads."""
-    children: bool = False
-    steps_per_second: float
-    """Estimated, with nobody waiting for the collectors."""
-    reason: str = ""
 
 
 def probe(
@@ -168,7 +154,7 @@ def plans(
         candidates = [plan for plan in candidates if plan.kind == only]
 
     def seconds(plan: Plan) -> float:
-        start = START_SECONDS if plan.children or plan.kind == "process" else 0.0
+        start = START_SECONDS if plan.in_subprocesses or plan.kind == "process" else 0.0
         return timesteps / plan.steps_per_second + start
 
     best = min(candidates, key=seconds, default=None)
@@ -192,7 +178,7 @@ def children(m: Probe, n_envs: int, n: int) -> Plan:
     share = -(-n_envs // n)
     rate = n_envs / (share * m.step_seconds + m.act_seconds(share))
     rate *= 0.97 if n == 1 else 0.97 / SHARED
-    return Plan(kind="serial", n_collectors=n, children=True, steps_per_second=rate)
+    return Plan(kind="serial", n_collectors=n, in_subprocesses=True, steps_per_second=rate)
 
 
 def _process(m: Probe, n_envs: int, n_cores: int, n_workers: int) -> Plan:
@@ -220,7 +206,7 @@ def _reason(plan: Plan, m: Probe, n_envs: int, n_cores: int, serial: Plan) -> st
     step = f"a step takes {_duration(m.step_seconds)}" + (", mostly waiting" if m.waits else "")
     rate = f"about {plan.steps_per_second:,.0f} steps/s"
     gain = plan.steps_per_second / serial.steps_per_second
-    if plan.children:
+    if plan.in_subprocesses:
         return f"{step}: {plan.n_collectors} collectors on {n_cores} cores, {rate}, {gain:.1f} × one process"
     if plan.kind == "process":
         return f"{step}: {plan.n_workers} worker processes, {rate}, {gain:.1f} × one process"
@@ -254,6 +240,26 @@ def _is_picklable(factory: EnvFactory) -> bool:
     except Exception:
         return False
     return True
+
+
+PLANNED_STEPS = 1_000_000
+"""Steps for which starting processes has to pay in `make_vec`, where nobody says how many there will be."""
+
+
+def rank_kinds(
+    factory: EnvFactory, action_space: gym.Space[Any], n_envs: int, seed: int
+) -> tuple[list[Kind], list[str]]:
+    """Kinds of executor that can step the env without a policy, fastest first, and why the first is the first."""
+    if n_envs == 1:
+        return ["serial"], []
+    try:
+        measured = probe(factory, ActionLayout(action_space), lambda _: 0.0, seed=seed)
+    except Exception as error:
+        return ["serial"], [f"the env could not be measured ({one_line(error)}); using serial"]
+    ranked = plans(
+        measured, n_envs=n_envs, n_cores=usable_cores(), timesteps=PLANNED_STEPS, children_ok=False
+    )
+    return [plan.kind for plan in ranked], [f"executor {ranked[0].kind}: {ranked[0].reason}"]
 
 
 def only_plan(env: EnvInfo, executor: str, n_envs: int) -> Plan | None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass
-from typing import Literal
 
-Kind = Literal["serial", "process", "thread", "async", "batched"]
+from flatout.executors.base import Kind
+
 Points = tuple[tuple[int, float], ...]
 """Seconds by number of rows, ascending."""
 
@@ -91,7 +91,7 @@ class Settings:
     n_epochs: int
     executor: Kind
     n_collectors: int = 1
-    children: bool = False
+    in_subprocesses: bool = False
     """Whether collectors are processes of their own."""
     n_workers: int = 0
     overlap: bool = False

@@ -44,7 +44,9 @@ def waiting_in_turn(case: Case) -> Finding | None:
     costs, settings = case.costs, case.settings
     if not costs.waits or settings.executor not in ("serial", "process") or settings.n_envs == 1:
         return None
-    threads = replace(settings, executor="thread", n_workers=settings.n_envs, children=False, n_collectors=1)
+    threads = replace(
+        settings, executor="thread", n_workers=settings.n_envs, in_subprocesses=False, n_collectors=1
+    )
     return case.finding(
         "envs wait in turn",
         "the envs wait, one after the other",
@@ -115,7 +117,7 @@ def env_computes(case: Case) -> Finding | None:
         f"{_who(settings)}, the learner could take {_rate(case.now.learn_rate)}"
     )
     n = min(settings.n_cores, settings.n_envs)
-    if settings.children or settings.executor == "process" or n < 2:
+    if settings.in_subprocesses or settings.executor == "process" or n < 2:
         if case.now.collect_rate > 0.8 * case.now.learn_rate:
             return None
         most = settings.n_cores / costs.step_seconds
@@ -125,7 +127,7 @@ def env_computes(case: Case) -> Finding | None:
             evidence,
             f"make a step cheaper: {settings.n_cores} cores cannot step it more than {_rate(most)}",
         )
-    spread = replace(settings, executor="serial", children=True, n_collectors=n, n_workers=0)
+    spread = replace(settings, executor="serial", in_subprocesses=True, n_collectors=n, n_workers=0)
     ways = [replace(spread, overlap=on, learn_threads=1) for on in (False, True)]
     best = max(ways, key=lambda way: case.predict(way)[0])
     return case.finding(
@@ -145,7 +147,7 @@ def too_many_processes(case: Case) -> Finding | None:
     if settings.executor != "process" or case.costs.waits or settings.n_workers <= fitting:
         return None
     n = min(settings.n_cores, settings.n_envs)
-    better = replace(settings, executor="serial", children=True, n_collectors=n, n_workers=0)
+    better = replace(settings, executor="serial", in_subprocesses=True, n_collectors=n, n_workers=0)
     return case.finding(
         "too many processes",
         f"{settings.n_workers} processes share {settings.n_cores} cores",
@@ -168,7 +170,7 @@ def learns_in_turn(case: Case) -> Finding | None:
     flags: tuple[str, ...] = ("--overlap", "on")
     if not costs.waits and not settings.on_device and settings.executor != "process":
         n = max(settings.n_cores - 1, 1)
-        better = replace(better, executor="serial", children=True, n_collectors=n, n_workers=0)
+        better = replace(better, executor="serial", in_subprocesses=True, n_collectors=n, n_workers=0)
         flags += ("--executor", "auto")
     return case.finding(
         "learns in turn",
@@ -406,7 +408,7 @@ LOOKS: Iterable[Callable[[Case], Finding | None]] = (
 
 
 def _who(settings: Settings) -> str:
-    if settings.children:
+    if settings.in_subprocesses:
         return f"{settings.n_collectors} collectors"
     return f"{settings.n_workers} worker processes" if settings.executor == "process" else "one process"
 

@@ -59,7 +59,7 @@ def _settings(summary: Mapping[str, Any], config: Mapping[str, Any], n_cores: in
         train_ratio=algorithm.get("train_ratio"),
         executor=executor["kind"],
         n_collectors=executor["collectors"],
-        children=bool(executor["children"]),
+        in_subprocesses=bool(executor["children"]),
         n_workers=executor["workers"],
         overlap=bool(summary["overlap"]["on"]),
         compiled=bool(summary["compiled"]),

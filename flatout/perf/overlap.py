@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from flatout.perf.choose import SHARED, Plan, Probe, children
+from flatout.executors.base import Plan
+from flatout.perf.choose import SHARED, Probe, children
 
 MIN_UPDATES = 10_000
 """A run with fewer updates is over before child collectors have paid for their start."""
@@ -109,4 +110,4 @@ def share_cores(ranked: list[Plan], work: Work) -> list[Plan]:
     rate = work.n_envs * work.n_steps / work.seconds(best.n_collectors)
     who = "1 collector" if best.n_collectors == 1 else f"{best.n_collectors} collectors"
     reason = f"{who} beside the learner on {work.n_cores} cores, about {rate:,.0f} steps/s"
-    return [replace(best, reason=reason), *(plan for plan in ranked if not plan.children)]
+    return [replace(best, reason=reason), *(plan for plan in ranked if not plan.in_subprocesses)]

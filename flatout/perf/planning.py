@@ -23,13 +23,13 @@ from flatout.algorithms.make import make_learner
 from flatout.config.run_config import RunConfig
 from flatout.device.cache import remembered
 from flatout.envs.check import EnvInfo
-from flatout.envs.spaces import ActionLayout, ObsLayout
-from flatout.learning.compile import Recipe, kept, load
+from flatout.executors.base import Plan
+from flatout.learning.compile import kept, load, policy_recipe
 from flatout.learning.learner import TINY_BATCH, Learner
 from flatout.models.actor import make_actor
 from flatout.models.build import build_model
-from flatout.models.policy import PolicyNet
-from flatout.perf.choose import Plan, Probe, children, only_plan, plans, probe
+from flatout.models.policy import Policy
+from flatout.perf.choose import Probe, children, only_plan, plans, probe
 from flatout.perf.overlap import AROUND, Work, decide_overlap, share_cores
 from flatout.timing import PhaseClock
 
@@ -39,16 +39,6 @@ COMPILED_SECONDS = 0.25e-3
 """What launching a compiled update takes."""
 NARROW = 8
 """Units a layer of a network whose update is nothing but launching operations."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Policy:
-    """What acting needs: the model and how spaces map to it."""
-
-    model: PolicyNet
-    obs: ObsLayout
-    action: ActionLayout
-    device: torch.device
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -187,7 +177,9 @@ class Planning:
         policy = self.policy
         if self.config.compile == "off" or policy.device.type != "cpu" or self.learner.update.by_hand:
             return None
-        path = kept(update_recipe(self.config, policy, self.precision, n_threads))
+        path = kept(
+            policy_recipe(policy, self.config.network, self.config.algorithm, self.precision, n_threads)
+        )
         return path if path.exists() else None
 
 
@@ -198,24 +190,6 @@ def launch_seconds(policy: Policy, config: RunConfig) -> float:
     learner = make_learner(model.to(policy.device), config.algorithm, n_envs=1, seed=0, clock=PhaseClock())
     batch = learner.example_batch(TINY_BATCH)
     return fastest(lambda: learner.update.step(batch), 8)
-
-
-def update_recipe(config: RunConfig, policy: Policy, precision: str, n_threads: int) -> Recipe:
-    """What the compiled update of such a run is made of."""
-    return Recipe(
-        obs=policy.obs,
-        action=policy.action,
-        network=config.network,
-        algorithm=config.algorithm,
-        device=str(policy.device),
-        precision=precision,
-        n_threads=n_threads,
-    )
-
-
-def count_params(policy: Policy) -> int:
-    """Weights of the model."""
-    return sum(p.numel() for p in policy.model.parameters())
 
 
 def fastest(call: Callable[[], Any], n_times: int = 4) -> float:

@@ -166,7 +166,7 @@ class _Pipeline:
         kind = self._settings.executor
         if kind == "process":
             yield from self._collect_with_workers()
-        elif kind == "batched" or not self._settings.children:
+        elif kind == "batched" or not self._settings.in_subprocesses:
             yield from self._collect_in_turn(0, self._settings.n_envs, MAIN)
         else:
             yield from self._collect_in_children()

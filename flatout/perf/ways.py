@@ -22,7 +22,9 @@ def ways(costs: Costs, settings: Settings) -> Iterator[Settings]:
     if settings.executor in ("batched", "async"):
         yield from (replace(settings, overlap=on) for on in (False, settings.executor == "async"))
         return
-    plain = replace(settings, executor="serial", children=False, n_collectors=1, n_workers=0, overlap=False)
+    plain = replace(
+        settings, executor="serial", in_subprocesses=False, n_collectors=1, n_workers=0, overlap=False
+    )
     yield plain
     if costs.waits:
         for on in (False, True):
@@ -35,7 +37,7 @@ def ways(costs: Costs, settings: Settings) -> Iterator[Settings]:
         for n in sorted({settings.n_cores - 1, min(settings.n_cores, settings.n_envs)}):
             if n <= settings.n_envs:
                 for on in (False, True):
-                    yield replace(plain, children=True, n_collectors=n, overlap=on, learn_threads=1)
+                    yield replace(plain, in_subprocesses=True, n_collectors=n, overlap=on, learn_threads=1)
 
 
 def best_way(costs: Costs, settings: Settings) -> tuple[Settings, Forecast]:

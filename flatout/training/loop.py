@@ -208,7 +208,7 @@ def identity(trainer: Trainer, device: str) -> dict[str, Any]:
         "executor": {
             "kind": plan.kind,
             "collectors": plan.n_collectors,
-            "children": plan.children,
+            "children": plan.in_subprocesses,
             "workers": plan.n_workers,
             "reason": plan.reason,
         },

@@ -28,16 +28,16 @@ from flatout.device.threads import torch_threads
 from flatout.envs.check import EnvInfo
 from flatout.envs.spaces import Array, ObsLayout, space_to_json
 from flatout.errors import FlatoutError, one_line
-from flatout.executors.base import Episode, Executor
+from flatout.executors.base import Episode, Executor, Plan
 from flatout.executors.coroutine import CoroutineExecutor
 from flatout.executors.process import ProcessExecutor
 from flatout.executors.serial import SerialExecutor
 from flatout.executors.supervise import RestartBudget
 from flatout.executors.thread import ThreadExecutor
-from flatout.learning.compile import Compilation
+from flatout.learning.compile import Compilation, policy_recipe
 from flatout.learning.learner import Learner
-from flatout.perf.choose import Plan
-from flatout.perf.planning import Planning, Policy, count_params, faster_device, launch_seconds, update_recipe
+from flatout.models.policy import Policy
+from flatout.perf.planning import Planning, faster_device, launch_seconds
 from flatout.timing import DeviceClock, Lane, PhaseClock
 from flatout.training.checkpoint import Checkpoint
 from flatout.training.evaluation import Evaluation, evaluate
@@ -73,7 +73,7 @@ class Trainer:
         self._before: dict[str, dict[str, float]] = {}
         self.notes: list[str] = []
         self.budget = RestartBudget()
-        n_params = count_params(policy)
+        n_params = policy.n_params
         self.precision, _ = choose_precision(config.precision, policy.device, n_params)
         if policy.device.type == "cuda":
             use_matmul_precision(self.precision)
@@ -104,7 +104,7 @@ class Trainer:
         self.overlap, self.overlap_reason = self._decision.overlap, self._decision.reason
         self.state.overlapped = self.overlap
         self.plan, self._collector, rollouts = self._first_that_starts(self._decision.ways)
-        n_children = self.plan.n_collectors if self.plan.children else 0
+        n_children = self.plan.n_collectors if self.plan.in_subprocesses else 0
         n_taken = n_children if self.overlap else 0
         learn_threads = self.learner.threads(n_cores, n_taken)
         self._pipeline: Lockstep[Any] | Overlap[Any]
@@ -141,7 +141,7 @@ class Trainer:
             return
         if self.learner.update.by_hand is not None:
             return  # as fast, from the first update on
-        recipe = update_recipe(config, self.policy, self.precision, n_threads)
+        recipe = policy_recipe(self.policy, config.network, config.algorithm, self.precision, n_threads)
         self.learner.compilation = Compilation(recipe, wait=config.compile == "on")
 
     def _first_that_starts(self, ranked: list[Plan]) -> tuple[Plan, Collects[Any], Sequence[Counted]]:
@@ -163,7 +163,7 @@ class Trainer:
         clock = PhaseClock("collector 0")
         model, source = policy.model, None
         habits = exploration(config)
-        if plan.children:
+        if plan.in_subprocesses:
             job = Job(
                 factory=self._env.factory,
                 obs=policy.obs,

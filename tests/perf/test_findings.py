@@ -22,7 +22,7 @@ SETTINGS = Settings(
     n_envs=32, n_steps=32, batch_size=256, n_epochs=4, executor="serial", n_cores=2, compiled=True
 )
 THREADS = replace(SETTINGS, executor="thread", n_workers=32, overlap=True)
-CHILD = replace(SETTINGS, children=True, overlap=True)
+CHILD = replace(SETTINGS, in_subprocesses=True, overlap=True)
 
 
 def case(costs: Costs, settings: Settings, **facts: Any) -> Case:

@@ -43,7 +43,7 @@ def test_lockstep_is_the_sum() -> None:
 
 
 def test_overlap_on_cores_of_their_own_is_the_slower_of_the_two() -> None:
-    beside = settings(children=True, overlap=True)
+    beside = settings(in_subprocesses=True, overlap=True)
     got = simulate(costs(handover=0.0), beside)
     assert got.steps_per_second == pytest.approx(256 / max(COLLECT, LEARN), rel=1e-3)
     alone = simulate(costs(handover=0.0), replace(beside, n_cores=1))
@@ -59,7 +59,7 @@ def test_overlap_in_one_process_shares_pythons_lock() -> None:
 
 
 def test_collectors_on_two_cores_take_half_as_long() -> None:
-    got = simulate(costs(handover=0.0), settings(children=True, n_collectors=2))
+    got = simulate(costs(handover=0.0), settings(in_subprocesses=True, n_collectors=2))
     assert got.collect_rate == pytest.approx(2 * 256 / COLLECT, rel=1e-3)
 
 
@@ -123,9 +123,9 @@ def test_the_best_way_is_found() -> None:
     way, _ = best_way(waiting, SETTINGS)
     assert (way.executor, way.overlap) == ("thread", True)
     way, _ = best_way(costs(compute=(1e-3,)), SETTINGS)
-    assert way.children
+    assert way.in_subprocesses
     way, _ = best_way(costs(compute=(5e-6,), act=((1, 1e-5), (8, 2e-5))), settings(n_cores=1))
-    assert (way.executor, way.children) == ("serial", False)
+    assert (way.executor, way.in_subprocesses) == ("serial", False)
     # Threads would hold the lock that launching the updates needs; worker processes do not.
     busy = costs(wait=(10e-3,), compute=(1e-3,), update=UpdateCost(python=4e-3, rows=((64, 5e-3),)))
     way, _ = best_way(busy, SETTINGS)

@@ -12,7 +12,8 @@ import torch
 import flatout
 from flatout.device.cache import remembered
 from flatout.device.threads import torch_threads
-from flatout.perf.choose import Plan, Probe
+from flatout.executors.base import Plan
+from flatout.perf.choose import Probe
 from flatout.perf.overlap import MIN_UPDATES, Work, decide_overlap
 from flatout.training.overlap import KL_BOUND, Overlap
 from flatout.training.trainer import Trainer
