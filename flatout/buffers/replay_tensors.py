@@ -15,8 +15,7 @@ from torch import Tensor
 from flatout.buffers.batch import ReplayBatch, torch_dtype
 from flatout.buffers.replay_kernels import EMPTY, GOES_ON, TERMINATED, TRUNCATED
 from flatout.buffers.rings import check_saved, n_used, ring_spec, slots_per_env
-from flatout.buffers.rollout import Rollout
-from flatout.buffers.tensors import TensorRollout
+from flatout.buffers.rollout import Rollout, TensorRollout
 from flatout.envs.spaces import ActionLayout, Array, ObsLayout
 
 Tensors = tuple[Tensor, ...]

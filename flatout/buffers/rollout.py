@@ -1,11 +1,11 @@
-"""One rollout, allocated once and written in place: T time steps of N envs.
+"""Rollouts: T time steps of N envs, allocated once and written in place, in RAM or on a device.
 
-NumPy arrays and the torch tensors share their memory, so neither side copies.
+In RAM, NumPy arrays and torch tensors share their memory, so neither side copies.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,9 +13,44 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flatout.buffers.staging import Staging
+from flatout.buffers.batch import torch_dtype
 from flatout.device.shared import Spec
 from flatout.envs.spaces import ActionLayout, Array, ObsLayout
+
+
+class Staging:
+    """Copies a rollout's arrays to the learner's device; on the CPU the learner reads the rollout's own memory.
+
+    For CUDA, every array has two pinned copies, used in turn: one may still be in transfer while the other is filled.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._pinned: list[dict[int, Tensor]] = [{}, {}]
+        self._sent: list[torch.cuda.Event | None] = [None, None]
+        self._turn = 0
+
+    def to_device(self, arrays: Sequence[Array]) -> list[Tensor]:
+        """The arrays as tensors on the device; on CUDA the copies may still be in transfer, in stream order."""
+        if self.device.type != "cuda":
+            return [torch.from_numpy(array).to(self.device) for array in arrays]
+        self._turn ^= 1
+        sent = self._sent[self._turn]
+        if sent is not None:
+            sent.synchronize()  # two rollouts ago: long done
+        out = [self._send(i, array) for i, array in enumerate(arrays)]
+        event = torch.cuda.Event()
+        event.record()
+        self._sent[self._turn] = event
+        return out
+
+    def _send(self, i: int, array: Array) -> Tensor:
+        pinned = self._pinned[self._turn].get(i)
+        if pinned is None or pinned.shape != array.shape:
+            pinned = torch.empty(array.shape, dtype=torch_dtype(array.dtype), pin_memory=True)
+            self._pinned[self._turn][i] = pinned
+        pinned.copy_(torch.from_numpy(array))
+        return pinned.to(self.device, non_blocking=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,20 +58,20 @@ class RolloutTensors:
     """A rollout as tensors on the learner's device; T time steps, N envs."""
 
     obs: tuple[Tensor, ...]
-    """(T + 1, N, …): the last row is the observation after the last step."""
+    """(T + 1, N, …): the last time step holds the observations after the rollout."""
     action: Tensor
     log_prob: Tensor
     reward: Tensor
     terminated: Tensor
     truncated: Tensor
     final_obs: tuple[Tensor, ...]
-    """Last observations of the episodes that were truncated and not terminated, one row each."""
+    """Last observations of the episodes that were truncated and not terminated, (K, …)."""
     final_index: Tensor
-    """Their places t · N + n."""
+    """Where those are in the rollout: t · N + n, (K,)."""
 
 
 class Learnable(Protocol):
-    """What the learner needs of a rollout, wherever its transitions lie."""
+    """What the learner needs of a rollout, in RAM or on a device."""
 
     def tensors(self, staging: Staging) -> RolloutTensors:
         """The rollout as tensors on the staging's device."""
@@ -44,12 +79,12 @@ class Learnable(Protocol):
 
 
 def rollout_spec(obs: ObsLayout, action: ActionLayout, n_steps: int, n_envs: int) -> Spec:
-    """Shapes and dtypes of a rollout's arrays; `obs` has one row more, the observation after the last step."""
+    """Shapes and dtypes of a rollout's arrays; `obs` has one time step more, for the observations after the rollout."""
     shape = (n_steps, n_envs)
-    leaves = list(enumerate(obs.specs))
+    specs = list(enumerate(obs.specs))
     return {
-        **{f"obs.{i}": ((n_steps + 1, n_envs, *leaf.shape), leaf.dtype) for i, leaf in leaves},
-        **{f"final_obs.{i}": ((*shape, *leaf.shape), leaf.dtype) for i, leaf in leaves},
+        **{f"obs.{i}": ((n_steps + 1, n_envs, *spec.shape), spec.dtype) for i, spec in specs},
+        **{f"final_obs.{i}": ((*shape, *spec.shape), spec.dtype) for i, spec in specs},
         "action": ((*shape, action.size), action.dtype),
         "log_prob": (shape, np.float32),
         "reward": (shape, np.float32),
@@ -62,13 +97,13 @@ class Rollout:
     """Transitions of `n_steps` × `n_envs`, in arrays of `rollout_spec`'s shapes."""
 
     def __init__(self, arrays: Mapping[str, Array]) -> None:
-        self._arrays = arrays
+        self.arrays = arrays
         self.n_steps: int = arrays["reward"].shape[0]
         self.n_envs: int = arrays["reward"].shape[1]
-        n_leaves = sum(name.startswith("obs.") for name in arrays)
-        self.obs = tuple(arrays[f"obs.{i}"] for i in range(n_leaves))
-        self.final_obs = tuple(arrays[f"final_obs.{i}"] for i in range(n_leaves))
-        """Written only where an episode was truncated; the untouched pages cost no memory."""
+        n_obs = sum(name.startswith("obs.") for name in arrays)
+        self.obs = tuple(arrays[f"obs.{i}"] for i in range(n_obs))
+        self.final_obs = tuple(arrays[f"final_obs.{i}"] for i in range(n_obs))
+        """Written only where an episode was truncated; pages that are never written take no memory."""
         self.action, self.log_prob = arrays["action"], arrays["log_prob"]
         self.reward = arrays["reward"]
         self.terminated, self.truncated = arrays["terminated"], arrays["truncated"]
@@ -81,7 +116,7 @@ class Rollout:
 
     def part(self, first: int, end: int) -> Rollout:
         """The envs from `first` to before `end`, in the same memory."""
-        return Rollout({name: array[:, first:end] for name, array in self._arrays.items()})
+        return Rollout({name: array[:, first:end] for name, array in self.arrays.items()})
 
     @property
     def n_transitions(self) -> int:
@@ -92,10 +127,10 @@ class Rollout:
         """The rollout as tensors on the staging's device."""
         index = np.flatnonzero(self.truncated & ~self.terminated)
         t, n = np.divmod(index, self.n_envs)
-        kept = [self.action, self.log_prob, self.reward, self.terminated, self.truncated, *self.obs]
-        action, log_prob, reward, terminated, truncated, *obs = staging.to_device(kept)
+        arrays = [self.action, self.log_prob, self.reward, self.terminated, self.truncated, *self.obs]
+        action, log_prob, reward, terminated, truncated, *obs = staging.to_device(arrays)
         device = staging.device
-        final_obs = tuple(torch.from_numpy(leaf[t, n]).to(device) for leaf in self.final_obs)
+        final_obs = tuple(torch.from_numpy(x[t, n]).to(device) for x in self.final_obs)
         return RolloutTensors(
             obs=tuple(obs),
             action=action,
@@ -107,7 +142,54 @@ class Rollout:
             final_index=torch.from_numpy(index).to(device),
         )
 
+
+class TensorRollout:
+    """The same on a device, in tensors that never leave it."""
+
+    def __init__(
+        self, obs: ObsLayout, action: ActionLayout, n_steps: int, n_envs: int, device: torch.device
+    ) -> None:
+        self.n_steps, self.n_envs = n_steps, n_envs
+        spec = rollout_spec(obs, action, n_steps, n_envs)
+        tensors = self.by_name = {
+            name: torch.zeros(shape, dtype=torch_dtype(dtype), device=device)
+            for name, (shape, dtype) in spec.items()
+        }
+        n_obs = len(obs.specs)
+        self.obs = tuple(tensors[f"obs.{i}"] for i in range(n_obs))
+        self.final_obs = tuple(tensors[f"final_obs.{i}"] for i in range(n_obs))
+        """Valid only where an episode was truncated."""
+        self.action, self.log_prob, self.reward = (tensors[k] for k in ("action", "log_prob", "reward"))
+        self.terminated, self.truncated = tensors["terminated"], tensors["truncated"]
+        self.obs_at = [tuple(x[t] for x in self.obs) for t in range(n_steps + 1)]
+        """Views of the observations of each time step, made once."""
+        self.arrays_at = [
+            (
+                tuple(x.numpy() for x in self.obs_at[t]),
+                self.action[t].numpy(),
+                self.log_prob[t].numpy(),
+            )
+            for t in range(n_steps if device.type == "cpu" else 0)
+        ]
+        """In RAM: observations, actions and log-probabilities of each time step, as NumPy views."""
+
     @property
-    def arrays(self) -> Mapping[str, Array]:
-        """Its arrays by name."""
-        return self._arrays
+    def n_transitions(self) -> int:
+        """`n_steps` × `n_envs`."""
+        return self.n_steps * self.n_envs
+
+    def tensors(self, staging: Staging) -> RolloutTensors:
+        """The rollout as tensors on the staging's device; nothing is copied if it is the same device."""
+        # Only the device knows how many episodes were truncated: one host sync per rollout.
+        device = staging.device
+        index = (self.truncated & ~self.terminated).view(-1).nonzero().squeeze(1)
+        return RolloutTensors(
+            obs=tuple(x.to(device) for x in self.obs),
+            action=self.action.to(device),
+            log_prob=self.log_prob.to(device),
+            reward=self.reward.to(device),
+            terminated=self.terminated.to(device),
+            truncated=self.truncated.to(device),
+            final_obs=tuple(x.flatten(0, 1)[index].to(device) for x in self.final_obs),
+            final_index=index.to(device),
+        )

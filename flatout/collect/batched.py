@@ -8,8 +8,7 @@ import numpy as np
 import torch
 from gymnasium.vector import VectorEnv
 
-from flatout.buffers.rollout import Rollout
-from flatout.buffers.tensors import TensorRollout
+from flatout.buffers.rollout import Rollout, TensorRollout
 from flatout.collect.collector import Collector, Collects
 from flatout.collect.noise import USUAL, Habits
 from flatout.collect.tensors import TensorCollector

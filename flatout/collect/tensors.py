@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flatout.buffers.tensors import TensorRollout
+from flatout.buffers.rollout import TensorRollout
 from flatout.collect.collector import Interrupted
 from flatout.collect.noise import USUAL, Habits
 from flatout.envs.check import nan_message
@@ -158,7 +158,7 @@ class TensorCollector:
         clock.enter(ACT)
         noise = self._noise.draw(self.n_steps, rollout.n_steps)
         act = self._acting(rollout, noise)
-        _copy(rollout.obs_rows[0], executor.current.obs)
+        _copy(rollout.obs_at[0], executor.current.obs)
         for t in range(rollout.n_steps):
             act(t)
             actions = self._actions.to_env(model.head.to_action(rollout.action[t]))
@@ -168,7 +168,7 @@ class TensorCollector:
             rollout.reward[t] = now.reward
             rollout.terminated[t] = now.terminated
             rollout.truncated[t] = now.truncated
-            _copy(rollout.obs_rows[t + 1], now.obs)
+            _copy(rollout.obs_at[t + 1], now.obs)
             # On the host looking is cheap; on a device it would wait, so all rows are kept.
             if not on_host or now.truncated.any():
                 _copy(tuple(leaf[t] for leaf in rollout.final_obs), now.final_obs)
@@ -187,13 +187,13 @@ class TensorCollector:
         if actor is None:
 
             def act(t: int) -> None:
-                rows, log_prob = model.sample(rollout.obs_rows[t], noise[t])
+                rows, log_prob = model.sample(rollout.obs_at[t], noise[t])
                 rollout.action[t].copy_(rows)
                 rollout.log_prob[t].copy_(log_prob)
 
             return act
         actor.bind()
-        places, given = rollout.act_rows, noise.numpy()
+        places, given = rollout.arrays_at, noise.numpy()
 
         def act_compiled(t: int) -> None:
             obs, rows, log_prob = places[t]

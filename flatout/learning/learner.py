@@ -13,8 +13,7 @@ from typing import Any, Generic, Protocol
 import torch
 from torch import Tensor
 
-from flatout.buffers.rollout import Learnable
-from flatout.buffers.staging import Staging
+from flatout.buffers.rollout import Learnable, Staging
 from flatout.device.threads import torch_threads
 from flatout.envs.spaces import Array
 from flatout.learning.graphs import Captured

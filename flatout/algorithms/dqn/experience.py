@@ -20,8 +20,7 @@ from flatout.buffers.priority import Prioritized
 from flatout.buffers.priority_tensors import TensorPrioritized, TensorUniform
 from flatout.buffers.replay import Replay
 from flatout.buffers.replay_tensors import TensorReplay
-from flatout.buffers.rollout import Rollout
-from flatout.buffers.tensors import TensorRollout
+from flatout.buffers.rollout import Rollout, TensorRollout
 from flatout.buffers.uniform import Uniform
 from flatout.device.machine import free_memory
 from flatout.envs.spaces import ActionLayout, Array, ObsLayout

@@ -14,8 +14,7 @@ from flatout.algorithms.dqn.config import DQNConfig
 from flatout.algorithms.dqn.experience import Experience
 from flatout.algorithms.dqn.fused import HandMadeDQN, can_be_made_by_hand
 from flatout.algorithms.ppo.config import scheduled
-from flatout.buffers.rollout import Learnable, Rollout
-from flatout.buffers.tensors import TensorRollout
+from flatout.buffers.rollout import Learnable, Rollout, TensorRollout
 from flatout.envs.spaces import Array
 from flatout.learning.learner import AUTOCAST, Learner, example_obs
 from flatout.learning.update import Update
