@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -28,7 +28,7 @@ from flatout.device.threads import torch_threads
 from flatout.envs.check import EnvInfo
 from flatout.envs.spaces import Array, ObsLayout, space_to_json
 from flatout.errors import FlatoutError, one_line
-from flatout.executors.base import Episode, Executor, Plan
+from flatout.executors.base import Executor, Plan
 from flatout.executors.coroutine import CoroutineExecutor
 from flatout.executors.process import ProcessExecutor
 from flatout.executors.serial import SerialExecutor
@@ -41,8 +41,7 @@ from flatout.perf.planning import Planning, faster_device, launch_seconds
 from flatout.timing import DeviceClock, Lane, PhaseClock
 from flatout.training.checkpoint import Checkpoint
 from flatout.training.evaluation import Evaluation, evaluate
-from flatout.training.lockstep import Counted, Lockstep
-from flatout.training.overlap import Overlap, Ready
+from flatout.training.pipeline import Pipeline, SizedRollout
 from flatout.training.state import TrainState
 from flatout.training.stop import StopRequest
 
@@ -107,26 +106,18 @@ class Trainer:
         n_children = self.plan.n_collectors if self.plan.in_subprocesses else 0
         n_taken = n_children if self.overlap else 0
         learn_threads = self.learner.threads(n_cores, n_taken)
-        self._pipeline: Lockstep[Any] | Overlap[Any]
-        if self.overlap:
-            self._pipeline = Overlap(
-                self._collector,
-                self.learner,
-                rollouts,
-                self.state,
-                clock=self.clock,
-                learn_threads=learn_threads,
-            )
-        else:
-            self._pipeline = Lockstep(
-                self._collector,
-                self.learner,
-                rollouts,
-                self.state,
-                clock=self.clock,
-                collect_threads=torch_threads(n_params, config.n_envs, n_cores),
-                learn_threads=learn_threads,
-            )
+        self._pipeline: Pipeline[Any] = Pipeline(
+            self._collector,
+            self.learner,
+            rollouts,
+            self.state,
+            clock=self.clock,
+            lag=int(self.overlap),
+            collect_threads=learn_threads
+            if self.overlap
+            else torch_threads(n_params, config.n_envs, n_cores),
+            learn_threads=learn_threads,
+        )
         self._speed_up_updates(learn_threads)
         self._finalizer = weakref.finalize(self, _close, self._collector, self.learner)
         self._eval_executor: Executor | None = None
@@ -144,7 +135,7 @@ class Trainer:
         recipe = policy_recipe(self.policy, config.network, config.algorithm, self.precision, n_threads)
         self.learner.compilation = Compilation(recipe, wait=config.compile == "on")
 
-    def _first_that_starts(self, ranked: list[Plan]) -> tuple[Plan, Collects[Any], Sequence[Counted]]:
+    def _first_that_starts(self, ranked: list[Plan]) -> tuple[Plan, Collects[Any], Sequence[SizedRollout]]:
         """Build the best plan; where one cannot start, say so and take the next."""
         for plan, following in zip_longest(ranked, ranked[1:]):
             try:
@@ -157,7 +148,7 @@ class Trainer:
                 )
         raise FlatoutError(f"--executor {self.config.executor} cannot run this env; use --executor auto")
 
-    def _assemble(self, plan: Plan) -> tuple[Collects[Any], Sequence[Counted]]:
+    def _assemble(self, plan: Plan) -> tuple[Collects[Any], Sequence[SizedRollout]]:
         config, policy, env_ids = self.config, self.policy, np.arange(self.config.n_envs)
         n_steps, n_slots = config.algorithm.n_steps, 2 if self.overlap else 1
         clock = PhaseClock("collector 0")
@@ -246,28 +237,18 @@ class Trainer:
         self.state.overlapped = self.overlap
         self.learner.n_updates = saved.n_updates
         self._collector.n_steps = saved.env_steps // self.config.n_envs
-        self._take_ready(checkpoint)
+        ahead = checkpoint.state.get("ready")
+        if ahead is not None and self._pipeline.restore_rollout(_named("ready.", tensors), ahead):
+            self._collector.n_steps += self.config.algorithm.n_steps
         replay = checkpoint.replay
         if replay is not None and int(replay["env_steps"][0]) != saved.env_steps:
             replay = None  # of another checkpoint that had this name
         self.learner.restore_replay(replay, saved.env_steps)
-        envs = {name[5:]: t.numpy() for name, t in tensors.items() if name.startswith("envs.")}
+        envs = {name: t.numpy() for name, t in _named("envs.", tensors).items()}
         if not envs or (not self._env.batched and "ages" not in envs):  # saved without a way back
             self._collector.reset()
             return list(range(self.config.n_envs))
         return self._collector.restore(envs)
-
-    def _take_ready(self, checkpoint: Checkpoint) -> None:
-        """Bring back the rollout that was collected ahead."""
-        about = checkpoint.state.get("ready")
-        pipeline = self._pipeline
-        if about is None or not isinstance(pipeline, Overlap):
-            return
-        arrays = pipeline.rollouts[0].arrays
-        for name, array in arrays.items():
-            array[...] = checkpoint.tensors[f"ready.{name}"].numpy()
-        pipeline.ready = Ready(0, [Episode(*fields) for fields in about["episodes"]], about["lag"])
-        self._collector.n_steps += self.config.algorithm.n_steps
 
     def iterate(self, total_steps: int, stop: StopRequest) -> dict[str, float]:
         """Collect a rollout and learn from it."""
@@ -281,13 +262,10 @@ class Trainer:
         tensors |= {f"envs.{name}": torch.from_numpy(array) for name, array in snapshot.items()}
         self.state.oom_backoffs = self.learner.n_backoffs
         about = describe(self.config, self._env, self.policy, self.state)
-        pipeline = self._pipeline
-        if isinstance(pipeline, Overlap) and isinstance(pipeline.rollouts[0], Rollout) and pipeline.ready:
-            ready = pipeline.ready
-            arrays = pipeline.rollouts[ready.slot].arrays
-            tensors |= {f"ready.{name}": torch.from_numpy(array.copy()) for name, array in arrays.items()}
-            episodes = [[e.env_id, e.total_reward, e.length] for e in ready.episodes]
-            about["ready"] = {"episodes": episodes, "lag": ready.lag}
+        ahead = self._pipeline.saved_rollout()
+        if ahead is not None:
+            arrays, about["ready"] = ahead
+            tensors |= {f"ready.{name}": tensor for name, tensor in arrays.items()}
         replay = self.learner.replay()
         if replay is not None:
             replay = {**replay, "env_steps": np.array([self.state.env_steps])}
@@ -336,9 +314,8 @@ class Trainer:
     def take_notes(self) -> list[str]:
         """What happened since this was asked last, one line each."""
         notes = self.learner.take_notes()
-        if isinstance(self._pipeline, Overlap):
-            notes += self._pipeline.notes
-            self._pipeline.notes.clear()
+        notes += self._pipeline.notes
+        self._pipeline.notes.clear()
         return notes
 
     def evaluate(self) -> Evaluation:
@@ -373,6 +350,10 @@ class Trainer:
 def _close(collector: Collects[Any], learner: Learner[Any]) -> None:
     collector.close()
     learner.close()
+
+
+def _named(prefix: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
 
 
 def exploration(config: RunConfig) -> Habits:

@@ -15,7 +15,7 @@ from flatout.device.threads import torch_threads
 from flatout.executors.base import Plan
 from flatout.perf.choose import Probe
 from flatout.perf.overlap import MIN_UPDATES, Work, decide_overlap
-from flatout.training.overlap import KL_BOUND, Overlap
+from flatout.training.pipeline import KL_BOUND, Pipeline
 from flatout.training.trainer import Trainer
 from tests.executors.slow import Counter, Script
 
@@ -48,12 +48,12 @@ def with_children(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def with_lag(monkeypatch: pytest.MonkeyPatch, lag: int) -> None:
-    init = Overlap.__init__
+    init = Pipeline.__init__
 
     def changed(self: Any, *args: Any, **options: Any) -> None:
         init(self, *args, **(options | {"lag": lag}))
 
-    monkeypatch.setattr(Overlap, "__init__", changed)
+    monkeypatch.setattr(Pipeline, "__init__", changed)
 
 
 def test_lag_forced_to_0_is_lockstep_to_the_bit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,216 @@
+"""The training pipeline: collect a rollout and learn from it, in turn (lag 0) or at the same time (lag 1).
+
+With lag 1, rollout k+1 is collected while the learner trains on rollout k, with the parameters the learner had when it
+started on k. The lag is therefore exactly one policy version and results are reproducible. Between two iterations the
+next rollout is complete, so checkpoints and evaluation need no special case. Envs that wait may by then have started
+the rollout after it; a checkpoint discards that part.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from flatout.buffers.rollout import Learnable, Rollout
+from flatout.collect.collector import Collects
+from flatout.errors import FlatoutError
+from flatout.executors.base import Episode
+from flatout.learning.learner import Learner
+from flatout.timing import Phase, PhaseClock
+from flatout.training.state import TrainState
+from flatout.training.stop import StopRequest
+
+MAX_BAD_ITERATIONS = 3
+KL_BOUND = 0.1
+"""Largest KL divergence between the collecting and the learning policy at which lagged data is still useful."""
+FAR_IN_A_ROW = 3
+"""Consecutive iterations beyond KL_BOUND that end the overlap. One large step, as in the first updates, does not."""
+
+
+class TrainingDivergedError(FlatoutError):
+    """The loss stayed NaN or infinite; the parameters are those of the last good update."""
+
+    exit_code = 1
+
+
+class SizedRollout(Learnable, Protocol):
+    """A rollout that knows its size, on the host or on a device."""
+
+    @property
+    def n_transitions(self) -> int:
+        """`n_steps` × `n_envs`."""
+        ...
+
+
+R = TypeVar("R", bound=SizedRollout)
+
+
+@dataclass(slots=True)
+class CollectedRollout:
+    """A collected rollout that the learner has not trained on yet."""
+
+    slot: int
+    """Its index in `Pipeline.rollouts`."""
+    episodes: list[Episode]
+    lag: int
+
+
+class Pipeline(Generic[R]):
+    """Runs iterations; with lag 1 it collects on a background thread and needs two rollouts."""
+
+    def __init__(
+        self,
+        collector: Collects[R],
+        learner: Learner[Any],
+        rollouts: Sequence[R],
+        state: TrainState,
+        *,
+        clock: PhaseClock,
+        lag: int,
+        collect_threads: int,
+        learn_threads: int,
+    ) -> None:
+        self._collector, self._learner, self._state, self._clock = collector, learner, state, clock
+        self.rollouts, self._lag = rollouts, lag
+        self._collect_threads, self._learn_threads = collect_threads, learn_threads
+        self._background = _Background(collector) if lag else None
+        self._bad_in_a_row = 0
+        self.ready: CollectedRollout | None = None
+        """The next rollout, if it was collected ahead."""
+        self.notes: list[str] = []
+
+    def iterate(self, total_steps: int, stop: StopRequest) -> dict[str, float]:
+        """Learn from one rollout, with lag 1 while the next is collected; returns the learner's metrics."""
+        state = self._state
+        now, self.ready = self.ready or self._collect(stop), None
+        rollout = self.rollouts[now.slot]
+        background = None if state.fell_back else self._background
+        if state.env_steps + rollout.n_transitions >= total_steps:
+            background = None
+        if background is not None:
+            self._publish()
+            background.start(self.rollouts[1 - now.slot], stop.now)
+        torch.set_num_threads(self._learn_threads)
+        metrics = self._learner.learn(
+            rollout,
+            iteration=state.iteration,
+            progress=state.env_steps / total_steps,
+            lag=now.lag,
+            stop=stop.now,
+        )
+        state.add(rollout.n_transitions, now.episodes)
+        state.n_updates = self._learner.n_updates
+        state.lag_sum += now.lag
+        state.lag_max = max(state.lag_max, now.lag)
+        if self._lag:
+            self._fall_back_if_far(metrics)
+        if background is not None:
+            if not state.fell_back and state.env_steps + rollout.n_transitions < total_steps:
+                self._collector.offer(rollout)  # the learner is done with it
+            self._clock.enter(Phase.WAIT)
+            with stop.interruptible():
+                self.ready = CollectedRollout(1 - now.slot, background.result(), 1)
+        self._count_bad(metrics)
+        return metrics
+
+    def _publish(self) -> None:
+        self._clock.enter(Phase.PUBLISH)
+        self._collector.publish()
+
+    def _collect(self, stop: StopRequest) -> CollectedRollout:
+        """Collect the first rollout with the current parameters."""
+        torch.set_num_threads(self._collect_threads)
+        self._publish()
+        self._clock.enter(Phase.WAIT)
+        with stop.interruptible():
+            if self._background is None:
+                episodes = self._collector.collect(self.rollouts[0], stop.now)
+            else:  # on the same thread as all others, because some envs need that
+                self._background.start(self.rollouts[0], stop.now)
+                episodes = self._background.result()
+        return CollectedRollout(0, episodes, 0)
+
+    def saved_rollout(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+        """The rollout that was collected ahead, as tensors and JSON for a checkpoint."""
+        if self.ready is None:
+            return None
+        rollout = self.rollouts[self.ready.slot]
+        if not isinstance(rollout, Rollout):
+            return None
+        tensors = {name: torch.from_numpy(array.copy()) for name, array in rollout.arrays.items()}
+        episodes = [[e.env_id, e.total_reward, e.length] for e in self.ready.episodes]
+        return tensors, {"episodes": episodes, "lag": self.ready.lag}
+
+    def restore_rollout(self, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> bool:
+        """Load what `saved_rollout` returned; false in lockstep, which has no use for it."""
+        rollout = self.rollouts[0]
+        if not self._lag or not isinstance(rollout, Rollout):
+            return False
+        for name, array in rollout.arrays.items():
+            array[...] = tensors[name].numpy()
+        self.ready = CollectedRollout(0, [Episode(*fields) for fields in about["episodes"]], about["lag"])
+        return True
+
+    def _fall_back_if_far(self, metrics: Mapping[str, float]) -> None:
+        state, kl = self._state, metrics.get("train/lag_kl", 0.0)
+        state.far_in_a_row = state.far_in_a_row + 1 if kl > KL_BOUND else 0
+        if state.far_in_a_row >= FAR_IN_A_ROW and not state.fell_back:
+            state.fell_back = True
+            self.notes.append(
+                f"the policy changes too fast to learn from the previous policy's data (KL {kl:.2f}, "
+                f"bound {KL_BOUND}): overlap is off from now on"
+            )
+
+    def _count_bad(self, metrics: dict[str, float]) -> None:
+        """Count skipped updates; raise after several iterations in which every update was skipped."""
+        n_taken, n_bad = int(metrics.pop("train/n_taken")), int(metrics.pop("train/nan_skips"))
+        self._state.nan_skips += n_bad
+        self._bad_in_a_row = self._bad_in_a_row + 1 if n_bad > 0 and n_taken == 0 else 0
+        if self._bad_in_a_row >= MAX_BAD_ITERATIONS:
+            raise TrainingDivergedError(
+                f"the loss was NaN or infinite in every update of {MAX_BAD_ITERATIONS} iterations "
+                f"({self._state.nan_skips} updates skipped); lower --learning-rate or pass "
+                "--normalize-reward; the last good parameters are saved"
+            )
+
+
+class _Background(Generic[R]):
+    """Collects one rollout at a time on its own thread."""
+
+    def __init__(self, collector: Collects[R]) -> None:
+        self._collector = collector
+        self._tasks: SimpleQueue[tuple[R, Callable[[], bool]]] = SimpleQueue()
+        self._results: SimpleQueue[tuple[list[Episode], BaseException | None]] = SimpleQueue()
+        # A daemon thread, so that an env that blocks forever does not keep the program from exiting.
+        self._thread = threading.Thread(target=self._work, name="flatout collecting", daemon=True)
+
+    def start(self, rollout: R, stop: Callable[[], bool]) -> None:
+        """Start collecting."""
+        if not self._thread.is_alive():
+            self._thread.start()
+        self._tasks.put((rollout, stop))
+
+    def result(self) -> list[Episode]:
+        """Wait for the rollout: the episodes that ended; raises what the collector raised."""
+        episodes, error = self._results.get()
+        if error is not None:
+            raise error
+        return episodes
+
+    def _work(self) -> None:
+        while True:
+            rollout, stop = self._tasks.get()
+            episodes: list[Episode] = []
+            problem: BaseException | None = None
+            try:
+                episodes = self._collector.collect(rollout, stop)
+            except BaseException as error:
+                problem = error
+            self._results.put((episodes, problem))
+            del rollout, stop
