@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from flatout.vector import make_vec
 
 import flatout.workloads  # noqa: F401  # registers flatout/Snake-v0 and the others with Gymnasium
-from flatout.device.threads import wait_without_spinning
+from flatout.device.machine import wait_without_spinning
 
 wait_without_spinning()
 

@@ -19,8 +19,8 @@ from flatout.collect.noise import ActionNoise
 from flatout.config.fields import replace as replace_fields
 from flatout.config.presets import PRESETS, preset_note
 from flatout.config.run_config import RunConfig, read_file, resolve
-from flatout.device.garbage import undisturbed
-from flatout.device.machine import machine, resolve_device
+from flatout.device.accelerator import resolve_device
+from flatout.device.machine import gc_frozen, machine
 from flatout.envs.check import EnvInfo
 from flatout.envs.check_batched import check_env
 from flatout.envs.make import EnvSource, env_factory
@@ -170,7 +170,7 @@ class Agent:
             raise SystemExit(128 + self.stop_signal)
         return self
 
-    @undisturbed()
+    @gc_frozen()
     def run(self, total_timesteps: int | None, callback: Callback | None, progress_bar: bool) -> None:
         """`learn`, with the signal that ended it left in `stop_signal`."""
         trainer = self._started(total_timesteps)

@@ -16,7 +16,7 @@ from flatout.advice.short_benchmark import TINY, fitted, measure_costs, run_a_mo
 from flatout.agent import Agent
 from flatout.algorithms.make import make_learner
 from flatout.config.fields import flag
-from flatout.device.cards import card
+from flatout.device.accelerator import card
 from flatout.device.machine import usable_memory
 from flatout.envs.make import EnvSource
 from flatout.errors import FlatoutError, did_you_mean

@@ -20,7 +20,7 @@ from flatout.algorithms.recipe import Recipe
 from flatout.config.fields import all_fields, convert, flag, flatten_json, to_json
 from flatout.config.fields import replace as replace_fields
 from flatout.config.presets import ALGORITHMS, auto, preset_recipe
-from flatout.device.cache import cache_folder
+from flatout.device.machine import cache_folder
 from flatout.envs.make import env_id
 from flatout.errors import FlatoutError
 from flatout.models.config import NetworkConfig

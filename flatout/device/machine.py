@@ -1,51 +1,43 @@
-"""What this machine is: usable cores and memory, versions, CUDA devices; and which device a name means.
+"""This machine and this process on it: usable cores and memory, thread counts, garbage collection, the cache folder.
 
-Limits set by a container (cgroups) count, not what the host has. Out: a Machine, which system.json stores.
+Limits of a container (cgroups) count, not what the host has.
 """
 
 from __future__ import annotations
 
+import gc
+import hashlib
+import json
 import os
 import platform
-import re
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from flatout.errors import FlatoutError, did_you_mean
+from flatout.device.accelerator import Gpu, cuda_devices, free_device_memory
 
 _CGROUPS = Path("/sys/fs/cgroup")
-_MEANT = {"gpu": "cuda", "nvidia": "cuda", "cuda0": "cuda:0", "cuda1": "cuda:1"}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Gpu:
-    """One CUDA device."""
-
-    name: str
-    """As the driver calls it: `NVIDIA GeForce RTX 4070`."""
-
-    memory_bytes: int
-    """All of its memory."""
-
-    compute_capability: str
-    """Decides which precisions pay: `8.9`."""
+SMALL_WORK = 100_000_000
+"""Parameters × samples below which one thread is about as fast as several."""
+LARGE_WORK = 1_000_000_000
+"""From here on an update uses all cores even beside collectors: everything else waits for it anyway."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """What a run has to work with, and the versions it ran on."""
+    """The hardware and package versions of a run; system.json stores it."""
 
     cores: int
-    """Cores this process may use: affinity and a container's CPU quota count."""
+    """Cores this process may use, by affinity and CPU quota."""
 
     memory_bytes: int
-    """Memory this process may use in all; a container's limit counts."""
+    """Memory this process may use, by the container's limit."""
 
     memory_available_bytes: int
-    """What of it is free now."""
 
     cpu: str
     """The processor's model name."""
@@ -54,10 +46,10 @@ class Machine:
     """Operating system and architecture."""
 
     versions: dict[str, str | None]
-    """Of Python and the packages that decide results; None for one that is not installed."""
+    """Python and the packages that influence results; None if not installed."""
 
     gpus: tuple[Gpu, ...]
-    """CUDA devices that torch can use, in torch's order."""
+    """CUDA devices in torch's order."""
 
     def to_json(self) -> dict[str, Any]:
         """The fields as plain values for system.json."""
@@ -65,7 +57,7 @@ class Machine:
 
 
 def machine() -> Machine:
-    """What this process finds now."""
+    """Describe this machine as it is now."""
     total, available = usable_memory()
     return Machine(
         cores=usable_cores(),
@@ -81,46 +73,8 @@ def machine() -> Machine:
     )
 
 
-def cuda_devices() -> list[Gpu]:
-    """The CUDA devices torch can use; none when it is built without CUDA or finds no driver."""
-    import torch
-
-    if not torch.cuda.is_available():
-        return []
-    found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    return [
-        Gpu(name=it.name, memory_bytes=it.total_memory, compute_capability=f"{it.major}.{it.minor}")
-        for it in found
-    ]
-
-
-def resolve_device(text: str, gpus: Sequence[Gpu] | None = None) -> str:
-    """`auto`, `cpu`, `cuda` or `cuda:N` as a device that is there; `gpus` are torch's unless given."""
-    name = text.strip().lower()
-    if name == "cpu":
-        return name
-    index = re.fullmatch(r"cuda(?::(\d+))?", name)
-    if name != "auto" and index is None:
-        meant = (
-            f"; did you mean {_MEANT[name]!r}?"
-            if name in _MEANT
-            else did_you_mean(name, ("auto", "cpu", "cuda"))
-        )
-        raise FlatoutError(f"--device {text!r}: no such device{meant or ''} (auto, cpu, cuda or cuda:N)")
-    if gpus is None:
-        gpus = cuda_devices()
-    if index is None:
-        return "cuda" if gpus else "cpu"
-    if not gpus:
-        raise FlatoutError(f"--device {name}: no CUDA device found; {_torch_build()}; use --device cpu")
-    if index[1] is not None and int(index[1]) >= len(gpus):
-        there = ", ".join(f"cuda:{nth} ({gpu.name})" for nth, gpu in enumerate(gpus))
-        raise FlatoutError(f"--device {name}: this machine has {there}")
-    return name
-
-
 def usable_cores(cgroups: Path = _CGROUPS, membership: Path = Path("/proc/self/cgroup")) -> int:
-    """Cores this process may use at once: at least one, at most what affinity and CPU quota allow."""
+    """Cores this process may use, by affinity and CPU quota; at least 1."""
     # Not every system has affinities.
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for folder in _groups("cpu", cgroups, membership):
@@ -133,7 +87,7 @@ def usable_cores(cgroups: Path = _CGROUPS, membership: Path = Path("/proc/self/c
 
 
 def usable_memory(cgroups: Path = _CGROUPS, membership: Path = Path("/proc/self/cgroup")) -> tuple[int, int]:
-    """Bytes this process may use in all, and what of them is free now."""
+    """Total and free bytes of memory that this process may use."""
     import psutil
 
     host = psutil.virtual_memory()
@@ -152,16 +106,71 @@ def usable_memory(cgroups: Path = _CGROUPS, membership: Path = Path("/proc/self/
 
 
 def free_memory(device: Any) -> int:
-    """Bytes that are free on a torch device, or for this process on the host."""
-    if device.type != "cuda":
-        return usable_memory()[1]
-    import torch
+    """Free bytes on a torch device; on the host, what this process may still use."""
+    return free_device_memory(device) if device.type == "cuda" else usable_memory()[1]
 
-    return int(torch.cuda.mem_get_info(device)[0])
+
+def wait_without_spinning() -> None:
+    """Make OpenMP's threads sleep while they wait; has an effect only before torch is loaded.
+
+    By default they spin, which is ruinous where anything else needs a core: an update of 5 ms took 170 ms with
+    2 spinning threads on 2 cores.
+    """
+    if "torch" not in sys.modules:
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+def torch_threads(n_params: int, batch_size: int, n_cores: int, n_taken: int = 0) -> int:
+    """Threads for a forward or backward pass of this size; `n_taken` cores have other work.
+
+    A function of its arguments alone, because the number of threads changes how sums round: the same seed must give
+    the same run.
+    """
+    spins = os.environ.get("OMP_WAIT_POLICY", "").upper() != "PASSIVE"
+    work = n_params * batch_size
+    if spins or work < SMALL_WORK:
+        return 1
+    return n_cores if work >= LARGE_WORK else max(n_cores - n_taken, 1)
+
+
+@contextmanager
+def gc_frozen() -> Iterator[None]:
+    """Exclude the objects that exist now from garbage collection: a pass over torch's takes 0.1 s."""
+    ours = gc.get_freeze_count() == 0
+    if ours:
+        gc.freeze()
+    try:
+        yield
+    finally:
+        if ours:
+            gc.unfreeze()
+
+
+def cache_folder() -> Path:
+    """`$FLATOUT_CACHE`, or `flatout` in the user's cache folder."""
+    given = os.environ.get("FLATOUT_CACHE")
+    if given:
+        return Path(given)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flatout"
+
+
+def remembered(facts: dict[str, Any], measure: Callable[[], float]) -> float:
+    """The value measured when these facts were first met on this machine, kept in the cache folder."""
+    text = json.dumps(facts, sort_keys=True)
+    path = cache_folder() / "choices" / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        return float(json.loads(path.read_text())["value"])
+    value = measure()
+    with suppress(OSError):  # a folder that cannot be written: measured anew each time
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fresh = path.with_suffix(f".{os.getpid()}")
+        fresh.write_text(json.dumps({"facts": facts, "value": value}, indent=2))
+        os.replace(fresh, path)
+    return value
 
 
 def _groups(controller: str, cgroups: Path, membership: Path) -> Iterator[Path]:
-    """The folders of this process's control groups and those above, whose limits all hold (versions 2 and 1)."""
+    """Folders of this process's control groups and their parents, whose limits all apply (cgroups v1 and v2)."""
     try:
         lines = membership.read_text().splitlines()
     except OSError:
@@ -177,7 +186,7 @@ def _groups(controller: str, cgroups: Path, membership: Path) -> Iterator[Path]:
 
 
 def _bytes(folder: Path, *names: str) -> int | None:
-    """The first of the files that holds a number."""
+    """The number in the first of the files that holds one."""
     return next((int(w[0]) for name in names if (w := _words(folder / name)) and w[0].isdigit()), None)
 
 
@@ -198,18 +207,10 @@ def _cpu_model() -> str:
 
 
 def _version(package: str) -> str | None:
-    # Here and not at the top: 30 ms that resolve_device need not wait for.
+    # Imported here: it takes 30 ms, and most callers of this module do not need it.
     from importlib.metadata import PackageNotFoundError, version
 
     try:
         return version(package)
     except PackageNotFoundError:
         return None
-
-
-def _torch_build() -> str:
-    import torch
-
-    if torch.version.cuda is None:
-        return f"this torch build ({torch.__version__}) has no CUDA"
-    return f"this torch build ({torch.__version__}, CUDA {torch.version.cuda}) sees no usable driver"

@@ -1,10 +1,12 @@
-"""Arrays in memory that processes share: an anonymous file (memfd), never a named segment.
+"""Arrays in memory shared between processes, in an anonymous file (memfd).
 
-Nothing shows in /dev/shm, no small /dev/shm limits it, and the last process to end frees it, however it ends.
+Unlike a named segment it does not count against the limit of /dev/shm, and the kernel frees it when the last process
+that holds it ends, however it ends.
 """
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 from collections.abc import Mapping
@@ -21,7 +23,7 @@ ALIGNMENT = 64
 
 
 class SharedArrays:
-    """Named arrays in one shared block; pickled to a child while it is started, it is the same memory there."""
+    """Named arrays in one shared block. Pickled while a child process starts, it is the same memory in the child."""
 
     def __init__(self, spec: Spec) -> None:
         self._spec = {name: (shape, np.dtype(dtype).str) for name, (shape, dtype) in spec.items()}
@@ -34,7 +36,7 @@ class SharedArrays:
         self._fd = fd
         self._map = mmap.mmap(fd, max(size, 1))
         self.arrays: dict[str, Array] = {
-            name: np.frombuffer(self._map, dtype, count=_count(shape), offset=offsets[name]).reshape(shape)
+            name: np.frombuffer(self._map, dtype, count=math.prod(shape), offset=offsets[name]).reshape(shape)
             for name, (shape, dtype) in self._spec.items()
         }
 
@@ -49,7 +51,7 @@ class SharedArrays:
         self._open(state["fd"].detach())
 
     def __del__(self) -> None:
-        # The mapping itself goes with the last array that looks into it.
+        # The mapping itself is freed with the last array that uses it.
         if hasattr(self, "_fd"):
             os.close(self._fd)
 
@@ -57,13 +59,6 @@ class SharedArrays:
         offsets, end = {}, 0
         for name, (shape, dtype) in self._spec.items():
             offsets[name] = end
-            n_bytes = _count(shape) * np.dtype(dtype).itemsize
+            n_bytes = math.prod(shape) * np.dtype(dtype).itemsize
             end += -(-n_bytes // ALIGNMENT) * ALIGNMENT
         return offsets, end
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    n = 1
-    for side in shape:
-        n *= side
-    return n

@@ -31,7 +31,7 @@ from torch import Tensor
 from flatout.algorithms.dqn.config import DQNConfig, PQNConfig
 from flatout.algorithms.make import make_learner
 from flatout.algorithms.ppo.config import PPOConfig
-from flatout.device.cache import cache_folder
+from flatout.device.machine import cache_folder
 from flatout.envs.spaces import ActionLayout, ObsLayout, space_to_json
 from flatout.errors import FlatoutError
 from flatout.executors.supervise import ChildProcess

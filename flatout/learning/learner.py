@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flatout.buffers.rollout import Learnable, Staging
-from flatout.device.threads import torch_threads
+from flatout.device.machine import torch_threads
 from flatout.envs.spaces import Array
 from flatout.learning.graphs import Captured
 from flatout.learning.memory import PartSize, bytes_per_row, rows_that_fit

@@ -21,7 +21,7 @@ import torch
 from flatout.algorithms.dqn.config import DQNConfig
 from flatout.algorithms.make import make_learner
 from flatout.config.run_config import RunConfig
-from flatout.device.cache import remembered
+from flatout.device.machine import remembered
 from flatout.envs.check import EnvInfo
 from flatout.executors.base import Plan
 from flatout.learning.compile import kept, load, policy_recipe

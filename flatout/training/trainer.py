@@ -22,9 +22,8 @@ from flatout.collect.child import ChildCollectors, Job
 from flatout.collect.collector import Collector, Collects
 from flatout.collect.noise import USUAL, Habits
 from flatout.config.run_config import RunConfig
-from flatout.device.machine import free_memory
-from flatout.device.precision import choose_precision, use_matmul_precision
-from flatout.device.threads import torch_threads
+from flatout.device.accelerator import choose_precision, use_matmul_precision
+from flatout.device.machine import free_memory, torch_threads
 from flatout.envs.check import EnvInfo
 from flatout.envs.spaces import Array, ObsLayout, space_to_json
 from flatout.errors import FlatoutError, one_line

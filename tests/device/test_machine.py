@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
@@ -9,13 +10,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from flatout.device.machine import Gpu, machine, resolve_device, usable_cores, usable_memory
-from flatout.errors import FlatoutError
-
-CARDS = [
-    Gpu(name="NVIDIA GeForce RTX 4070", memory_bytes=12 * 2**30, compute_capability="8.9"),
-    Gpu(name="Tesla T4", memory_bytes=16 * 2**30, compute_capability="7.5"),
-]
+from flatout.device.machine import (
+    gc_frozen,
+    machine,
+    remembered,
+    torch_threads,
+    usable_cores,
+    usable_memory,
+)
 
 
 def test_this_machine_is_described_in_json() -> None:
@@ -97,41 +99,39 @@ def test_a_containers_memory_limit_counts_and_file_cache_is_free(tmp_path: Path)
     assert usable_memory(group(tmp_path / "cgroup", files), tmp_path / "membership") == (100 * mib, 60 * mib)
 
 
-@pytest.mark.parametrize(
-    ("text", "gpus", "device"),
-    [
-        ("auto", [], "cpu"),
-        ("auto", CARDS, "cuda"),
-        ("cpu", CARDS, "cpu"),
-        (" CUDA ", CARDS, "cuda"),
-        ("cuda:1", CARDS, "cuda:1"),
-    ],
-)
-def test_devices_that_are_there(text: str, gpus: list[Gpu], device: str) -> None:
-    assert resolve_device(text, gpus) == device
+def test_a_measured_value_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLATOUT_CACHE", str(tmp_path))
+    values = iter([1.3, 1.1, 1.0])
+    assert remembered({"env": "a"}, lambda: next(values)) == 1.3
+    assert remembered({"env": "a"}, lambda: next(values)) == 1.3
+    assert remembered({"env": "b"}, lambda: next(values)) == 1.1
+    for file in (tmp_path / "choices").iterdir():
+        file.write_text("not json")
+    assert remembered({"env": "a"}, lambda: next(values)) == 1.0
 
 
-@pytest.mark.parametrize(
-    ("text", "gpus", "words"),
-    [
-        ("cuda", [], ["--device cuda: no CUDA device found; this torch build (", "use --device cpu"]),
-        ("cuda:7", CARDS, ["cuda:0 (NVIDIA GeForce RTX 4070), cuda:1 (Tesla T4)"]),
-        ("gpu", CARDS, ["did you mean 'cuda'?"]),
-        ("cdua", [], ["did you mean 'cuda'"]),
-        ("mps", [], ["auto, cpu, cuda or cuda:N"]),
-        ("cuda:-1", CARDS, ["did you mean 'cuda'"]),
-        ("", [], ["auto, cpu, cuda or cuda:N"]),
-    ],
-)
-def test_devices_that_are_not_are_explained_in_one_line(text: str, gpus: list[Gpu], words: list[str]) -> None:
-    with pytest.raises(FlatoutError) as caught:
-        resolve_device(text, gpus)
-    message = str(caught.value)
-    assert all(word in message for word in words)
-    assert "\n" not in message
+def test_threads_depend_on_the_work_and_on_who_else_wants_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+    assert torch_threads(10_000, 256, 8) == 1
+    assert torch_threads(1_000_000, 256, 8) == 8
+    assert torch_threads(1_000_000, 256, 8, n_taken=3) == 5
+    assert torch_threads(1_000_000, 4096, 8, n_taken=3) == 8
+    monkeypatch.delenv("OMP_WAIT_POLICY")
+    assert torch_threads(1_000_000, 4096, 8) == 1
 
 
-def test_this_torch_is_asked_when_no_devices_are_given() -> None:
-    import torch
+def test_what_exists_is_spared_for_a_while() -> None:
+    assert gc.get_freeze_count() == 0
+    with gc_frozen():
+        assert gc.get_freeze_count() > 1000
+    assert gc.get_freeze_count() == 0
 
-    assert resolve_device("auto") == ("cuda" if torch.cuda.is_available() else "cpu")
+
+def test_what_somebody_else_froze_stays_frozen() -> None:
+    gc.freeze()
+    try:
+        with gc_frozen():
+            pass
+        assert gc.get_freeze_count() > 1000
+    finally:
+        gc.unfreeze()

@@ -10,8 +10,6 @@ import pytest
 import torch
 
 import flatout
-from flatout.device.cache import remembered
-from flatout.device.threads import torch_threads
 from flatout.executors.base import Plan
 from flatout.perf.choose import Probe
 from flatout.perf.overlap import MIN_UPDATES, Work, decide_overlap
@@ -170,17 +168,6 @@ def test_overlap_is_decided_by_facts(facts: dict[str, Any], want: bool) -> None:
     assert decide_overlap("off", **(plain | {"n_updates": 1}))[0] is False
 
 
-def test_a_measured_gain_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FLATOUT_CACHE", str(tmp_path))
-    values = iter([1.3, 1.1, 1.0])
-    assert remembered({"env": "a"}, lambda: next(values)) == 1.3
-    assert remembered({"env": "a"}, lambda: next(values)) == 1.3
-    assert remembered({"env": "b"}, lambda: next(values)) == 1.1
-    for file in (tmp_path / "choices").iterdir():
-        file.write_text("not json")
-    assert remembered({"env": "a"}, lambda: next(values)) == 1.0
-
-
 def test_an_env_that_fails_while_the_learner_works_ends_the_run_with_its_error() -> None:
     agent = flatout.PPO("CartPole-v1", **SMALL, overlap="on", executor="serial")
     trainer = agent._started()
@@ -265,13 +252,3 @@ def test_envs_on_threads_and_updates_take_turns_with_the_lock() -> None:
     assert work.gain(workers) == work.gain(on_threads)
     light = replace(work, learn_seconds=0.1, alone_seconds=0.1, lock_seconds=0.1)
     assert light.gain(on_threads) == pytest.approx(1.0)
-
-
-def test_threads_depend_on_the_work_and_on_who_else_wants_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
-    assert torch_threads(10_000, 256, 8) == 1
-    assert torch_threads(1_000_000, 256, 8) == 8
-    assert torch_threads(1_000_000, 256, 8, n_taken=3) == 5
-    assert torch_threads(1_000_000, 4096, 8, n_taken=3) == 8
-    monkeypatch.delenv("OMP_WAIT_POLICY")
-    assert torch_threads(1_000_000, 4096, 8) == 1
