@@ -21,8 +21,8 @@ from gymnasium import spaces
 from benchmarks.page import table
 from benchmarks.stepping import rate
 from flatout.workloads.crawl import AsyncCrawl
-from flatout.workloads.crawl.network import Network
-from flatout.workloads.crawl.response import Response
+from flatout.workloads.crawl.client import Response
+from flatout.workloads.crawl.fetch import Network
 
 N_BLOCKING = 32
 N_ASYNC = 512
@@ -183,8 +183,8 @@ def _best(agent: Any, obs: Any) -> Any:
 
 
 def _origin(latency: float) -> str:
-    from flatout.workloads.crawl.site.config import SiteConfig
-    from flatout.workloads.crawl.site.process import site_server
+    from flatout.workloads.crawl.site.server import site_server
+    from flatout.workloads.crawl.site.site_config import SiteConfig
 
     return site_server(SiteConfig(latency=latency)).url
 

@@ -17,8 +17,8 @@ import numpy as np
 from benchmarks.page import table
 from benchmarks.stepping import Way, alternate, apart
 from flatout.workloads.mission import Mission
-from flatout.workloads.mission.env import SOLVED
 from flatout.workloads.mission.game import N_ACTIONS
+from flatout.workloads.mission.mission import SOLVED
 
 HELD_OUT = 1_000_003
 """Seed of the episodes that agents are judged by; training draws its maps from other seeds."""

@@ -14,8 +14,8 @@ import numpy as np
 from gymnasium import spaces
 
 from flatout.envs.spaces import Array
-from flatout.workloads.market.config import MarketConfig
 from flatout.workloads.market.features import LONGEST, TRENDS, Tables
+from flatout.workloads.market.settings import MarketConfig
 
 
 @lru_cache(maxsize=4)

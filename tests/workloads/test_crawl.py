@@ -19,8 +19,8 @@ from flatout.envs.awaitable import is_async
 from flatout.envs.make import env_factory
 from flatout.errors import FlatoutError
 from flatout.workloads.crawl import AsyncCrawl, Crawl
-from flatout.workloads.crawl.env import BACK, REPEAT, REQUEST, TARGET, TEMPLATE
-from flatout.workloads.crawl.features import code
+from flatout.workloads.crawl.crawl import BACK, REPEAT, REQUEST, TARGET, TEMPLATE
+from flatout.workloads.crawl.observation import code
 from tests.envs.misbehave import misbehaving, page, reply
 
 ENV_ID = "flatout/Crawl-v0"
@@ -167,7 +167,7 @@ def test_a_recorded_crawl_is_repeated_without_the_network(tmp_path: Path) -> Non
     code_ = (
         "import socket, sys\n"
         "def refuse(*a, **k): raise SystemExit('the network was used')\n"
-        "from tests.envs.test_crawl import Crawl, walk, same\n"
+        "from tests.workloads.test_crawl import Crawl, walk, same\n"
         "import pickle\n"
         "socket.socket.connect = refuse\n"
         f"env = Crawl(replay={str(tmp_path / 'crawl')!r})\n"

@@ -13,12 +13,10 @@ import pytest
 import flatout
 from flatout.errors import EnvError
 from flatout.workloads.crawl import Crawl
-from flatout.workloads.crawl.env import FAULT, MAX_FAULTS, REQUEST
-from flatout.workloads.crawl.fetch import Fetcher
-from flatout.workloads.crawl.lean import LeanClient
-from flatout.workloads.crawl.network import Network
-from flatout.workloads.crawl.rules import Rules
-from flatout.workloads.crawl.web import WebClient
+from flatout.workloads.crawl.access import Rules
+from flatout.workloads.crawl.client import LeanClient, WebClient
+from flatout.workloads.crawl.crawl import FAULT, MAX_FAULTS, REQUEST
+from flatout.workloads.crawl.fetch import Fetcher, Network
 from tests.envs.misbehave import FAULTS, Misbehaving, misbehaving, page, reply
 
 Site = tuple[Misbehaving, str]

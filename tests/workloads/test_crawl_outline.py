@@ -5,11 +5,10 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flatout.workloads.crawl import outline
-from flatout.workloads.crawl.outline import MAX_HTML, MAX_OUTLINES, TO_PARSE, glance
-from flatout.workloads.crawl.page import read
-from flatout.workloads.crawl.site.config import SiteConfig
+from flatout.workloads.crawl import page as outline
+from flatout.workloads.crawl.page import MAX_HTML, MAX_OUTLINES, TO_PARSE, glance, read
 from flatout.workloads.crawl.site.pages import answer
+from flatout.workloads.crawl.site.site_config import SiteConfig
 
 SELECTORS = ['[itemtype$="/Dataset"]', "table td.x", "a[href='/1']", "p:not(.x)", "nav a"]
 NAMES = "p div table tr td ul li b i a nav header title script textarea select option svg template pre body form".split()

@@ -12,11 +12,17 @@ from typing import Any
 import pytest
 
 from flatout.errors import FlatoutError
-from flatout.workloads.crawl.fault import Fault
-from flatout.workloads.crawl.pace import Pace
-from flatout.workloads.crawl.robots import Robots
-from flatout.workloads.crawl.rules import MAX_DEPTH, MAX_URL, Rules, address_refusal, is_loopback
-from flatout.workloads.crawl.web import CheckedResolver, WebClient
+from flatout.workloads.crawl.access import (
+    MAX_DEPTH,
+    MAX_URL,
+    Fault,
+    Pace,
+    Robots,
+    Rules,
+    address_refusal,
+    is_loopback,
+)
+from flatout.workloads.crawl.client import CheckedResolver, WebClient
 
 HERE = "http://127.0.0.1:8000"
 RULES = Rules(f"{HERE}/")

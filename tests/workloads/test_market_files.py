@@ -15,9 +15,7 @@ import pytest
 
 from flatout.errors import FlatoutError
 from flatout.workloads.market import Bars, Market
-from flatout.workloads.market.bars import COLUMNS
-from flatout.workloads.market.files import read
-from flatout.workloads.market.generate import generate
+from flatout.workloads.market.data import COLUMNS, generate, read
 
 BARS = generate("regime", 500, 2, 0)
 DAYS = [datetime(2020, 1, 1) + timedelta(days=k) for k in range(len(BARS))]

@@ -15,13 +15,12 @@ from gymnasium.utils.env_checker import check_env
 import flatout  # noqa: F401  # registers the env
 from flatout.envs.check import sample_action
 from flatout.workloads.mission import Mission
-from flatout.workloads.mission.env import SOLVED
 from flatout.workloads.mission.game import Game
-from flatout.workloads.mission.generate import LEVELS, generate
+from flatout.workloads.mission.generate import LEVELS, generate, solvable
 from flatout.workloads.mission.grid import breaches
+from flatout.workloads.mission.mission import SOLVED
 from flatout.workloads.mission.observe import N_UNIT
 from flatout.workloads.mission.scenario import parse
-from flatout.workloads.mission.solve import solvable
 
 YARD = ["#########", "#S......#", "#B......#", "#C.....O#", "#########"]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from flatout.workloads.crawl.env import AsyncCrawl, Crawl
+    from flatout.workloads.crawl.crawl import AsyncCrawl, Crawl
 
 __all__ = ["AsyncCrawl", "Crawl"]
 
@@ -16,6 +16,6 @@ __all__ = ["AsyncCrawl", "Crawl"]
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'flatout.workloads.crawl' has no attribute {name!r}")
-    from flatout.workloads.crawl import env
+    from flatout.workloads.crawl import crawl
 
-    return getattr(env, name)
+    return getattr(crawl, name)

@@ -1,4 +1,6 @@
-"""One exploration of a site: pages got, links known, kinds of pages and targets found. No rewards, no actions.
+"""The link graph as explored so far: pages met, links seen, what was found where. To NetworkX and GraphML.
+
+One exploration of a site: pages got, links known, kinds of pages and targets found. No rewards, no actions.
 
 The env walks with it; breadth-first search, or any other strategy, can be written on it as well.
 """
@@ -9,13 +11,72 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from flatout.workloads.crawl.fault import Fault
+from flatout.workloads.crawl.access import MAX_VARIANTS, Fault, Rules
 from flatout.workloads.crawl.fetch import Attempt, Fetcher
-from flatout.workloads.crawl.graph import LinkGraph, Node
-from flatout.workloads.crawl.outline import glance
-from flatout.workloads.crawl.page import Anchor, Page, Templates
-from flatout.workloads.crawl.rules import MAX_VARIANTS, Rules
+from flatout.workloads.crawl.page import Anchor, Page, Templates, glance
+
+if TYPE_CHECKING:
+    import networkx as nx
+
+
+@dataclass(slots=True)
+class Node:
+    """A page that was got, or that asking for failed."""
+
+    url: str
+    order: int
+    template: int = -1
+    """-1: it was never got."""
+    is_target: bool = False
+    title: str = ""
+    fault: str = ""
+    parent: str | None = None
+    """The page that its link was first seen on."""
+
+
+@dataclass(slots=True)
+class LinkGraph:
+    """Pages by URL, and the links between them and to pages not asked for."""
+
+    nodes: dict[str, Node] = field(default_factory=dict)
+    links: dict[str, list[str]] = field(default_factory=dict)
+
+    def add(self, node: Node, links: list[str]) -> None:
+        """Keep a page and where it links to."""
+        self.nodes[node.url] = node
+        self.links[node.url] = links
+
+    def to_networkx(self) -> nx.DiGraph[str]:
+        """A directed graph whose nodes carry what is known of each page."""
+        import networkx as nx
+
+        graph: Any = nx.DiGraph()
+        for node in self.nodes.values():
+            graph.add_node(
+                node.url,
+                order=node.order,
+                template=node.template,
+                target=node.is_target,
+                title=node.title,
+                fault=node.fault,
+                visited=node.template >= 0,
+            )
+        for url, links in self.links.items():
+            for link in links:
+                if link not in graph:
+                    graph.add_node(link, visited=False)
+                graph.add_edge(url, link)
+        return graph
+
+    def write_graphml(self, path: str | Path) -> None:
+        """Write the graph to a file that Gephi, yEd and NetworkX read."""
+        import networkx as nx
+
+        nx.write_graphml(self.to_networkx(), path)
+
 
 MAX_TRIES = 2
 """How often a page is asked for that does not come."""

@@ -12,8 +12,8 @@ import os
 from pathlib import Path
 
 from flatout.errors import FlatoutError
-from flatout.workloads.crawl.fault import Fault
-from flatout.workloads.crawl.response import Client, Response
+from flatout.workloads.crawl.access import Fault
+from flatout.workloads.crawl.client import Client, Response
 
 
 class Folder:

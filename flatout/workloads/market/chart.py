@@ -8,7 +8,7 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from flatout.envs.spaces import Array
-from flatout.workloads.market.journal import Journal
+from flatout.workloads.market.ledger import Journal
 
 WIDTH, HEIGHT = 800, 560
 SCALE = 2

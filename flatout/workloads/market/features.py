@@ -11,7 +11,7 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 from flatout.envs.spaces import Array
-from flatout.workloads.market.bars import Bars
+from flatout.workloads.market.data import Bars
 
 TRENDS = (1, 2, 5, 10, 20, 60)
 """Bars over which returns are looked at."""

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from flatout.workloads.mission.env import Mission
+from flatout.workloads.mission.mission import Mission
 
 __all__ = ["Mission"]

@@ -12,10 +12,43 @@ from functools import lru_cache
 from hashlib import blake2b
 from random import Random
 
-from flatout.workloads.crawl.site import words
-from flatout.workloads.crawl.site.config import SiteConfig
+from flatout.workloads.crawl.site.site_config import SiteConfig
 
 TARGET_MARK = 'itemscope itemtype="https://schema.org/Dataset"'
+
+# The same words in all sites, so that what is learned on some is of use on others.
+SECTIONS = {
+    "research": ["research", "science", "library", "knowledge", "observatory"],
+    "news": ["news", "blog", "journal", "stories"],
+    "shop": ["shop", "store", "products", "catalogue"],
+    "people": ["people", "team", "staff", "authors"],
+    "events": ["events", "calendar", "agenda"],
+    "help": ["help", "support", "guides", "answers"],
+    "photos": ["photos", "gallery", "media"],
+    "projects": ["projects", "programmes", "initiatives"],
+    "press": ["press", "announcements", "statements"],
+}
+"""What a section may be called, by its kind."""
+DATA = ["data", "statistics", "figures", "indicators", "measurements"]
+"""What the list of targets is called."""
+RECORDS = ["series", "dataset", "table", "records"]
+"""What a target is called."""
+TOPICS = (
+    "climate water energy soil traffic health housing forest ocean air trade schools farming crime".split()
+)
+SUBJECTS = "rainfall prices births harvest noise rivers wages output visitors storage density yields".split()
+BESIDES = ["papers", "essays", "methods", "partners", "history", "glossary"]
+"""What a topic holds besides its data."""
+THINGS = "lamp chair kettle blanket basket mirror clock bottle carpet candle".split()
+NAMES = "anna boris clara david elena felix greta hugo irene jonas karin lukas".split()
+PHRASES = "a quiet morning|what we learned|looking back|an open letter|the long road|five questions|notes from the field".split(
+    "|"
+)
+TEXT = (
+    "The year began with a change that few had seen coming and many had hoped for. "
+    "In the following months the work went on, slowly at first and then with more care. "
+    "Those who took part remember the long evenings, the talks, and the many small steps."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +111,10 @@ def chance(share: float, *what: object) -> bool:
 def site(config: SiteConfig, seed: int) -> Plan:
     """The plan of one site."""
     draw = Random(f"site {seed}")
-    kinds = [kind for kind in words.SECTIONS if kind != "research" and (config.traps or kind != "events")]
+    kinds = [kind for kind in SECTIONS if kind != "research" and (config.traps or kind != "events")]
     chosen = ["research", *draw.sample(kinds, 6)]
     draw.shuffle(chosen)
-    sections = {draw.choice(words.SECTIONS[kind]): kind for kind in chosen}
+    sections = {draw.choice(SECTIONS[kind]): kind for kind in chosen}
     root, prefix = f"/{seed}/", draw.choice(["c", "ui", "site", "x", "mod", "wp"])
     nav = "".join(
         f'<li class="{prefix}-nav-item"><a href="{root}{word}/">{word.title()}</a></li>' for word in sections
@@ -100,9 +133,9 @@ def site(config: SiteConfig, seed: int) -> Plan:
         prefix,
         sections,
         next(word for word, kind in sections.items() if kind == "research"),
-        draw.choice(words.DATA),
-        draw.choice(words.RECORDS),
-        tuple(draw.sample(words.TOPICS, max(4, config.size // 2))),
+        draw.choice(DATA),
+        draw.choice(RECORDS),
+        tuple(draw.sample(TOPICS, max(4, config.size // 2))),
         head,
         foot,
     )
@@ -160,7 +193,7 @@ class _Writer:
         plan, draw = self.plan, self.draw
         middle = "/".join(draw.choice(plan.topics) for _ in range(self.config.depth - 3))
         base = "/".join(part for part in (plan.research, middle, plan.data) if part)
-        subject = draw.choice(words.SUBJECTS)
+        subject = draw.choice(SUBJECTS)
         return self.link(
             f"{base}/{subject}-{draw.randrange(1, self.config.size)}", f"{subject} {plan.record}"
         )
@@ -170,9 +203,7 @@ class _Writer:
         links = [self.link(f"{word}/", f"More {word}") for word in plan.sections if draw.random() < 0.5]
         news = [word for word, kind in plan.sections.items() if kind in ("news", "press", "projects")]
         for word in news:
-            links += [
-                self.link(f"{word}/{n}", draw.choice(words.PHRASES)) for n in draw.sample(range(1, 90), 3)
-            ]
+            links += [self.link(f"{word}/{n}", draw.choice(PHRASES)) for n in draw.sample(range(1, 90), 3)]
         draw.shuffle(links)
         featured = self.target() if draw.random() < 0.3 else ""
         return self.items("card", links, "section") + featured
@@ -184,7 +215,7 @@ class _Writer:
             if parts[-1] != plan.data:
                 return self._html(parts[-1].title(), self._record(parts))
             page = self.number()
-            subjects = [draw.choice(words.SUBJECTS) for _ in range(size)]
+            subjects = [draw.choice(SUBJECTS) for _ in range(size)]
             start = (page - 1) * size + 1
             rows = [
                 self.link(f"{here}/{s}-{start + n}", f"{s} {plan.record} {1900 + 7 * n}")
@@ -194,18 +225,18 @@ class _Writer:
             return self._html(
                 plan.data.title(), self.items("row", rows, "p") + self.items("pager", more, "span")
             )
-        if level > 1 and parts[-1] in words.BESIDES:
-            rows = [self.link(f"{here}/{n}", f"{draw.choice(words.PHRASES)}") for n in range(1, size)]
+        if level > 1 and parts[-1] in BESIDES:
+            rows = [self.link(f"{here}/{n}", f"{draw.choice(PHRASES)}") for n in range(1, size)]
             return self._html(parts[-1].title(), self.items("entry", rows, "dd"))
         if parts[-1].isdigit():
-            return self._html("Essay", f'<blockquote class="{p}-essay">{words.TEXT}</blockquote>')
+            return self._html("Essay", f'<blockquote class="{p}-essay">{TEXT}</blockquote>')
         if level == self.config.depth - 2:
-            beside = draw.sample(words.BESIDES, 4)
+            beside = draw.sample(BESIDES, 4)
             links = [self.link(f"{here}/{word}/", f"{parts[-1]} {word}") for word in [plan.data, *beside]]
             draw.shuffle(links)
-            return self._html(parts[-1].title(), self.items("facet", links, "h3") + f"<p>{words.TEXT}</p>")
+            return self._html(parts[-1].title(), self.items("facet", links, "h3") + f"<p>{TEXT}</p>")
         links = [self.link(f"{here}/{topic}/", topic.title()) for topic in plan.topics]
-        links += [self.link(f"{here}/{word}/", word) for word in draw.sample(words.BESIDES, 3)]
+        links += [self.link(f"{here}/{word}/", word) for word in draw.sample(BESIDES, 3)]
         return self._html(parts[-1].title(), self.items("topic", links, "article"))
 
     def _record(self, parts: list[str]) -> str:
@@ -217,19 +248,16 @@ class _Writer:
     def _articles(self, parts: list[str]) -> str:
         draw, size, p, here = self.draw, self.config.size, self.plan.prefix, parts[0]
         if parts[-1].isdigit():
-            links = [
-                self.link(f"{here}/{n}", draw.choice(words.PHRASES)) for n in draw.sample(range(1, 900), 5)
-            ]
-            links += [
-                self.link(f"tags/{draw.choice(words.TOPICS)}", draw.choice(words.TOPICS)) for _ in range(3)
-            ]
+            links = [self.link(f"{here}/{n}", draw.choice(PHRASES)) for n in draw.sample(range(1, 900), 5)]
+            links += [self.link(f"tags/{draw.choice(TOPICS)}", draw.choice(TOPICS)) for _ in range(3)]
             extra = self.target() if draw.random() < 0.12 else ""
             kind = self.plan.sections[here]
-            return f'<article class="{p}-{kind}"><p>{words.TEXT} {extra}</p></article>{self.items("related", links)}'
+            return (
+                f'<article class="{p}-{kind}"><p>{TEXT} {extra}</p></article>{self.items("related", links)}'
+            )
         page = self.number()
         rows = [
-            self.link(f"{here}/{(page - 1) * size + n}", draw.choice(words.PHRASES))
-            for n in range(1, size + 1)
+            self.link(f"{here}/{(page - 1) * size + n}", draw.choice(PHRASES)) for n in range(1, size + 1)
         ]
         more = [self.link(f"{here}/?page={page + 1}", "older")]
         return self.items("teaser", rows, "h2") + self.items("pager", more, "span")
@@ -237,9 +265,7 @@ class _Writer:
     def _shop(self, parts: list[str]) -> str:
         draw, size, p, here = self.draw, self.config.size, self.plan.prefix, "/".join(parts)
         if len(parts) == 1:
-            return self.items(
-                "aisle", [self.link(f"{here}/{thing}s/", f"{thing}s") for thing in words.THINGS]
-            )
+            return self.items("aisle", [self.link(f"{here}/{thing}s/", f"{thing}s") for thing in THINGS])
         if len(parts) == 2:
             rows = [self.link(f"{here}/{n}", f"{parts[1][:-1]} no. {n}") for n in range(1, size)]
             if self.config.traps:
@@ -256,7 +282,7 @@ class _Writer:
         numbers = [int(part) for part in parts[1:] if part.isdigit()]
         year, month = (*numbers, *(2024, 5)[len(numbers) :])[:2]
         if len(numbers) >= 3:
-            return f'<time class="{p}-when">{"-".join(map(str, numbers))}</time><p>{words.TEXT}</p>'
+            return f'<time class="{p}-when">{"-".join(map(str, numbers))}</time><p>{TEXT}</p>'
         after, before = (year + month // 12, month % 12 + 1), (year - (month == 1), (month - 2) % 12 + 1)
         links = [
             self.link(f"{here}/{y}/{m}/", name)
@@ -271,16 +297,16 @@ class _Writer:
     def _people(self, parts: list[str]) -> str:
         draw, size, p, here = self.draw, self.config.size, self.plan.prefix, parts[0]
         if len(parts) > 1:
-            links = [self.link(f"{here}/{name}", name.title()) for name in draw.sample(words.NAMES, 4)]
-            return f'<address class="{p}-card">{words.TEXT[:80]}</address>{self.items("peer", links)}'
-        names = words.NAMES[:size]
+            links = [self.link(f"{here}/{name}", name.title()) for name in draw.sample(NAMES, 4)]
+            return f'<address class="{p}-card">{TEXT[:80]}</address>{self.items("peer", links)}'
+        names = NAMES[:size]
         return self.items("person", [self.link(f"{here}/{name}", name.title()) for name in names], "dt")
 
     def _help(self, parts: list[str]) -> str:
         draw, here, p = self.draw, "/".join(parts), self.plan.prefix
         if len(parts) > 4:
-            return f'<details class="{p}-answer"><p>{words.TEXT}</p></details>'
-        topics = draw.sample(words.THINGS, 5)
+            return f'<details class="{p}-answer"><p>{TEXT}</p></details>'
+        topics = draw.sample(THINGS, 5)
         return self.items(
             "question", [self.link(f"{here}/{topic}", f"how to use a {topic}") for topic in topics], "summary"
         )
@@ -293,4 +319,4 @@ class _Writer:
         return self.items("thumb", links, "picture")
 
     def _plain(self, word: str) -> str:
-        return f'<p class="{self.plan.prefix}-{word}">{words.TEXT}</p>'
+        return f'<p class="{self.plan.prefix}-{word}">{TEXT}</p>'

@@ -1,4 +1,6 @@
-"""Serves generated sites on loopback over HTTP/1.1, in a process of its own that ends with the one that started it.
+"""The site server as a process: one for each kind of site, shared by all envs of this process, ended with it.
+
+Serves generated sites on loopback over HTTP/1.1, in a process of its own that ends with the one that started it.
 
 Written on asyncio's protocols: answering costs some ten microseconds besides making the page.
 """
@@ -6,14 +8,75 @@ Written on asyncio's protocols: answering costs some ten microseconds besides ma
 from __future__ import annotations
 
 import asyncio
+import atexit
 import json
+import os
 import re
+import subprocess
 import sys
+import threading
 from functools import lru_cache
 from http import HTTPStatus
+from pathlib import Path
 
-from flatout.workloads.crawl.site.config import SiteConfig, read_site
+from flatout.errors import EnvError
 from flatout.workloads.crawl.site.pages import answer, latency
+from flatout.workloads.crawl.site.site_config import SiteConfig, read_site
+
+ROOT = Path(__file__).parents[4]
+
+_lock = threading.Lock()
+_servers: dict[tuple[int, SiteConfig], SiteServer] = {}
+
+
+class SiteServer:
+    """A running server."""
+
+    def __init__(self, config: SiteConfig) -> None:
+        command = [sys.executable, "-m", "flatout.workloads.crawl.site.server", config.to_json()]
+        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+            start_new_session=True,  # Ctrl-C is for the run, which still asks for pages while it stops
+        )
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline().strip()
+        if not line.isdigit():
+            self.close()
+            raise EnvError(f"the local site server did not start: {' '.join(command[:3])}")
+        self.url = f"http://127.0.0.1:{int(line)}"
+
+    def close(self) -> None:
+        """End the server; may be called twice."""
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                pipe.close()
+        self.process.terminate()
+        self.process.wait()
+
+
+def site_server(config: SiteConfig) -> SiteServer:
+    """The running server for such sites, started where there is none or it has died."""
+    with _lock:
+        key = os.getpid(), config
+        server = _servers.get(key)
+        if server is None or server.process.poll() is not None:
+            server = _servers[key] = SiteServer(config)
+        return server
+
+
+@atexit.register
+def close_all() -> None:
+    """End the servers that this process has started."""
+    with _lock:
+        for (owner, _), server in list(_servers.items()):
+            if owner == os.getpid():
+                server.close()
+        _servers.clear()
+
 
 ATTEMPT = re.compile(rb"\r\nX-Retry-Attempt: *(\d+)", re.IGNORECASE)
 MAX_REQUEST = 16_384

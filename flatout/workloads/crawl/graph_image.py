@@ -9,8 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
-from flatout.workloads.crawl.explore import Exploration, Link, Visited
-from flatout.workloads.crawl.graph import LinkGraph
+from flatout.workloads.crawl.explore import Exploration, Link, LinkGraph, Visited
 
 WIDTH, HEIGHT, PANEL, SCALE = 640, 480, 150, 2
 INK, PAPER, FAINT, GOLD, RED = (38, 42, 51), (250, 250, 247), (205, 208, 214), (240, 170, 20), (205, 60, 60)

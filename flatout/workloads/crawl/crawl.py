@@ -16,16 +16,14 @@ from numpy.typing import NDArray
 
 from flatout.envs.awaitable import LoopThread
 from flatout.errors import EnvError, FlatoutError
-from flatout.workloads.crawl import draw
-from flatout.workloads.crawl.explore import Exploration, Link, Outcome, Visited
-from flatout.workloads.crawl.features import N_LINK, N_PAGE, link_rows, page_row, slots
-from flatout.workloads.crawl.fetch import Fetcher
-from flatout.workloads.crawl.graph import LinkGraph
-from flatout.workloads.crawl.network import Network, join, leave
+from flatout.workloads.crawl import graph_image
+from flatout.workloads.crawl.access import Rules
+from flatout.workloads.crawl.explore import Exploration, Link, LinkGraph, Outcome, Visited
+from flatout.workloads.crawl.fetch import Fetcher, Network, join, leave
+from flatout.workloads.crawl.observation import N_LINK, N_PAGE, link_rows, page_row, slots
 from flatout.workloads.crawl.page import check_selector
-from flatout.workloads.crawl.rules import Rules
-from flatout.workloads.crawl.site.config import read_site
-from flatout.workloads.crawl.site.process import site_server
+from flatout.workloads.crawl.site.server import site_server
+from flatout.workloads.crawl.site.site_config import read_site
 
 TARGET = 1.0
 TEMPLATE = 0.2
@@ -181,9 +179,9 @@ class AsyncCrawl(gym.Env[Obs, Any]):
     def render(self) -> Any:
         """The link graph as an image, or the page and its links as text."""
         if self.render_mode == "ansi":
-            return draw.text(self.exploration, self._trail, self._slots, self._budget)
+            return graph_image.text(self.exploration, self._trail, self._slots, self._budget)
         if self.render_mode == "rgb_array":
-            return draw.image(self.exploration, self._trail, self._budget)
+            return graph_image.image(self.exploration, self._trail, self._budget)
         return None
 
     async def close(self) -> None:  # type: ignore[override]

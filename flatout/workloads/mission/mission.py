@@ -11,11 +11,10 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from flatout.errors import FlatoutError
-from flatout.workloads.mission.draw import picture, text
 from flatout.workloads.mission.game import CARRIER, N_ACTIONS, Events, Game
 from flatout.workloads.mission.generate import LEVELS, generate
-from flatout.workloads.mission.navigate import Navigator
-from flatout.workloads.mission.observe import SIZE, Observer
+from flatout.workloads.mission.map_image import picture, text
+from flatout.workloads.mission.observe import SIZE, Navigator, Observer
 from flatout.workloads.mission.scenario import Scenario, load_scenario
 
 Observation: TypeAlias = dict[str, NDArray[Any]]

@@ -9,10 +9,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from flatout.errors import FlatoutError, did_you_mean
-from flatout.workloads.market.bars import Bars
+from flatout.workloads.market.data import SUFFIXES, Bars, generate, read
 from flatout.workloads.market.features import LONGEST, Tables, tables
-from flatout.workloads.market.files import SUFFIXES, read
-from flatout.workloads.market.generate import generate
 
 GENERATED = ("regime", "walk")
 N_ASSETS, N_BARS = 4, 40_000

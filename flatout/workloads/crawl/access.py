@@ -2,18 +2,46 @@
 
 Exact origins only, addresses checked as resolved, no URL that is too long, too deep, or looks as if following it changes
 something. Only loopback, unless the user names other hosts.
+
+
+robots.txt as RFC 9309 reads it: the group of our name or of all, the longest matching rule, `*` and `$`.
+
+How often a host may be asked: one limit for all envs of all processes, kept in a small locked file.
+
+The file holds the moment of the next free turn on the machine's monotonic clock. Without a limit, and until a host asks
+for a pause, nothing is read or written.
 """
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import ipaddress
+import os
 import re
-from collections.abc import Iterable
+import struct
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
-from urllib.parse import urljoin, urlsplit
+from pathlib import Path
+from typing import Literal
+from urllib.parse import unquote, urljoin, urlsplit
 
 from flatout.errors import FlatoutError
-from flatout.workloads.crawl.fault import Fault
+
+Kind = Literal[
+    "refused", "robots", "busy", "timeout", "connection", "garbage", "size", "type", "redirects", "status"
+]
+
+
+class Fault(Exception):
+    """A page that was not got, and why."""
+
+    def __init__(self, kind: Kind, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
 
 MAX_URL = 2000
 MAX_DEPTH = 12
@@ -154,3 +182,113 @@ def _shape_refusal(url: str) -> str | None:
     if "." in path[-6:] and NOT_PAGES.search(path.lower(), 8):
         return f"{url} is not a page"
     return None
+
+
+MAX_BYTES = 500_000
+
+
+class Robots:
+    """What one host lets a crawler of this name ask for."""
+
+    def __init__(self, text: str, agent: str) -> None:
+        rules, delay = _group(text[:MAX_BYTES], agent.lower())
+        self.delay = delay
+        """Seconds between requests that the host asks for; 0: none."""
+        self._rules = sorted(
+            ((len(pattern), allows, _compiled(pattern)) for pattern, allows in rules if pattern),
+            key=lambda rule: (-rule[0], not rule[1]),
+        )
+        # One look that is enough for nearly all links; without rules it matches nothing.
+        self._any = re.compile("|".join(rule.pattern for _, _, rule in self._rules) or r"(?!)", re.DOTALL)
+
+    def allows(self, path: str) -> bool:
+        """Whether a path with its query may be asked for."""
+        if "%" in path:
+            path = unquote(path)
+        if not self._any.match(path):
+            return True
+        return next((allows for _, allows, pattern in self._rules if pattern.match(path)), True)
+
+
+def _group(text: str, agent: str) -> tuple[Sequence[tuple[str, bool]], float]:
+    """The rules and the delay for the agent: of the groups that name it, else of those for all."""
+    groups: dict[str, tuple[list[tuple[str, bool]], list[float]]] = {}
+    names: list[str] = []
+    in_rules = False
+    for line in text.splitlines():
+        key, colon, value = line.partition("#")[0].partition(":")
+        key, value = key.strip().lower(), value.strip()
+        if not colon:
+            continue
+        if key == "user-agent":
+            names = [] if in_rules else names
+            in_rules = False
+            names.append(value.lower())
+            groups.setdefault(value.lower(), ([], []))
+            continue
+        in_rules = True
+        for name in names:
+            if key in ("allow", "disallow"):
+                groups[name][0].append((value, key == "allow"))
+            elif key == "crawl-delay" and re.fullmatch(r"\d{1,6}(\.\d*)?", value):
+                groups[name][1].append(float(value))
+    rules, delays = groups.get(agent) or groups.get("*") or ([], [])
+    return rules, max(delays, default=0.0)
+
+
+def _compiled(pattern: str) -> re.Pattern[str]:
+    ends = pattern.endswith("$")
+    parts = unquote(pattern.removesuffix("$")).split("*")
+    return re.compile(".*?".join(map(re.escape, parts)) + (r"\Z" if ends else ""), re.DOTALL)
+
+
+EVERYTHING = Robots("", "")
+NOTHING = Robots("User-agent: *\nDisallow: /", "")
+
+
+MAX_PAUSE = 3600.0
+"""The longest Retry-After that is believed."""
+
+
+class Pace:
+    """One host's turns."""
+
+    def __init__(self, origin: str, rate: float | None) -> None:
+        self._interval = 1.0 / rate if rate else 0.0
+        self._held = False
+        folder = Path(tempfile.gettempdir()) / f"flatout-pace-{os.getuid()}"
+        self._path = folder / hashlib.sha256(origin.encode()).hexdigest()[:24]
+
+    def slow_down(self, interval: float) -> None:
+        """Leave at least so many seconds between two requests."""
+        self._interval = max(self._interval, min(interval, MAX_PAUSE))
+
+    def turn(self, max_wait: float) -> float | None:
+        """Seconds to wait for a turn, which is then taken; None, and no turn, if that is longer than `max_wait`."""
+        if not self._interval and not self._held:
+            return 0.0
+        now = time.monotonic()
+        at = self._change(lambda free: max(free, now) + self._interval if free - now <= max_wait else free)
+        return max(at - now, 0.0) if at - now <= max_wait else None
+
+    def hold(self, seconds: float) -> None:
+        """No turns for so long: the host has asked for it."""
+        until = time.monotonic() + min(seconds, MAX_PAUSE)
+        self._held = True
+        self._change(lambda free: max(free, until))
+
+    def _change(self, new: Callable[[float], float]) -> float:
+        """Replace the moment of the next free turn; returns what it was."""
+        self._path.parent.mkdir(mode=0o700, exist_ok=True)
+        file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            data = os.pread(file, 8, 0)
+            free = struct.unpack("d", data)[0] if len(data) == 8 else 0.0
+            # A moment that no pause explains is left over from before the machine was started anew.
+            if not free <= time.monotonic() + 2 * MAX_PAUSE:
+                free = 0.0
+            os.pwrite(file, struct.pack("d", new(free)), 0)
+            return float(free)
+        finally:
+            os.close(file)
