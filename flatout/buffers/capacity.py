@@ -1,28 +1,44 @@
-"""How many transitions a replay holds: a number, or a budget of memory such as "50GB"; checked against what is free."""
+"""What a replay holds per transition, how many transitions fit, and whether saved ones fit.
+
+A replay has a ring of M slots for each of N envs, in RAM and on a device alike.
+"""
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
+from typing import Any
 
+import numpy as np
 import torch
 
-from flatout.buffers.rings import ring_spec
+from flatout.buffers.replay_kernels import EMPTY
 from flatout.device.machine import free_memory
-from flatout.envs.spaces import ActionLayout, ObsLayout
+from flatout.envs.spaces import ActionLayout, Array, ObsLayout
 from flatout.errors import FlatoutError
+
+SlotSpec = dict[str, tuple[tuple[int, ...], Any]]
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 SPARED = 0.1
 """Share of the free memory that is left to everything else."""
 PRIORITY_BYTES = 5
-"""What a transition's priority takes, with its share of the sums above it."""
+"""Bytes of a transition's priority, with its share of the sums above it."""
+
+
+def slot_spec(obs: ObsLayout, action: ActionLayout) -> SlotSpec:
+    """Shape and dtype of what a slot holds, by name; actions are bytes where they fit."""
+    arrays = {f"obs.{i}": (spec.shape, spec.dtype) for i, spec in enumerate(obs.specs)}
+    fits_a_byte = not action.continuous and max(action.nvec) <= 256
+    kept = {"action": ((action.size,), np.dtype(np.uint8) if fits_a_byte else action.dtype)}
+    return {**arrays, **kept, "reward": ((), np.dtype(np.float32)), "end": ((), np.dtype(np.uint8))}
 
 
 def transition_bytes(obs: ObsLayout, action: ActionLayout, *, prioritized: bool = False) -> int:
-    """Bytes that one transition takes: its observation, action, reward, how it ended, its priority."""
-    held: int = sum(math.prod(shape) * dtype.itemsize for shape, dtype in ring_spec(obs, action).values())
+    """Bytes of one transition: its observation, action, reward, how it ended, its priority."""
+    held: int = sum(math.prod(shape) * dtype.itemsize for shape, dtype in slot_spec(obs, action).values())
     return held + (PRIORITY_BYTES if prioritized else 0)
 
 
@@ -46,7 +62,7 @@ def parse_capacity(text: str | int, bytes_each: int) -> int:
 def fitting_capacity(
     text: str | int, bytes_each: int, device: torch.device, free_bytes: int | None = None
 ) -> int:
-    """The capacity that `text` asks for; refused, with the one that fits, when the device has not the memory."""
+    """The capacity that `text` names; refused, with the one that fits, if the device lacks the memory."""
     capacity = parse_capacity(text, bytes_each)
     free = free_memory(device) if free_bytes is None else free_bytes
     fits = int(free * (1 - SPARED)) // bytes_each
@@ -64,3 +80,34 @@ def _amount(n_bytes: int) -> str:
         if n_bytes >= size:
             return f"{n_bytes / size:.1f} {unit}"
     return f"{n_bytes:,} bytes"
+
+
+def slots_per_env(capacity: int, n_envs: int) -> int:
+    """Slots in each env's ring: its share of the capacity, and one for its newest observation."""
+    if capacity < 2 * n_envs:
+        raise FlatoutError(
+            f"a replay of {capacity} transitions is too small for {n_envs} envs; use at least {2 * n_envs}"
+        )
+    return capacity // n_envs + 1
+
+
+def n_used(head: Array, n_slots: int) -> int:
+    """How many slots of the rings were ever reached."""
+    return min(int(head.max()) + 1, n_slots)
+
+
+def check_saved(arrays: Mapping[str, Array], spec: SlotSpec, n_envs: int, n_slots: int) -> None:
+    """Refuse arrays saved from a replay with other envs or spaces, or of another size once its rings were full."""
+    head = arrays["head"]
+    if len(head) != n_envs:
+        raise FlatoutError(f"the saved replay has {len(head)} envs, this run {n_envs}; use as many")
+    used = n_used(head, n_slots)
+    for name, (shape, dtype) in spec.items():
+        saved, mine = arrays.get(name), (n_envs, used, *shape)
+        if saved is None or saved.shape != mine or saved.dtype != dtype:
+            found = "missing" if saved is None else f"{saved.dtype} {saved.shape}"
+            raise FlatoutError(
+                f"the saved replay's {name} is {found}, this run's {dtype} {mine}; use the same buffer size and env"
+            )
+    if (head < 0).any() or (arrays["start"] > head).any() or (arrays["end"] > EMPTY).any():
+        raise FlatoutError("the saved replay's counters are inconsistent; train without it")

@@ -1,7 +1,7 @@
-"""Prioritized replay in RAM: draws in proportion to priority from a tree of sums, in compiled loops.
+"""Prioritized replay in RAM (Schaul et al. 2016, proportional, stratified): a sum tree in compiled loops.
 
-Schaul et al. 2016, proportional and stratified. Every sum is made anew from its parts, so none ever drifts and
-a tree is the same whatever order it was written in. A slot has priority 0 exactly while it cannot be drawn.
+Every sum is recomputed from its parts, so rounding errors do not accumulate and the tree does not depend on the
+order of writes. A slot has priority 0 exactly while it cannot be drawn.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from flatout.buffers.batch import ReplayBatch, alloc_batch, as_array
+from flatout.buffers.batch import ReplayBatch, Sampler, alloc_batch, as_array
+from flatout.buffers.capacity import n_used
 from flatout.buffers.replay import Replay
 from flatout.buffers.replay_kernels import EMPTY, draw_key, first_and_end, prefetch, slot_of, uniform
-from flatout.buffers.rings import check_window, n_used, nothing_stored
 from flatout.device.jit import compiled
 from flatout.envs.spaces import Array
 
 FAN, LEAF_FAN = 8, 16
-"""Parts of a sum, of sums (float64) and of priorities (float32): as many as a line of the processor's cache holds."""
-LEAST, MOST = 1e-30, 1e30
+"""Children of a sum, of sums (float64) and of priorities (float32): as many as a cache line holds."""
+MIN_PRIORITY, MAX_PRIORITY = 1e-30, 1e30
 """Bounds of a priority that can be drawn."""
 
 
 def tree_levels(size: int) -> list[int]:
-    """Where each level of sums over `size` priorities begins in one array, lowest first, and where the root's ends."""
+    """Offsets of the levels of sums over `size` priorities in one array, lowest level first, and the end of the root's."""
     offsets, width = [0], -(-size // LEAF_FAN)
     while True:
         offsets.append(offsets[-1] + -(-width // FAN) * FAN)
@@ -36,13 +36,13 @@ def tree_levels(size: int) -> list[int]:
 
 
 def alloc_leaves(size: int) -> Array:
-    """Priorities of 0, up to a whole number of sums."""
+    """Priorities of 0, padded to a whole number of sums."""
     return np.zeros(-(-size // LEAF_FAN) * LEAF_FAN, np.float32)
 
 
 @compiled
 def sum_up(leaves: Array, nodes: Array, offsets: Array, index: Array, n: int) -> None:
-    """Make all sums above the first `n` leaves in `index` anew; `index` is used up."""
+    """Recompute all sums above the first `n` leaves in `index`; overwrites `index`."""
     for level in range(-1, len(offsets) - 2):
         n_above, last = 0, -1
         for j in range(n):
@@ -64,7 +64,7 @@ def sum_up(leaves: Array, nodes: Array, offsets: Array, index: Array, n: int) ->
 
 @compiled
 def _part(parts: Array, base: int, n: int, mass: float) -> tuple[int, float]:
-    """Which of `n` parts a mass falls on, and where that begins; beyond the end by rounding, the last that is not 0."""
+    """The part, of `n`, that contains a mass, and where it begins; if rounding exceeds the end, the last that is not 0."""
     end, begin, pick = 0.0, 0.0, 0
     for c in range(n):
         end += np.float64(parts[base + c])
@@ -82,10 +82,10 @@ def _part(parts: Array, base: int, n: int, mass: float) -> tuple[int, float]:
 
 @compiled
 def find(leaves: Array, nodes: Array, offsets: Array, mass: Array, index: Array) -> None:
-    """The leaf that each mass, between 0 and the whole, falls on; never one of 0. `mass` is used up."""
+    """The leaf that contains each mass between 0 and the total; never a leaf of 0. Overwrites `mass`."""
     for b in range(len(index)):
         index[b] = 0
-    # All of them a level at a time, so that their waits for memory overlap.
+    # All of them one level at a time, so that their cache misses overlap.
     for level in range(len(offsets) - 3, -1, -1):
         for b in range(len(index)):
             pick, begin = _part(nodes, offsets[level] + index[b] * FAN, FAN, mass[b])
@@ -111,7 +111,7 @@ def _draw(
     index: Array,
     weight: Array,
 ) -> bool:
-    """Draw one leaf from each of B equal parts of the whole; weights are relative to the largest among them."""
+    """Draw one leaf from each of B equal parts of the total; weights are relative to the largest of the batch."""
     total, size = nodes[offsets[-2]], len(index)
     if not total > 0.0:
         return False
@@ -128,11 +128,11 @@ def _draw(
 
 @compiled
 def stored(priority: float, eps: float, alpha: float, most: float) -> float:
-    """A priority as the tree keeps it; what is no number or infinite counts as the largest seen before."""
+    """A priority as the tree stores it; NaN and infinity become the largest priority so far."""
     value = (abs(priority) + eps) ** alpha
     if not value < np.inf:
         value = most
-    return float(min(max(value, LEAST), MOST))
+    return float(min(max(value, MIN_PRIORITY), MAX_PRIORITY))
 
 
 @compiled
@@ -150,7 +150,7 @@ def _update(
     head: Array,
     scratch: Array,
 ) -> float:
-    """Set the priorities of slots that still hold the step they were drawn as; returns the largest seen."""
+    """Set the priorities of slots that still hold the step they were drawn as; returns the largest priority so far."""
     n, largest = 0, most
     for j in range(len(index)):
         slot = index[j]
@@ -179,7 +179,7 @@ def _catch_up(
     seen: Array,
     scratch: Array,
 ) -> None:
-    """Give slots that have become eligible since last time the largest priority, and overwritten ones none."""
+    """Give slots that have become eligible since the last call the largest priority so far, and overwritten ones 0."""
     n = 0
     for env in range(len(head)):
         _, last = first_and_end(env, n_step, n_slots, head, start)
@@ -197,11 +197,8 @@ def _catch_up(
     sum_up(leaves, nodes, offsets, scratch, n)
 
 
-class Prioritized:
-    """Draws transitions of a replay with probability ∝ (priority + eps)^alpha; new ones with the largest so far.
-
-    Draw number k is a function of the seed, k, and what was stored and updated before it.
-    """
+class Prioritized(Sampler[Replay]):
+    """Draws transitions with probability ∝ (priority + eps)^alpha; new ones have the largest priority so far."""
 
     def __init__(
         self,
@@ -213,22 +210,20 @@ class Prioritized:
         eps: float = 1e-6,
         seed: int = 0,
     ) -> None:
-        check_window(replay.n_slots, n_step, replay.n_envs)
-        self.replay, self._gamma, self._n_step = replay, gamma, n_step
-        self._alpha, self._eps, self._seed = alpha, eps, seed
+        super().__init__(replay, gamma=gamma, n_step=n_step, seed=seed)
+        self._alpha, self._eps = alpha, eps
         levels = tree_levels(replay.size)
         self._offsets = np.array(levels)
         self._leaves, self._nodes = alloc_leaves(replay.size), np.zeros(levels[-1])
         self._tree = self._leaves, self._nodes, self._offsets
         self._seen = np.zeros(replay.n_envs, np.int64)
-        """Slot numbers up to which each env's steps were eligible last time."""
+        """Slot numbers up to which each env's steps were eligible at the last call."""
         self._most = 1.0
         self._scratch = np.empty(4096, np.int64)
-        self.n_draws = 0
 
     @property
     def priorities(self) -> Array:
-        """Each slot's part of the whole; 0 where nothing can be drawn."""
+        """A priority per slot; 0 where nothing can be drawn."""
         self._catch_up()
         return self._leaves[: self.replay.size]
 
@@ -238,7 +233,6 @@ class Prioritized:
         _catch_up(*self._tree, self._most, self._n_step, it.n_slots, *state, seen, scratch)
 
     def sample(self, size: int, beta: float = 0.4, out: ReplayBatch | None = None) -> ReplayBatch:
-        """Draw `size` transitions, with weights (n · P)^-beta relative to the largest of them."""
         it = self.replay
         self._catch_up()
         if out is None:
@@ -247,12 +241,11 @@ class Prioritized:
         assert to is not None, "a batch in RAM has arrays"
         key = draw_key(self._seed, self.n_draws)
         if not _draw(*self._tree, key, beta, np.empty(size), to.index, to.weight):
-            raise nothing_stored(self._n_step)
+            raise self._nothing_stored()
         self.n_draws += 1
         return it.sample(to.index, gamma=self._gamma, n_step=self._n_step, out=out)
 
     def update(self, index: Tensor, serial: Tensor, priority: Tensor) -> None:
-        """New priorities (|TD error|) of drawn transitions; those overwritten meanwhile are passed over."""
         it = self.replay
         self._catch_up()
         if len(index) > len(self._scratch):
@@ -271,17 +264,19 @@ class Prioritized:
         )
 
     def arrays(self) -> dict[str, Array]:
-        """Priorities and counters by name; with the replay's own arrays all that is needed to go on."""
         ring = self.replay.n_envs, self.replay.n_slots
         used = n_used(self.replay.head, self.replay.n_slots)
-        counters = {"most": np.array([self._most]), "n_draws": np.array([self.n_draws])}
-        return {"priority": self.priorities.reshape(ring)[:, :used], "seen": self._seen, **counters}
+        return super().arrays() | {
+            "priority": self.priorities.reshape(ring)[:, :used],
+            "seen": self._seen,
+            "most": np.array([self._most]),
+        }
 
     def restore(self, arrays: Mapping[str, Array]) -> None:
-        """Become what `arrays` was taken from, once the replay has; the sums follow from the priorities."""
         ring, leaves = (self.replay.n_envs, self.replay.n_slots), self._leaves[: self.replay.size]
         leaves[:] = 0
         leaves.reshape(ring)[:, : arrays["priority"].shape[1]] = arrays["priority"]
         sum_up(*self._tree, np.arange(self.replay.size), self.replay.size)
         self._seen[:] = arrays["seen"]
-        self._most, self.n_draws = float(arrays["most"][0]), int(arrays["n_draws"][0])
+        self._most = float(arrays["most"][0])
+        super().restore(arrays)

@@ -1,7 +1,8 @@
-"""Replay in RAM: the last steps of N envs, each observation stored once, the next one found by its place.
+"""Replay in RAM: the newest steps of N envs, each observation stored once.
 
-Every env has a ring of time slots and a cursor of its own, so envs may step raggedly. Where an episode was truncated
-its final observation takes the slot between it and the next episode's first: what follows a step always lies one on.
+Every env has its own ring of time slots and its own write position, so envs may step at different times. A step's
+next observation is in the next slot. Where an episode was truncated, its final observation takes a slot of its own
+before the first observation of the next episode.
 B: batch, T: time steps, N: envs, M: slots of each; slot i = n · M + t.
 """
 
@@ -12,14 +13,14 @@ from collections.abc import Mapping
 import numpy as np
 
 from flatout.buffers import replay_kernels as kernel
-from flatout.buffers.batch import ReplayBatch, alloc, alloc_batch, rows_of_bytes
-from flatout.buffers.rings import check_saved, n_used, ring_spec, slots_per_env
+from flatout.buffers.batch import ReplayBatch, Sampler, alloc, alloc_batch, as_bytes
+from flatout.buffers.capacity import check_saved, n_used, slot_spec, slots_per_env
 from flatout.buffers.rollout import Rollout
 from flatout.envs.spaces import ActionLayout, Array, ObsArrays, ObsLayout
 
 
 class Replay:
-    """The newest `capacity` steps of `n_envs` envs; a truncation takes the room of one step."""
+    """The newest `capacity` steps of `n_envs` envs; a truncation takes the memory of one step."""
 
     def __init__(
         self, obs: ObsLayout, action: ActionLayout, n_envs: int, capacity: int, *, pin: bool = False
@@ -28,8 +29,8 @@ class Replay:
         self.n_slots = slots_per_env(capacity, n_envs)
         self.capacity = (self.n_slots - 1) * n_envs
         self.size = size = self.n_slots * n_envs
-        """Slots in all; indices go up to it."""
-        self._spec = ring_spec(obs, action)
+        """Slots of all envs."""
+        self._spec = slot_spec(obs, action)
         rings = {name: alloc(dtype, size, *shape, pin=pin) for name, (shape, dtype) in self._spec.items()}
         self._rings = rings
         self.obs: ObsArrays = tuple(rings[f"obs.{i}"] for i in range(len(obs.specs)))
@@ -38,26 +39,26 @@ class Replay:
         self.head = np.zeros(n_envs, np.int64)
         """Number of the slot with each env's newest observation, from which it has not acted yet."""
         self.start = np.zeros(n_envs, np.int64)
-        """Number of the slot with the first observation of each env's present episode."""
+        """Number of the slot with the first observation of each env's current episode."""
         self._begun = np.zeros(n_envs, np.bool_)
         self._all = np.arange(n_envs)
-        self._bytes = [rows_of_bytes(leaf, 1) for leaf in self.obs]
+        self._obs_bytes = [as_bytes(x, 1) for x in self.obs]
 
-    def begin(self, obs: ObsArrays, rows: Array | None = None) -> None:
-        """The observations from which these envs act next (all if none are named).
+    def begin(self, obs: ObsArrays, env_indices: Array | None = None) -> None:
+        """Store the observations from which these envs (default: all) act next.
 
-        An env whose newest observation is another one has begun a new episode: the one before is cut there.
+        An env whose newest observation is a different one has started a new episode: the one before is truncated.
         """
-        rows = self._all if rows is None else rows
-        self._begun[rows] = True
-        at = self.head[rows] % self.n_slots + rows * self.n_slots
-        changed = self.head[rows] == 0  # nothing known yet
-        fresh = self._as_bytes(obs, 1)
-        for known, new in zip(self._bytes, fresh, strict=True):
-            changed |= (known[at] != new).any(1)
+        envs = self._all if env_indices is None else env_indices
+        self._begun[envs] = True
+        at = self.head[envs] % self.n_slots + envs * self.n_slots
+        changed = self.head[envs] == 0  # nothing stored yet
+        new_bytes = self._as_bytes(obs, 1)
+        for stored, new in zip(self._obs_bytes, new_bytes, strict=True):
+            changed |= (stored[at] != new).any(1)
         if changed.any():
-            kernel.begin(rows, changed, self.n_slots, self.head, self.start, self.end, at)
-            self._put(at[None], [leaf[None] for leaf in fresh], np.full_like(at[None], -1), None)
+            kernel.begin(envs, changed, self.n_slots, self.head, self.start, self.end, at)
+            self._put(at[None], [x[None] for x in new_bytes], np.full_like(at[None], -1), None)
 
     def add(
         self,
@@ -67,28 +68,28 @@ class Replay:
         truncated: Array,
         obs: ObsArrays,
         final_obs: ObsArrays,
-        rows: Array | None = None,
+        env_indices: Array | None = None,
     ) -> None:
-        """One step of each env in `rows` (all if none are named), a row of each array per env named.
+        """Store one step of each of these envs (default: all).
 
-        `obs` is what the env shows now, a new episode's first observation where one ended; `final_obs` is read
-        only where an episode was truncated.
+        `obs` follows the step: where an episode ended, it is the first observation of the next one. `final_obs` is
+        read only where an episode was truncated.
         """
-        rows = self._all if rows is None else rows
-        assert self._begun[rows].all(), "call begin with an env's first observation before its first step"
-        leaves, finals = (tuple(leaf[None] for leaf in x) for x in (obs, final_obs))
-        self._add(rows, action[None], reward[None], terminated[None], truncated[None], leaves, finals)
+        envs = self._all if env_indices is None else env_indices
+        assert self._begun[envs].all(), "call begin with an env's first observation before its first step"
+        obs_t, final_t = (tuple(x[None] for x in arrays) for arrays in (obs, final_obs))
+        self._add(envs, action[None], reward[None], terminated[None], truncated[None], obs_t, final_t)
 
     def add_rollout(self, rollout: Rollout) -> None:
-        """All steps of a rollout; an env that did not go on where it stood has begun a new episode."""
-        self.begin(tuple(leaf[0] for leaf in rollout.obs))
+        """Store all steps of a rollout; an env that does not continue from its newest observation was reset."""
+        self.begin(tuple(x[0] for x in rollout.obs))
         ends = rollout.terminated, rollout.truncated
-        followed = tuple(leaf[1:] for leaf in rollout.obs)
-        self._add(self._all, rollout.action, rollout.reward, *ends, followed, rollout.final_obs)
+        next_obs = tuple(x[1:] for x in rollout.obs)
+        self._add(self._all, rollout.action, rollout.reward, *ends, next_obs, rollout.final_obs)
 
     def _add(
         self,
-        rows: Array,
+        envs: Array,
         action: Array,
         reward: Array,
         terminated: Array,
@@ -98,7 +99,7 @@ class Replay:
     ) -> None:
         obs_at, final_at = np.empty((2, *reward.shape), np.int64)
         kernel.advance(
-            np.ascontiguousarray(rows, np.int64),
+            np.ascontiguousarray(envs, np.int64),
             np.ascontiguousarray(action, self.action.dtype).reshape(*reward.shape, -1),
             np.ascontiguousarray(reward, np.float32),
             np.ascontiguousarray(terminated, np.bool_),
@@ -114,20 +115,20 @@ class Replay:
         )
         self._put(obs_at, self._as_bytes(obs, 2), final_at, self._as_bytes(final_obs, 2))
 
-    def _as_bytes(self, leaves: ObsArrays, n_lead: int) -> list[Array]:
-        pairs = zip(leaves, self.obs, strict=True)
-        out = [rows_of_bytes(np.ascontiguousarray(leaf, mine.dtype), n_lead) for leaf, mine in pairs]
-        assert all(x.shape[-1] == y.shape[1] for x, y in zip(out, self._bytes, strict=True)), "other shapes"
+    def _as_bytes(self, arrays: ObsArrays, n_lead: int) -> list[Array]:
+        pairs = zip(arrays, self.obs, strict=True)
+        out = [as_bytes(np.ascontiguousarray(x, mine.dtype), n_lead) for x, mine in pairs]
+        assert all(x.shape[-1] == y.shape[1] for x, y in zip(out, self._obs_bytes, strict=True)), "shapes"
         return out
 
     def _put(self, obs_at: Array, obs: list[Array], final_at: Array, final_obs: list[Array] | None) -> None:
-        for out, leaf, final in zip(self._bytes, obs, final_obs or obs, strict=True):
-            kernel.put(obs_at, leaf, final_at, final, out)
+        for out, new, final in zip(self._obs_bytes, obs, final_obs or obs, strict=True):
+            kernel.put(obs_at, new, final_at, final, out)
 
     def sample(
         self, index: Array, *, gamma: float, n_step: int = 1, out: ReplayBatch | None = None
     ) -> ReplayBatch:
-        """The transitions in these slots, over up to `n_step` steps: never into another episode or beyond the newest step."""
+        """The transitions in these slots, over up to `n_step` steps of one episode, at most to the newest step."""
         if out is None:
             out = alloc_batch(self.obs_layout, self.action_layout, len(index), pin=self.pin)
         to = out.arrays
@@ -149,12 +150,12 @@ class Replay:
         if bad >= 0:
             raise IndexError(f"slot {int(index[bad])} of the replay holds no transition")
         kernel.take(self.action, to.index, to.action)
-        for known, here, there in zip(self._bytes, to.obs, to.next_obs, strict=True):
-            kernel.take_two(known, to.index, to.next_index, here, there)
+        for stored, obs, next_obs in zip(self._obs_bytes, to.obs, to.next_obs, strict=True):
+            kernel.take_two(stored, to.index, to.next_index, obs, next_obs)
         return out
 
     def serials(self, index: Array) -> Array:
-        """Numbers of the steps that these slots hold now."""
+        """The slot numbers that these slots hold now."""
         n, t = np.divmod(index, self.n_slots)
         out: Array = self.head[n] - (self.head[n] - t) % self.n_slots
         return out
@@ -164,7 +165,7 @@ class Replay:
         return int(np.count_nonzero(self.end != kernel.EMPTY))
 
     def arrays(self) -> dict[str, Array]:
-        """All it holds by name, without the slots that were never reached; views, so write them out before adding more."""
+        """Everything it holds by name, without the slots that were never reached: views, to be saved before more is added."""
         used = n_used(self.head, self.n_slots)
         rings = {
             name: x.reshape(self.n_envs, self.n_slots, *x.shape[1:])[:, :used]
@@ -173,10 +174,29 @@ class Replay:
         return {**rings, "head": self.head, "start": self.start}
 
     def restore(self, arrays: Mapping[str, Array]) -> None:
-        """Become what `arrays` was taken from; the envs, the capacity and the spaces must be the same."""
+        """Set the contents to what `arrays` gave; the number of envs, the capacity and the spaces must be the same."""
         check_saved(arrays, self._spec, self.n_envs, self.n_slots)
         self.head[:] = arrays["head"]
         self.end.fill(kernel.EMPTY)
         self._begun[:] = self.head > 0
         for name, array in self.arrays().items():
             array[...] = arrays[name]
+
+
+class Uniform(Sampler[Replay]):
+    """Draws every transition whose n-step window is stored with the same probability."""
+
+    def __init__(self, replay: Replay, *, gamma: float, n_step: int = 1, seed: int = 0) -> None:
+        super().__init__(replay, gamma=gamma, n_step=n_step, seed=seed)
+        self._upto = np.zeros(replay.n_envs, np.int64)
+
+    def sample(self, size: int, beta: float = 0.4, out: ReplayBatch | None = None) -> ReplayBatch:  # noqa: ARG002
+        it, index = self.replay, np.empty(size, np.int64)
+        if out is not None:
+            out.weight.fill_(1)
+        key = kernel.draw_key(self._seed, self.n_draws)
+        state = it.head, it.start, it.end
+        if not kernel.draw_uniform(key, self._n_step, it.n_slots, *state, self._upto, index):
+            raise self._nothing_stored()
+        self.n_draws += 1
+        return it.sample(index, gamma=self._gamma, n_step=self._n_step, out=out)

@@ -19,7 +19,7 @@ from flatout.device.jit import compiled
 from flatout.envs.spaces import Array
 
 GOES_ON, TERMINATED, TRUNCATED, EMPTY = 0, 1, 2, 3
-"""How a slot's transition ended; an empty slot has none: unwritten, an env's newest observation, or a final one."""
+"""How a slot's transition ended; an empty slot has none: it is unwritten, or holds an env's newest or a final observation."""
 
 _WORD = 0xFFFFFFFFFFFFFFFF
 _WEYL, _MIX1, _MIX2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -28,7 +28,7 @@ _U11, _U27, _U30, _U31 = np.uint64(11), np.uint64(27), np.uint64(30), np.uint64(
 
 
 def _prefetch(_typing: Any, array: Any, place: Any) -> Any:
-    """Ask for the memory of a flat array's element without waiting for it."""
+    """Prefetch an element of a flat array into the cache."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         data = context.make_array(signature.args[0])(context, builder, args[0]).data
@@ -47,7 +47,7 @@ prefetch: Any = intrinsic(_prefetch)
 
 
 def draw_key(seed: int, draw: int) -> np.uint64:
-    """The key of draw number `draw`, from which `uniform` makes its numbers."""
+    """The key of draw number `draw`, for `uniform`."""
     key = _mix((seed & _WORD) * _WEYL + _WEYL)
     return np.uint64(_mix(key + (draw + 1) * _WEYL))
 
@@ -79,13 +79,13 @@ def fill_uniforms(key: Any, out: Any) -> None:
 
 @compiled
 def slot_of(n: int, number: int, n_slots: int) -> int:
-    """The slot that an env's slot number stands for."""
+    """The slot of an env's slot number."""
     return n * n_slots + number % n_slots
 
 
 @compiled
 def advance(
-    rows: Array,
+    envs: Array,
     action: Array,
     reward: Array,
     terminated: Array,
@@ -99,10 +99,10 @@ def advance(
     obs_at: Array,
     final_at: Array,
 ) -> None:
-    """Store (T, B) transitions of the envs in `rows`; tells which slots take the observations that followed."""
+    """Store (T, B) transitions of B envs; writes to `obs_at` and `final_at` which slots take the next observations."""
     for t in range(reward.shape[0]):
-        for i in range(len(rows)):
-            n = rows[i]
+        for i in range(len(envs)):
+            n = envs[i]
             here = slot_of(n, head[n], n_slots)
             for j in range(action.shape[2]):
                 action_out[here, j] = action[t, i, j]
@@ -125,7 +125,7 @@ def advance(
 
 @compiled
 def put(obs_at: Array, obs: Array, final_at: Array, final_obs: Array, out: Array) -> None:
-    """Write (T, B, bytes) observations to their slots, later ones last; a place below 0 is none."""
+    """Write (T, B, bytes) observations to their slots in order of time; a negative slot means none."""
     for t in range(obs_at.shape[0]):
         for i in range(obs_at.shape[1]):
             if final_at[t, i] >= 0:
@@ -138,14 +138,14 @@ def put(obs_at: Array, obs: Array, final_at: Array, final_obs: Array, out: Array
 
 @compiled
 def begin(
-    rows: Array, changed: Array, n_slots: int, head: Array, start: Array, end: Array, at: Array
+    envs: Array, changed: Array, n_slots: int, head: Array, start: Array, end: Array, at: Array
 ) -> None:
-    """Where the envs' newest observations are to be written, and none where they have not changed.
+    """Write to `at` the slots of the envs' newest observations, -1 where they have not changed.
 
-    An episode that has steps is cut before: what was its newest observation stays as its final one.
+    An episode with steps is truncated first: its newest observation stays as its final one.
     """
-    for i in range(len(rows)):
-        n = rows[i]
+    for i in range(len(envs)):
+        n = envs[i]
         at[i] = -1
         if changed[i]:
             if head[n] > start[n]:
@@ -170,7 +170,7 @@ def windows(
     next_out: Array,
     serial_out: Array,
 ) -> int:
-    """n-step return, discount and bootstrap slot of each index; returns the first place that has no transition, or -1."""
+    """n-step return, discount and bootstrap slot of each index; returns the first place in `index` without a transition, or -1."""
     for b in range(len(index)):
         prefetch(reward, index[b])
         prefetch(end, index[b])
@@ -200,7 +200,7 @@ def windows(
 
 @compiled
 def take(source: Array, index: Array, out: Array) -> None:
-    """Copy rows."""
+    """out[b] = source[index[b]]."""
     flat, width = source.reshape(-1), source.shape[1]
     for b in range(len(index)):
         prefetch(flat, index[b] * width)
@@ -212,7 +212,7 @@ def take(source: Array, index: Array, out: Array) -> None:
 
 @compiled
 def take_two(source: Array, index: Array, next_index: Array, out: Array, next_out: Array) -> None:
-    """Copy rows and the rows that follow them, which are mostly near."""
+    """The same for an index and the next one, whose memory is mostly near."""
     flat, width = source.reshape(-1), source.shape[1]
     for b in range(len(index)):
         prefetch(flat, index[b] * width)
@@ -227,7 +227,7 @@ def take_two(source: Array, index: Array, next_index: Array, out: Array, next_ou
 
 @compiled
 def first_and_end(n: int, n_step: int, n_slots: int, head: Array, start: Array) -> tuple[int, int]:
-    """The range of an env's slot numbers whose whole n-step window is stored; empty slots among them do not count."""
+    """The range of an env's slot numbers whose whole n-step window is stored; some of the slots may be empty."""
     first = max(0, head[n] - n_slots + 1)
     return first, max(first, start[n], head[n] - n_step + 1)
 
@@ -236,7 +236,7 @@ def first_and_end(n: int, n_step: int, n_slots: int, head: Array, start: Array) 
 def draw_uniform(
     key: Any, n_step: int, n_slots: int, head: Array, start: Array, end: Array, upto: Array, index_out: Array
 ) -> bool:
-    """Fill `index_out` with eligible slots, all equally likely; `upto` is room for a number per env."""
+    """Fill `index_out` with eligible slots, all equally likely; false if there are none. `upto` is scratch, (N,)."""
     n_envs, total = len(head), 0
     for n in range(n_envs):
         first, last = first_and_end(n, n_step, n_slots, head, start)
@@ -247,7 +247,7 @@ def draw_uniform(
     place = 0
     for b in range(len(index_out)):
         slot = -1
-        # At most every second slot of the range is empty, so this ends soon.
+        # At most every second slot of the range is empty: few tries are needed.
         while slot < 0 or end[slot] == EMPTY:
             nth = min(int(uniform(key, place) * total), total - 1)
             place += 1

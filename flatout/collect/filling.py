@@ -8,7 +8,7 @@ from types import ModuleType
 
 import numpy as np
 
-from flatout.buffers.batch import rows_of_bytes
+from flatout.buffers.batch import as_bytes
 from flatout.buffers.rollout import Rollout
 from flatout.envs.spaces import Array, ObsArrays
 from flatout.executors.base import Episode, Step
@@ -93,4 +93,4 @@ def loops() -> ModuleType:
 
 
 def _bytes(leaves: ObsArrays, n_lead: int) -> list[Array]:
-    return [rows_of_bytes(leaf, n_lead) for leaf in leaves]
+    return [as_bytes(leaf, n_lead) for leaf in leaves]

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from gymnasium import spaces
 
+from flatout.buffers.device_replay import TensorReplay
 from flatout.buffers.replay import Replay
-from flatout.buffers.replay_tensors import TensorReplay
 from flatout.buffers.rollout import Rollout
 from flatout.envs.spaces import ActionLayout, Array, ObsArrays, ObsLayout
 

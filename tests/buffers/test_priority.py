@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flatout.buffers import priority as tree
+from flatout.buffers.device_replay import TensorPrioritized, TensorSumTree
 from flatout.buffers.priority import Prioritized
-from flatout.buffers.priority_tensors import TensorPrioritized, TensorSumTree
 from flatout.envs.spaces import Array
 from tests.buffers.plain_replay import CPU, Filled
 from tests.buffers.test_replay import chi_square_is_plausible

@@ -10,12 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flatout.buffers.batch import ReplayBatch
+from flatout.buffers.device_replay import TensorPrioritized, TensorReplay, TensorUniform
 from flatout.buffers.priority import Prioritized
-from flatout.buffers.priority_tensors import TensorPrioritized, TensorUniform
-from flatout.buffers.replay import Replay
-from flatout.buffers.replay_tensors import TensorReplay
+from flatout.buffers.replay import Replay, Uniform
 from flatout.buffers.rollout import Rollout, TensorRollout
-from flatout.buffers.uniform import Uniform
 from flatout.envs.spaces import ActionLayout, Array, ObsLayout
 from flatout.errors import FlatoutError
 from tests.buffers.plain_replay import ACTION, OBS, Filled, PlainReplay, expected

@@ -15,13 +15,11 @@ from flatout.algorithms.dqn.config import DQNConfig
 from flatout.algorithms.dqn.loss import Minibatch
 from flatout.buffers.batch import ReplayBatch, alloc_batch
 from flatout.buffers.capacity import SPARED, fitting_capacity, parse_capacity, transition_bytes
+from flatout.buffers.device_replay import TensorPrioritized, TensorReplay, TensorUniform
 from flatout.buffers.prefetch import Prefetch
 from flatout.buffers.priority import Prioritized
-from flatout.buffers.priority_tensors import TensorPrioritized, TensorUniform
-from flatout.buffers.replay import Replay
-from flatout.buffers.replay_tensors import TensorReplay
+from flatout.buffers.replay import Replay, Uniform
 from flatout.buffers.rollout import Rollout, TensorRollout
-from flatout.buffers.uniform import Uniform
 from flatout.device.machine import free_memory
 from flatout.envs.spaces import ActionLayout, Array, ObsLayout
 
