@@ -26,10 +26,11 @@ from flatout.envs.check_batched import check_env
 from flatout.envs.make import EnvSource, env_factory
 from flatout.envs.spaces import ActionLayout, ObsLayout, space_from_json
 from flatout.errors import FlatoutError
+from flatout.integrations.tensorboard import TensorBoardWriter
 from flatout.models.build import build_model
 from flatout.models.policy import Policy
 from flatout.runlog.folder import RunFolder, default_run_name, write_json
-from flatout.runlog.recorder import Recorder
+from flatout.runlog.recorder import Recorder, Sink
 from flatout.runlog.summary import summary_text
 from flatout.training.checkpoint import Checkpoint, CheckpointFolder
 from flatout.training.checkpoint import read as read_checkpoint
@@ -180,7 +181,12 @@ class Agent:
         self._claim_folder()
         display = make_display(quiet=not progress_bar, phase=lambda: trainer.clock.current)
         resume_at = trainer.state.env_steps or None
-        recorder = Recorder(display, self._folder, resume_at, identity(trainer, self.device))
+        folder = self._folder
+        sinks: list[Sink] = [display]
+        if folder is not None:
+            sinks.append(TensorBoardWriter(folder.tensorboard, resume_at))
+        about = identity(trainer, self.device)
+        recorder = Recorder(folder, sinks, resume_at=resume_at, about=about)
         display.start(self.header())
         stop = StopRequest()
         startup = time() - self.began_at
@@ -189,6 +195,7 @@ class Agent:
                 trainer,
                 until=until,
                 recorder=recorder,
+                checkpoints=CheckpointFolder(folder.checkpoints) if folder is not None else None,
                 callback=callback,
                 stop=stop,
             )
@@ -363,19 +370,18 @@ class Agent:
             trainer, status=status, device=self.device, startup_seconds=startup, error=error
         )
         self.summary |= recorder.figures()
-        folder = self._folder
-        if folder is not None and trainer.state.iteration == 0:
-            recorder.close()
+        folder, has_learned = self._folder, trainer.state.iteration > 0
+        if folder is not None and has_learned:
+            CheckpointFolder(folder.checkpoints).save(trainer.checkpoint(), trainer.state.env_steps)
+        recorder.close()
+        if folder is not None and not has_learned:
             folder.discard()
             self._folder = None
         elif folder is not None:
-            recorder.save(trainer.checkpoint, trainer.state.env_steps)
-            recorder.close()
             write_json(folder.summary, self.summary)
             folder.progress.unlink(missing_ok=True)
             write_report(folder.path)
             folder.settle()
-        recorder.display.stop()
 
     def _with_mask(self, observation: Any, masks: Any) -> dict[str, Any]:
         """The observation as the mask wrapper gives it; without a mask everything is allowed."""

@@ -31,8 +31,8 @@ from flatout.perf.choose import COROUTINE_SECONDS, random_row
 from flatout.perf.costs import Costs, Points, Settings, UpdateCost
 from flatout.perf.planning import acting_seconds, fastest, launch_seconds
 from flatout.perf.simulate import Forecast, learn_seconds, simulate
+from flatout.runlog.metrics import Progress
 from flatout.timing import LEARN_PHASES, Phase, PhaseClock
-from flatout.training.progress import Progress
 
 ENV_SECONDS = 3.0
 MAX_ENVS = 32

@@ -1,7 +1,4 @@
-"""Everything a run writes while it goes, behind two verbs: write the progress, save a checkpoint.
-
-Without a folder only the display is served.
-"""
+"""What a run writes while it trains: metrics.csv, progress.json, spans, samples and faults, and what its sinks get."""
 
 from __future__ import annotations
 
@@ -10,22 +7,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime
 from time import perf_counter, time
+from typing import Protocol
 
-from flatout.integrations.tensorboard import TensorBoardWriter
 from flatout.runlog.folder import RunFolder, write_json
-from flatout.runlog.metrics import MetricsLog, scalars
+from flatout.runlog.metrics import MetricsLog, Progress
 from flatout.runlog.sampler import Figures, Sampler
 from flatout.timing import Lane, SpanFile
-from flatout.training.checkpoint import Checkpoint, CheckpointFolder
-from flatout.training.progress import Progress
-from flatout.views.display import Display
 
 MIN_SECONDS = 0.1
-"""Rows closer together than this are left out: a fast run has hundreds of iterations a second."""
-TELL_SECONDS = 1.0
+"""Rows of metrics.csv are at least this far apart: a fast run has hundreds of iterations a second."""
+PROGRESS_SECONDS = 1.0
+"""Time between two writes of progress.json."""
 GPU_HERTZ, HOST_HERTZ = 5, 2
 """Samples a second; a GPU's load comes in bursts."""
-TOLD = (
+IN_PROGRESS_JSON = (
     "env_steps",
     "total_steps",
     "iteration",
@@ -39,37 +34,48 @@ TOLD = (
     "phases",
     "metrics",
 )
-"""Fields of Progress that progress.json has."""
+"""Fields of Progress in progress.json."""
+
+
+class Sink(Protocol):
+    """Receives a run's progress and notes: a display, TensorBoard, …"""
+
+    def write(self, progress: Progress) -> None:
+        """Take the figures of an iteration."""
+
+    def note(self, text: str) -> None:
+        """Take a line for the user."""
+
+    def close(self) -> None:
+        """Flush and end; a second call does nothing."""
 
 
 class Recorder:
-    """Serves the display and, if the run has a folder, metrics.csv, TensorBoard and the checkpoints."""
+    """Feeds the sinks and, if the run has a folder, its files."""
 
     def __init__(
         self,
-        display: Display,
-        folder: RunFolder | None,
+        folder: RunFolder | None = None,
+        sinks: Sequence[Sink] = (),
+        *,
         resume_at: int | None = None,
         about: Mapping[str, object] | None = None,
     ) -> None:
-        """`about`: what progress.json says of the run beside its progress."""
-        self.display = display
+        """`resume_at`: env steps at which the run goes on; `about`: what progress.json says beside the progress."""
+        self._folder, self._sinks, self._resume_at = folder, sinks, resume_at
         self._about = dict(about or {})
-        self._written_at = self._told_at = float("-inf")
-        self._folder, self._resume_at = folder, resume_at
+        self._written_at = self._progress_at = float("-inf")
         self._metrics: MetricsLog | None = None
-        self._tensorboard: TensorBoardWriter | None = None
         self._spans: SpanFile | None = None
         self._sampler: Sampler | None = None
-        self._checkpoints = CheckpointFolder(folder.checkpoints) if folder else None
 
     @property
     def traces(self) -> bool:
-        """Whether there is a place to keep spans."""
+        """Whether spans are written."""
         return self._folder is not None
 
     def observe(self, lanes: Callable[[], Sequence[Lane]], *, offset: float, device: str) -> None:
-        """Write what the lanes and the machine do from now on, if there is a place for it."""
+        """Write spans and samples from now on; `offset` is the wall time of the run so far."""
         if self._folder is not None:
             self._spans = SpanFile(self._folder.spans, lanes, offset=offset)
             hertz = GPU_HERTZ if device.startswith("cuda") else HOST_HERTZ
@@ -78,7 +84,7 @@ class Recorder:
             )
 
     def figures(self) -> dict[str, object]:
-        """What the samples say about the whole run, for summary.json."""
+        """Figures of the samples for summary.json."""
         return asdict(self._sampler.figures() if self._sampler is not None else Figures())
 
     def is_due(self) -> bool:
@@ -86,53 +92,37 @@ class Recorder:
         return perf_counter() - self._written_at >= MIN_SECONDS
 
     def write(self, progress: Progress) -> None:
-        """Show the progress and add a row."""
+        """Add a row and feed the sinks."""
         self._written_at = perf_counter()
-        self.display.update(progress)
+        for sink in self._sinks:
+            sink.write(progress)
         if self._folder is not None:
-            if self._metrics is None or self._tensorboard is None:
+            if self._metrics is None:
                 self._metrics = MetricsLog(self._folder.metrics, self._resume_at)
-                self._tensorboard = TensorBoardWriter(self._folder.tensorboard, self._resume_at)
             self._metrics.write(progress)
-            self._tensorboard.write(progress.env_steps, scalars(progress))
-            self._tell(progress, self._folder)
+            self._write_progress(progress, self._folder)
 
-    def _tell(self, progress: Progress, folder: RunFolder) -> None:
-        """progress.json, for those who watch."""
-        if self._written_at - self._told_at >= TELL_SECONDS:
-            self._told_at = self._written_at
-            now = {name: getattr(progress, name) for name in TOLD}
+    def _write_progress(self, progress: Progress, folder: RunFolder) -> None:
+        if self._written_at - self._progress_at >= PROGRESS_SECONDS:
+            self._progress_at = self._written_at
+            now = {name: getattr(progress, name) for name in IN_PROGRESS_JSON}
             clock = {"wall_seconds": progress.seconds, "updated": time(), "pid": os.getpid()}
             write_json(folder.progress, self._about | now | clock | {"status": "running"})
 
     def note(self, note: str) -> None:
-        """Show something that a user should know."""
-        self.display.note(f"note: {note}")
+        """Pass a line on to the user."""
+        for sink in self._sinks:
+            sink.note(f"note: {note}")
 
     def fault(self, note: str, traceback_text: str) -> None:
-        """Show that part of the run was lost and rebuilt; its traceback goes to the folder's faults.log."""
-        self.display.note(f"note: {note}; rebuilt, training goes on")
+        """Report an env or process that failed and was rebuilt; its traceback goes to faults.log."""
+        self.note(f"{note}; rebuilt, training goes on")
         if self._folder is not None:
             with self._folder.faults.open("a") as file:
                 file.write(f"{datetime.now():%Y-%m-%d %H:%M:%S} {note}\n{traceback_text}")
 
-    def save(self, make: Callable[[], Checkpoint], env_steps: int) -> None:
-        """Save a checkpoint, made only if there is a place for it."""
-        if self._checkpoints is not None:
-            self._checkpoints.save(make(), env_steps)
-
-    def save_best(self, make: Callable[[], Checkpoint]) -> None:
-        """Save the best checkpoint so far."""
-        if self._checkpoints is not None:
-            self._checkpoints.save_best(make())
-
     def close(self) -> None:
-        """Flush and close every file."""
-        if self._metrics is not None:
-            self._metrics.close()
-        if self._tensorboard is not None:
-            self._tensorboard.close()
-        if self._spans is not None:
-            self._spans.close()
-        if self._sampler is not None:
-            self._sampler.close()
+        """Flush and close every file and sink."""
+        for part in (self._metrics, self._spans, self._sampler, *self._sinks):
+            if part is not None:
+                part.close()

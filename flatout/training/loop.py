@@ -12,9 +12,10 @@ from typing import Any, TypeAlias
 import torch
 
 from flatout.collect.collector import Interrupted
+from flatout.runlog.metrics import Progress
 from flatout.runlog.recorder import Recorder
 from flatout.timing import COLLECT_PHASES, LEARN_PHASES, Phase
-from flatout.training.progress import Progress
+from flatout.training.checkpoint import CheckpointFolder
 from flatout.training.stop import StopRequest
 from flatout.training.trainer import Trainer
 
@@ -27,6 +28,7 @@ def train(
     *,
     until: int,
     recorder: Recorder,
+    checkpoints: CheckpointFolder | None = None,
     callback: Callback | None = None,
     stop: StopRequest | None = None,
 ) -> str:
@@ -35,7 +37,7 @@ def train(
     n_threads = torch.get_num_threads()
     try:
         with stop.listening():
-            return _Loop(trainer, until, recorder, callback, stop).run()
+            return _Loop(trainer, until, recorder, checkpoints, callback, stop).run()
     finally:
         torch.set_num_threads(n_threads)
 
@@ -48,11 +50,12 @@ class _Loop:
         trainer: Trainer,
         until: int,
         recorder: Recorder,
+        checkpoints: CheckpointFolder | None,
         callback: Callback | None,
         stop: StopRequest,
     ) -> None:
         self._trainer, self._until, self._recorder = trainer, until, recorder
-        self._callback, self._stop = callback, stop
+        self._checkpoints, self._callback, self._stop = checkpoints, callback, stop
         self._began = perf_counter() - trainer.state.wall_seconds
         trainer.begin_lanes(spans=recorder.traces)
         recorder.observe(
@@ -149,7 +152,8 @@ class _Loop:
         if not _crossed(trainer.config.checkpoint_every, steps_before, state.env_steps):
             return
         trainer.clock.enter(Phase.CHECKPOINT)
-        self._recorder.save(trainer.checkpoint, state.env_steps)
+        if self._checkpoints is not None:
+            self._checkpoints.save(trainer.checkpoint(), state.env_steps)
         if not trainer.config.eval_every and state.return_mean is not None:
             self._save_if_best(state.return_mean)
 
@@ -157,7 +161,8 @@ class _Loop:
         state = self._trainer.state
         if state.best_return is None or value > state.best_return:
             state.best_return = value
-            self._recorder.save_best(self._trainer.checkpoint)
+            if self._checkpoints is not None:
+                self._checkpoints.save_best(self._trainer.checkpoint())
 
 
 def _crossed(every: int, before: int, now: int) -> bool:

@@ -9,8 +9,9 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Protocol, TextIO
 
+from flatout.runlog.metrics import Progress
+from flatout.runlog.recorder import Sink
 from flatout.runlog.stream import SafeStream
-from flatout.training.progress import Progress
 from flatout.views.figures import (
     count,
     duration,
@@ -23,20 +24,11 @@ from flatout.views.figures import (
 )
 
 
-class Display(Protocol):
+class Display(Sink, Protocol):
     """Shows a run to a person; none of its methods raises, whatever the terminal does."""
 
     def start(self, header: Sequence[str]) -> None:
         """Print the header's lines and begin."""
-
-    def update(self, progress: Progress) -> None:
-        """Take the latest figures; cheap, whatever is shown."""
-
-    def note(self, text: str) -> None:
-        """Print a line that stays."""
-
-    def stop(self) -> None:
-        """Show the last figures and end; a second call does nothing."""
 
 
 def make_display(
@@ -60,13 +52,13 @@ class QuietDisplay:
     def start(self, header: Sequence[str]) -> None:
         """Print nothing."""
 
-    def update(self, progress: Progress) -> None:
+    def write(self, progress: Progress) -> None:
         """Take the figures and forget them."""
 
     def note(self, text: str) -> None:
         """Print nothing."""
 
-    def stop(self) -> None:
+    def close(self) -> None:
         """Do nothing."""
 
 
@@ -92,7 +84,7 @@ class PlainDisplay:
         for line in header:
             self.note(line)
 
-    def update(self, progress: Progress) -> None:
+    def write(self, progress: Progress) -> None:
         """Print a line if the last one is old enough."""
         self._latest = progress
         if self._is_due(progress):
@@ -103,7 +95,7 @@ class PlainDisplay:
         self._stream.write(text + "\n")
         self._stream.flush()
 
-    def stop(self) -> None:
+    def close(self) -> None:
         """Print the last figures unless they are printed."""
         if self._latest is not None and self._latest is not self._shown:
             self._show(self._latest)

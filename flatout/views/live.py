@@ -16,8 +16,8 @@ from rich.console import Console, ConsoleDimensions, RenderableType
 from rich.live import Live
 from rich.text import Text
 
+from flatout.runlog.metrics import Progress
 from flatout.runlog.stream import SafeStream
-from flatout.training.progress import Progress
 from flatout.views.view import History, Snapshot, panel
 
 REFRESHES_PER_SECOND = 4
@@ -57,7 +57,7 @@ class LiveDisplay:
         self._streams_before = sys.stdout, sys.stderr
         self._live.start(refresh=True)
 
-    def update(self, progress: Progress) -> None:
+    def write(self, progress: Progress) -> None:
         """Leave the latest figures for the next refresh."""
         self._since = perf_counter()
         self._progress = progress
@@ -69,7 +69,7 @@ class LiveDisplay:
         """Print a line above the view."""
         self._console.print(Text(text))
 
-    def stop(self) -> None:
+    def close(self) -> None:
         """Draw the last figures, leave them standing and give the terminal back."""
         if not self._stopped:
             self._stopped = True

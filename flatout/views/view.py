@@ -13,7 +13,7 @@ from rich import box
 from rich.panel import Panel
 from rich.text import Text
 
-from flatout.training.progress import Progress
+from flatout.runlog.metrics import Progress
 from flatout.views.figures import (
     count,
     duration,

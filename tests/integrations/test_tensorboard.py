@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from flatout.integrations.tensorboard import TensorBoardWriter
+from tests.runlog.progress_examples import progress
 
 
 def read(folder: Path) -> Any:
@@ -22,8 +23,13 @@ def points(folder: Path, tag: str) -> list[tuple[int, float]]:
 
 def test_tensorboard_reads_back_what_was_written(tmp_path: Path) -> None:
     writer = TensorBoardWriter(tmp_path)
-    writer.write(1024, {"rollout/ep_rew_mean": 21.5, "train/loss": float("nan"), "time/fps": 18_200})
-    writer.write(2048, {"rollout/ep_rew_mean": 34.25, "train/loss": 0.5, "time/fps": float("inf")})
+    nan, inf = float("nan"), float("inf")
+    writer.write(
+        progress(env_steps=1024, return_mean=21.5, steps_per_second=18_200, metrics={"train/loss": nan})
+    )
+    writer.write(
+        progress(env_steps=2048, return_mean=34.25, steps_per_second=inf, metrics={"train/loss": 0.5})
+    )
     writer.close()
     writer.close()
     assert points(tmp_path, "rollout/ep_rew_mean") == [(1024, 21.5), (2048, 34.25)]
@@ -34,11 +40,11 @@ def test_tensorboard_reads_back_what_was_written(tmp_path: Path) -> None:
 def test_a_resumed_run_draws_no_point_twice(tmp_path: Path) -> None:
     first = TensorBoardWriter(tmp_path)
     for step in (1000, 2000, 3000):
-        first.write(step, {"rollout/ep_rew_mean": 1.0})
+        first.write(progress(env_steps=step, return_mean=1.0))
     first.close()
     second = TensorBoardWriter(tmp_path, resume_at=2000)
     for step in (3000, 4000):
-        second.write(step, {"rollout/ep_rew_mean": 2.0})
+        second.write(progress(env_steps=step, return_mean=2.0))
     second.close()
     assert points(tmp_path, "rollout/ep_rew_mean") == [(1000, 1.0), (2000, 1.0), (3000, 2.0), (4000, 2.0)]
 

@@ -29,11 +29,11 @@ def test_a_pipe_gets_plain_lines_header_first_and_the_end_always() -> None:
     display = make_display(stream)
     assert isinstance(display, PlainDisplay)
     display.start(["CartPole-v1 · PPO", "16 envs"])
-    display.update(progress(env_steps=10, seconds=0.1))
-    display.update(progress(env_steps=20, seconds=0.2))
+    display.write(progress(env_steps=10, seconds=0.1))
+    display.write(progress(env_steps=20, seconds=0.2))
     display.note("a warning")
-    display.stop()
-    display.stop()
+    display.close()
+    display.close()
     lines = stream.getvalue().splitlines()
     assert lines[:3] == ["CartPole-v1 · PPO", "16 envs", "a warning"]
     assert len(lines) == 4
@@ -49,8 +49,8 @@ def test_lines_come_seldom_but_come(minutes: float, fewest: int, most: int) -> N
     display = make_display(stream)
     for nth in range(1, 5001):
         share = nth / 5000
-        display.update(progress(env_steps=int(500_000 * share), seconds=60 * minutes * share))
-    display.stop()
+        display.write(progress(env_steps=int(500_000 * share), seconds=60 * minutes * share))
+    display.close()
     lines = stream.getvalue().splitlines()
     assert fewest <= len(lines) <= most
     assert lines[-1].startswith(" 100 %")
@@ -61,9 +61,9 @@ def test_quiet_is_quiet() -> None:
     display = make_display(stream, quiet=True)
     assert isinstance(display, QuietDisplay)
     display.start(["header"])
-    display.update(progress())
+    display.write(progress())
     display.note("a warning")
-    display.stop()
+    display.close()
     assert stream.getvalue() == ""
 
 
@@ -74,8 +74,8 @@ def test_a_reader_that_went_away_does_not_end_the_run() -> None:
     display.start(["header"])
     os.close(read)
     for nth in range(100):
-        display.update(progress(seconds=100.0 * nth, env_steps=50_000 * nth))
-    display.stop()
+        display.write(progress(seconds=100.0 * nth, env_steps=50_000 * nth))
+    display.close()
     with pytest.raises(BrokenPipeError):
         stream.close()
 
@@ -83,14 +83,14 @@ def test_a_reader_that_went_away_does_not_end_the_run() -> None:
     closed.close()
     display = make_display(closed)
     display.start(["header"])
-    display.stop()
+    display.close()
 
 
 def test_a_stream_without_unicode_gets_ascii_of_the_same_length() -> None:
     raw = io.BytesIO()
     display = make_display(io.TextIOWrapper(raw, encoding="latin-1", write_through=True))
     display.start(["CartPole-v1 · PPO · 日本", "odd \udcff name"])
-    display.update(progress())
+    display.write(progress())
     lines = raw.getvalue().decode("ascii").splitlines()
     assert lines[:2] == ["CartPole-v1 | PPO | ??", "odd ? name"]
     assert "return 143.2 ~ 30.1" in lines[2]

@@ -120,11 +120,11 @@ def test_a_wide_terminal_shows_everything_in_six_lines() -> None:
     with terminal(140) as seen:
         display = show(seen)
         for nth in range(10):
-            display.update(progress(return_mean=14.3 * nth))
-        display.update(progress(metrics={**progress().metrics, "eval/mean_reward": 480.0}))
-        display.update(progress())
+            display.write(progress(return_mean=14.3 * nth))
+        display.write(progress(metrics={**progress().metrics, "eval/mean_reward": 480.0}))
+        display.write(progress())
         seen.wait_for("143.2 ± 30.1")
-        display.stop()
+        display.close()
     header, *frame = [line for line in seen.lines if line]
     assert header == "CartPole-v1 · PPO"
     assert [len(line) for line in frame] == [100] * 6
@@ -151,10 +151,10 @@ def test_a_wide_terminal_shows_everything_in_six_lines() -> None:
 def test_a_narrow_terminal_drops_figures_and_keeps_its_shape(columns: int) -> None:
     with terminal(columns) as seen:
         display = show(seen)
-        display.update(progress())
+        display.write(progress())
         seen.wait_for("━")
-        display.update(progress())
-        display.stop()
+        display.write(progress())
+        display.close()
     frame = [line for line in seen.lines if line][-6:]
     assert [len(line) for line in frame] == [columns] * 6
     assert seen.text.count("╭") == seen.text.count("╯") == 1
@@ -178,23 +178,23 @@ def test_it_is_redrawn_by_itself_and_follows_phase_and_window() -> None:
         display = show(seen, lambda: phase)
         seen.wait_for("now: collect")
         seen.wait_for("the first rollout is on its way")
-        display.update(progress())
+        display.write(progress())
         phase = "evaluate"
         seen.wait_for("now: evaluate")
         seen.resize(100)
         seen.wait_for("explained variance")
-        display.stop()
-        display.stop()
+        display.close()
+        display.close()
     assert [len(line) for line in seen.lines if line][-6:] == [100] * 6
 
 
 def test_notes_stay_above_and_the_last_frame_below() -> None:
     with terminal(100) as seen:
         display = show(seen)
-        display.update(progress())
+        display.write(progress())
         display.note("KL above the bound [bold]at 25[/bold]")
-        display.update(progress(env_steps=500_000))
-        display.stop()
+        display.write(progress(env_steps=500_000))
+        display.close()
         seen.wait_for("done")
     assert seen.lines[:2] == ["CartPole-v1 · PPO", "KL above the bound [bold]at 25[/bold]"]
     assert seen.lines[2].startswith("╭─ done ─")
@@ -206,7 +206,7 @@ def test_notes_stay_above_and_the_last_frame_below() -> None:
 def test_a_run_that_ends_early_says_stopped() -> None:
     with terminal(100) as seen:
         display = show(seen)
-        display.stop()
+        display.close()
         seen.wait_for("stopped")
 
 
@@ -227,16 +227,16 @@ def test_no_figure_can_break_it() -> None:
     )
     with terminal(100) as seen:
         display = show(seen)
-        display.update(odd)
-        display.update(progress(return_mean=None, return_std=None, length_mean=None, metrics={}, phases={}))
-        display.update(odd)
+        display.write(odd)
+        display.write(progress(return_mean=None, return_std=None, length_mean=None, metrics={}, phases={}))
+        display.write(odd)
         seen.wait_for("KL nan")
-        display.stop()
+        display.close()
     with terminal(100) as seen:
         display = show(seen, broken)
-        display.update(progress())
+        display.write(progress())
         seen.wait_for("display: no phase")
-        display.stop()
+        display.close()
 
 
 def test_a_terminal_that_goes_away_does_not_end_the_run() -> None:
@@ -245,10 +245,10 @@ def test_a_terminal_that_goes_away_does_not_end_the_run() -> None:
     display = make_display(stream)
     display.start([])
     os.close(ours)
-    display.update(progress())
+    display.write(progress())
     display.note("still here")
     time.sleep(0.6)
-    display.stop()
+    display.close()
     time.sleep(0.3)
     assert not [thread for thread in threading.enumerate() if type(thread).__name__ == "_RefreshThread"]
     with pytest.raises(OSError, match="Input/output error"):
@@ -258,9 +258,9 @@ def test_a_terminal_that_goes_away_does_not_end_the_run() -> None:
 def test_a_terminal_without_unicode_gets_ascii() -> None:
     with terminal(100, encoding="ascii") as seen:
         display = show(seen)
-        display.update(progress())
+        display.write(progress())
         seen.wait_for("143.2 ~ 30.1")
-        display.stop()
+        display.close()
     assert seen.raw.isascii()
 
 
@@ -269,7 +269,7 @@ def test_a_dumb_terminal_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> No
     with terminal(100) as seen:
         display = make_display(seen.stream)
         display.start(["header"])
-        display.update(progress())
+        display.write(progress())
         seen.wait_for("return 143.2 ± 30.1")
     assert "\x1b" not in seen.raw
 
@@ -280,14 +280,14 @@ def test_what_the_env_prints_goes_above_the_view_even_from_a_forked_worker(
     with terminal(100) as seen:
         monkeypatch.setattr(sys, "stdout", seen.stream)
         display = show(seen)
-        display.update(progress())
+        display.write(progress())
         assert sys.stdout is not seen.stream
         print("from the env")
         child = os.fork()
         if child == 0:
             os._exit(0 if sys.stdout is seen.stream else 1)
         assert os.waitpid(child, 0)[1] == 0
-        display.stop()
+        display.close()
         assert sys.stdout is seen.stream
         seen.wait_for("from the env")
 
@@ -298,9 +298,9 @@ def test_an_update_costs_microseconds() -> None:
         latest = progress()
         began = time.perf_counter()
         for _ in range(10_000):
-            display.update(latest)
+            display.write(latest)
         each = (time.perf_counter() - began) / 10_000
-        display.stop()
+        display.close()
     assert each < 50e-6
 
 
@@ -329,7 +329,7 @@ def test_another_algorithms_figures_are_shown_too() -> None:
     dqn = progress(metrics={"train/loss": 0.02, "rollout/exploration_rate": 0.05})
     with terminal(100) as seen:
         display = show(seen)
-        display.update(dqn)
+        display.write(dqn)
         seen.wait_for("update   explore 5 %")
         seen.wait_for("loss 0.020")
-        display.stop()
+        display.close()
