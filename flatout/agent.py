@@ -27,8 +27,7 @@ from flatout.envs.make import EnvSource, env_factory
 from flatout.envs.spaces import ActionLayout, ObsLayout, space_from_json
 from flatout.errors import FlatoutError
 from flatout.integrations.tensorboard import TensorBoardWriter
-from flatout.models.build import build_model
-from flatout.models.policy import Policy
+from flatout.models.policy import Policy, build_model
 from flatout.runlog.folder import RunFolder, default_run_name, write_json
 from flatout.runlog.recorder import Recorder, Sink
 from flatout.runlog.summary import summary_text

@@ -20,8 +20,8 @@ from flatout.device.accelerator import card
 from flatout.device.machine import usable_memory
 from flatout.envs.make import EnvSource
 from flatout.errors import FlatoutError, did_you_mean
-from flatout.models.build import build_model
 from flatout.models.config import NetworkConfig
+from flatout.models.policy import build_model
 from flatout.perf.case import Case
 from flatout.perf.costs import Settings, UpdateCost
 from flatout.perf.finding import Finding

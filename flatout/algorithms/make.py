@@ -9,8 +9,7 @@ from flatout.algorithms.ppo.config import PPOConfig
 from flatout.algorithms.ppo.learner import PPOLearner
 from flatout.algorithms.pqn.learner import PQNLearner
 from flatout.learning.learner import Learner
-from flatout.models.policy import ActorCritic, PolicyNet
-from flatout.models.q import QNetwork
+from flatout.models.policy import ActorCritic, PolicyNet, QNetwork
 from flatout.timing import PhaseClock
 
 

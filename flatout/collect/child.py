@@ -28,9 +28,8 @@ from flatout.executors.base import Episode, merge_snapshots, part_of_snapshot
 from flatout.executors.serial import SerialExecutor
 from flatout.executors.supervise import ChildProcess, Crew, RestartBudget
 from flatout.learning.params import ParamBlock
-from flatout.models.build import build_model
 from flatout.models.config import NetworkConfig, Traits
-from flatout.models.policy import PolicyNet
+from flatout.models.policy import PolicyNet, build_model
 from flatout.timing import COLLECT_PHASES, MAX_WAITING, Phase, PhaseClock, Span
 
 POLL_SECONDS = 0.1

@@ -36,9 +36,8 @@ from flatout.envs.spaces import ActionLayout, ObsLayout, space_to_json
 from flatout.errors import FlatoutError
 from flatout.executors.supervise import ChildProcess
 from flatout.learning.update import Step, Update
-from flatout.models.build import build_model
 from flatout.models.config import NetworkConfig
-from flatout.models.policy import Policy
+from flatout.models.policy import Policy, build_model
 from flatout.timing import PhaseClock
 
 DONE = b"D"

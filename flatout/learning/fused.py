@@ -20,7 +20,8 @@ from flatout.envs.spaces import Array
 from flatout.learning import fused_kernel as kernel
 from flatout.learning.params import FlatParams
 from flatout.learning.update import Batch, Update
-from flatout.models.policy import OBS_CLIP, Obs, PolicyNet
+from flatout.models.encoders import Obs
+from flatout.models.policy import OBS_CLIP, PolicyNet
 
 BENDS = ("relu", "tanh")
 """Activations whose slope follows from what they gave."""

@@ -1,65 +1,29 @@
-"""The actor-critic, and what every network that acts has: leaves of observations in, raw outputs for a head out.
+"""Networks: PolicyNet, which acts, and the actor-critic and Q-network made of it.
 
-Observation normalisation is part of the model (two buffers per float leaf), so it is published, saved
-and frozen with the parameters.
+Observation arrays in, raw outputs for a head out. Observation normalisation is part of the model (two buffers per
+vector), so it is published, saved and frozen with the parameters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from flatout.envs.spaces import ActionLayout, ArraySpec, ObsLayout
 from flatout.errors import FlatoutError
-from flatout.models.cnn import ImageEncoder
-from flatout.models.config import NetworkConfig
-from flatout.models.heads import Head, PolicyHead, make_head
-from flatout.models.mlp import linear, mlp
+from flatout.models.config import NetworkConfig, Traits
+from flatout.models.encoders import Encoder, Obs, linear, mlp
+from flatout.models.heads import GreedyHead, Head, PolicyHead, make_head
 
-Obs: TypeAlias = Sequence[Tensor]
 OBS_CLIP = 10.0
 
 
-class Encoder(nn.Module):
-    """All leaves but the mask, each as its kind wants it, concatenated to one feature vector."""
-
-    def __init__(self, leaves: Sequence[ArraySpec]) -> None:
-        super().__init__()
-        self._parts = [(i, leaf) for i, leaf in enumerate(leaves) if leaf.kind != "mask"]
-        self.images = nn.ModuleDict()
-        self.n_features = 0
-        for i, leaf in self._parts:
-            if leaf.kind == "image":
-                self.images[str(i)] = ImageEncoder(leaf.shape, scale=leaf.dtype == "uint8")
-                self.n_features += ImageEncoder.n_features
-            elif leaf.kind == "discrete":
-                self.n_features += sum(leaf.nvec)
-                ends = torch.tensor([sum(leaf.nvec[:k]) for k in range(len(leaf.nvec))])
-                self.register_buffer(f"_offset_{i}", ends - torch.tensor(leaf.start), persistent=False)
-            else:
-                self.n_features += _n_elements(leaf)
-
-    def forward(self, obs: Obs) -> Tensor:
-        features = [self._encode(i, leaf, obs[i]) for i, leaf in self._parts]
-        return features[0] if len(features) == 1 else torch.cat(features, -1)
-
-    def _encode(self, i: int, leaf: ArraySpec, value: Tensor) -> Tensor:
-        if leaf.kind == "image":
-            out: Tensor = self.images[str(i)](value)
-            return out
-        flat = value.reshape(len(value), -1)
-        if leaf.kind == "discrete":  # one-hot of every element, side by side
-            hot = torch.zeros(len(value), sum(leaf.nvec), device=value.device)
-            return hot.scatter_(1, flat + self.get_buffer(f"_offset_{i}"), 1.0)
-        return flat.float()
-
-
 class PolicyNet(nn.Module):
-    """Encoder, body and output layer of what acts, with the head that makes actions of the outputs."""
+    """Encoder, hidden layers, output layer, and the head that turns outputs into actions."""
 
     def __init__(
         self,
@@ -78,7 +42,7 @@ class PolicyNet(nn.Module):
         if obs.mask_index is not None:
             _check_mask(obs.specs[obs.mask_index], action)
         self.head = head
-        self.vector_indices = tuple(i for i, leaf in enumerate(obs.specs) if leaf.kind == "vector")
+        self.vector_indices = tuple(i for i, spec in enumerate(obs.specs) if spec.kind == "vector")
         for i in self.vector_indices:
             self.register_buffer(f"obs_mean_{i}", torch.zeros(obs.specs[i].shape))
             self.register_buffer(f"obs_scale_{i}", torch.ones(obs.specs[i].shape))
@@ -89,7 +53,7 @@ class PolicyNet(nn.Module):
         self.pi_out = linear(widths[-1], head.n_outputs, gain=out_gain)
 
     def features(self, obs: Obs) -> Tensor:
-        """What the policy's first layer sees."""
+        """Inputs of the first hidden layer."""
         out: Tensor = self.pi_encoder(self._normalized(obs))
         return out
 
@@ -103,7 +67,7 @@ class PolicyNet(nn.Module):
         return _weights((*self.pi_body, self.pi_out))
 
     def acting_norms(self) -> list[tuple[Tensor, Tensor]]:
-        """Gain and shift of every hidden layer's normalisation; none where layers are not normalised."""
+        """Weight and bias of every LayerNorm, if there are any."""
         return [(layer.weight, layer.bias) for layer in self.pi_body if isinstance(layer, nn.LayerNorm)]
 
     def mask(self, obs: Obs) -> Tensor | None:
@@ -111,11 +75,11 @@ class PolicyNet(nn.Module):
         return None if self._mask_index is None else obs[self._mask_index]
 
     def sample(self, obs: Obs, noise: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows and log-probabilities of actions drawn with the given noise."""
+        """Actions drawn with the given noise, before squashing, and their log-probabilities."""
         return self.head.sample(self.policy(obs), noise, self.mask(obs))
 
     def mode(self, obs: Obs) -> Tensor:
-        """The most likely rows."""
+        """The most likely actions, before squashing."""
         return self.head.mode(self.policy(obs), self.mask(obs))
 
     def _normalized(self, obs: Obs) -> Obs:
@@ -129,7 +93,7 @@ class PolicyNet(nn.Module):
 
 
 class ActorCritic(PolicyNet):
-    """Policy and value networks, apart or on one trunk."""
+    """Policy and value network, separate or with shared hidden layers."""
 
     head: PolicyHead
 
@@ -139,7 +103,7 @@ class ActorCritic(PolicyNet):
         head = make_head(action, config.log_std_init, squash=config.squash)
         super().__init__(obs, action, config, head, normalize_obs=normalize_obs, out_gain=0.01)
         self.shared = config.trunk == "shared" or (
-            config.trunk == "auto" and any(leaf.kind == "image" for leaf in obs.specs)
+            config.trunk == "auto" and any(spec.kind == "image" for spec in obs.specs)
         )
         widths = config.network_arch
         if not self.shared:
@@ -157,7 +121,7 @@ class ActorCritic(PolicyNet):
         return out.squeeze(-1)
 
     def value_layers(self) -> list[tuple[Tensor, Tensor]]:
-        """Weight and bias of every layer from features to values, where they are its own."""
+        """Weight and bias of every layer from features to values; of separate networks only."""
         return _weights((*self.vf_body, self.vf_out))
 
     def both(self, obs: Obs) -> tuple[Tensor, Tensor]:
@@ -167,16 +131,16 @@ class ActorCritic(PolicyNet):
         vf_features = features if self.shared else self.vf_body(self.vf_encoder(obs))
         return self.pi_out(features), self.vf_out(vf_features).squeeze(-1)
 
-    def evaluate(self, obs: Obs, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Log-probabilities of the rows, entropy, and values."""
+    def evaluate(self, obs: Obs, actions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-probabilities of actions as they were sampled, entropy, and values."""
         out, value = self.both(obs)
-        log_prob, entropy = self.head.evaluate(out.float(), rows, self.mask(obs))
+        log_prob, entropy = self.head.evaluate(out.float(), actions, self.mask(obs))
         return log_prob, entropy, value.float()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Policy:
-    """A model on a device, and how the env's spaces map to it."""
+    """A model on a device, and the layouts of its observations and actions."""
 
     model: PolicyNet
     obs: ObsLayout
@@ -189,38 +153,98 @@ class Policy:
         return sum(p.numel() for p in self.model.parameters())
 
 
+class QNetwork(PolicyNet):
+    """Q-values of all actions, (B, actions); `dueling` composes them of value and advantages (Wang et al. 2016)."""
+
+    def __init__(
+        self,
+        obs: ObsLayout,
+        action: ActionLayout,
+        config: NetworkConfig,
+        *,
+        normalize_obs: bool = False,
+        dueling: bool = False,
+        layer_norm: bool = False,
+    ) -> None:
+        if len(action.nvec) != 1:
+            raise FlatoutError(
+                f"DQN and PQN choose among Discrete actions; this env has {action.space}: use PPO (--algo ppo)"
+            )
+        head = GreedyHead(action.nvec[0])
+        super().__init__(
+            obs, action, config, head, normalize_obs=normalize_obs, out_gain=0.01, layer_norm=layer_norm
+        )
+        self.greedy = head
+        self.v_out = linear(config.network_arch[-1], 1, gain=0.01) if dueling else None
+
+    def forward(self, obs: Obs) -> Tensor:
+        """Q-values of all actions."""
+        weight, bias = self._output()
+        return nn.functional.linear(self.pi_body(self.features(obs)), weight, bias)
+
+    policy = forward
+
+    def _output(self) -> tuple[Tensor, Tensor]:
+        # V + A - mean A is linear in the last hidden layer, so both output layers can be one.
+        weight, bias = self.pi_out.weight, self.pi_out.bias
+        if self.v_out is None:
+            return weight, bias
+        return weight - weight.mean(0) + self.v_out.weight, bias - bias.mean() + self.v_out.bias
+
+    def acting_layers(self) -> list[tuple[Tensor, Tensor]]:
+        """Weight and bias of every layer from features to Q-values."""
+        return [*super().acting_layers()[:-1], self._output()]
+
+
 def _weights(layers: Sequence[nn.Module]) -> list[tuple[Tensor, Tensor]]:
     return [(layer.weight, layer.bias) for layer in layers if isinstance(layer, nn.Linear)]
 
 
-def _n_elements(leaf: ArraySpec) -> int:
-    n = 1
-    for side in leaf.shape:
-        n *= side
-    return n
-
-
-def _check_mask(leaf: ArraySpec, action: ActionLayout) -> None:
+def _check_mask(spec: ArraySpec, action: ActionLayout) -> None:
     if action.continuous:
         raise FlatoutError("the observation has an action_mask, but Box actions cannot be masked")
-    if leaf.shape != (action.n_logits,):
+    if spec.shape != (action.n_logits,):
         raise FlatoutError(
-            f"action_mask has {leaf.shape[0]} entries; this action space wants {action.n_logits}, one per choice"
+            f"action_mask has {spec.shape[0]} entries; this action space needs {action.n_logits}, one per choice"
         )
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Inside it, torch draws random numbers, such as initial parameters, from the seed alone."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
 
 
 def build(
     obs: ObsLayout, action: ActionLayout, config: NetworkConfig, seed: int, *, normalize_obs: bool = False
 ) -> ActorCritic:
-    """An actor-critic whose first parameters depend on nothing but the seed."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    """An actor-critic with initial parameters from the seed."""
+    with seeded(seed):
         return ActorCritic(obs, action, config, normalize_obs=normalize_obs)
+
+
+def build_model(
+    obs: ObsLayout, action: ActionLayout, config: NetworkConfig, traits: Traits, seed: int
+) -> PolicyNet:
+    """The network that an algorithm requires, with initial parameters from the seed."""
+    if traits.kind == "policy":
+        return build(obs, action, config, seed, normalize_obs=traits.normalize_obs)
+    with seeded(seed):
+        return QNetwork(
+            obs,
+            action,
+            config,
+            normalize_obs=traits.normalize_obs,
+            dueling=traits.dueling,
+            layer_norm=traits.layer_norm,
+        )
 
 
 @torch.no_grad()
 def copy_parameters(source: nn.Module, target: nn.Module) -> None:
-    """Give a model all that another one of the same kind has learned."""
+    """Copy all parameters and buffers of a model to another one of the same architecture."""
     pairs = ((source.parameters(), target.parameters()), (source.buffers(), target.buffers()))
     for theirs, ours in pairs:
         for tensor, value in zip(ours, theirs, strict=True):

@@ -27,8 +27,7 @@ from flatout.executors.base import Plan
 from flatout.learning.compile import kept, load, policy_recipe
 from flatout.learning.learner import TINY_BATCH, Learner
 from flatout.models.actor import make_actor
-from flatout.models.build import build_model
-from flatout.models.policy import Policy
+from flatout.models.policy import Policy, build_model
 from flatout.perf.choose import Probe, children, only_plan, plans, probe
 from flatout.perf.overlap import AROUND, Work, decide_overlap, share_cores
 from flatout.timing import PhaseClock

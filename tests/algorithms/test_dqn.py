@@ -16,9 +16,8 @@ from flatout.algorithms.dqn.fused import HandMadeDQN, can_be_made_by_hand
 from flatout.algorithms.dqn.learner import DQNLearner
 from flatout.envs.spaces import ActionLayout, ObsLayout
 from flatout.errors import FlatoutError
-from flatout.models.build import build_model
 from flatout.models.config import NetworkConfig
-from flatout.models.q import QNetwork
+from flatout.models.policy import QNetwork, build_model
 from flatout.timing import PhaseClock
 
 PLAIN = spaces.Box(-1, 1, (3,))

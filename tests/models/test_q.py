@@ -14,9 +14,8 @@ from flatout.collect.tensors import DeviceNoise
 from flatout.envs.spaces import ActionLayout, Array, ObsLayout
 from flatout.errors import FlatoutError
 from flatout.models.actor import Actor, KernelActor, TorchActor
-from flatout.models.build import build_model
 from flatout.models.config import NetworkConfig, Traits
-from flatout.models.q import QNetwork
+from flatout.models.policy import QNetwork, build_model
 
 CPU = torch.device("cpu")
 N_ACTIONS = 5

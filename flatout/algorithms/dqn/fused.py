@@ -15,7 +15,7 @@ from flatout.envs.spaces import Array
 from flatout.learning.fused import HandMadeStep, Perceptron, is_plain, layers_in
 from flatout.learning.params import FlatParams
 from flatout.learning.update import Update
-from flatout.models.q import QNetwork
+from flatout.models.policy import QNetwork
 
 
 @compiled

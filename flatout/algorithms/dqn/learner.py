@@ -18,7 +18,7 @@ from flatout.buffers.rollout import Learnable, Rollout, TensorRollout
 from flatout.envs.spaces import Array
 from flatout.learning.learner import AUTOCAST, Learner, example_obs
 from flatout.learning.update import Update
-from flatout.models.q import QNetwork
+from flatout.models.policy import QNetwork
 from flatout.timing import Phase, PhaseClock
 
 NAMES = (*dqn.METRICS, "train/grad_norm")

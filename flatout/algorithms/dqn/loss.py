@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from flatout.algorithms.dqn.config import DQNConfig, PQNConfig
 from flatout.learning.minibatch import Rows
 from flatout.models.heads import MASKED
-from flatout.models.q import QNetwork
+from flatout.models.policy import QNetwork
 
 METRICS = ("train/loss", "train/q_mean", "train/td_error")
 """What each entry of the loss's metrics vector is."""

@@ -16,8 +16,9 @@ from flatout.envs.spaces import Array
 from flatout.learning.fused import HandMadeStep, Perceptron, is_plain, layers_in
 from flatout.learning.params import FlatParams
 from flatout.learning.update import Update
+from flatout.models.encoders import Obs
 from flatout.models.heads import LOG_SQRT_2PI, MASKED, CategoricalHead, GaussianHead
-from flatout.models.policy import ActorCritic, Obs
+from flatout.models.policy import ActorCritic
 
 _MASKED, _HALF_LOG_2PI = np.float32(MASKED), np.float32(LOG_SQRT_2PI)
 _HALF, _ONE = np.float32(0.5), np.float32(1)

@@ -16,7 +16,7 @@ from flatout.learning.epochs import Epochs, as_transitions
 from flatout.learning.learner import AUTOCAST, Learner, example_obs
 from flatout.learning.memory import PartSize, in_parts
 from flatout.learning.update import Update
-from flatout.models.q import QNetwork
+from flatout.models.policy import QNetwork
 from flatout.timing import Phase, PhaseClock
 
 NAMES = (*pqn.METRICS, "train/grad_norm")

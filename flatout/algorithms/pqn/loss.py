@@ -18,7 +18,7 @@ from flatout.algorithms.ppo.loss import Transitions, values_and_next
 from flatout.algorithms.returns import lambda_returns
 from flatout.learning.minibatch import Rows
 from flatout.models.heads import MASKED
-from flatout.models.q import QNetwork
+from flatout.models.policy import QNetwork
 
 
 @dataclass(frozen=True, slots=True)
