@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from flatout.advice.doctor import doctor
     from flatout.advice.tune import tune
     from flatout.agent import DQN, PPO, PQN, load
-    from flatout.algorithms.ppo.config import choose_batch_size
+    from flatout.algorithms.base import choose_batch_size
     from flatout.errors import EnvError, FlatoutError
     from flatout.vector import make_vec
 
@@ -36,7 +36,7 @@ _HOMES = {
     "DQN": "agent",
     "PQN": "agent",
     "load": "agent",
-    "choose_batch_size": "algorithms.ppo.config",
+    "choose_batch_size": "algorithms.base",
     "make_vec": "vector",
     "doctor": "advice.doctor",
     "tune": "advice.tune",

@@ -14,10 +14,9 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from flatout.algorithms.ppo.recipes import RECIPES
 from flatout.collect.noise import ActionNoise
 from flatout.config.fields import replace as replace_fields
-from flatout.config.presets import PRESETS, preset_note
+from flatout.config.presets import preset_note
 from flatout.config.run_config import RunConfig, read_file, resolve
 from flatout.device.accelerator import resolve_device
 from flatout.device.machine import gc_frozen, machine
@@ -27,7 +26,7 @@ from flatout.envs.make import EnvSource, env_factory
 from flatout.envs.spaces import ActionLayout, ObsLayout, space_from_json
 from flatout.errors import FlatoutError
 from flatout.integrations.tensorboard import TensorBoardWriter
-from flatout.models.policy import Policy, build_model
+from flatout.models.policy import Policy
 from flatout.runlog.folder import RunFolder, default_run_name, write_json
 from flatout.runlog.recorder import Recorder, Sink
 from flatout.runlog.summary import summary_text
@@ -284,7 +283,7 @@ class Agent:
         config = self.config
         source = config.preset or ("tuned for this env" if _is_tuned(config) else "auto")
         lines = [
-            f"{config.env} · {config.algo.upper()} · settings: {source} · {self.device} "
+            f"{config.env} · {config.descriptor.title} · settings: {source} · {self.device} "
             f"({self._machine.cores} cores) · seed {config.seed}",
             config.arithmetic(),
         ]
@@ -310,10 +309,11 @@ class Agent:
                 f"{len(self._fresh_envs)} of {self.config.n_envs} envs could not be replayed to where they "
                 "stood and began a new episode"
             )
-        if self.config.preset in PRESETS and self.config.algo == "ppo":
+        preset, presets = self.config.preset, self.config.descriptor.presets
+        if preset is not None and preset in presets:
             obs_bytes = sum(leaf.nbytes for leaf in self.policy.obs.alloc(1))
             free = self._machine.memory_available_bytes
-            notes.append(preset_note(self.config.preset, self._machine.cores, free, obs_bytes) or "")
+            notes.append(preset_note(presets, preset, self._machine.cores, free, obs_bytes) or "")
         return [note for note in notes if note]
 
     def _env_info(self) -> EnvInfo:
@@ -356,7 +356,9 @@ class Agent:
     def _claim_folder(self) -> None:
         if self._folder is None and (self._run_name or self._runs_dir):
             config = self.config
-            name = self._run_name or default_run_name(config.env, config.algo, config.seed, datetime.now())
+            name = self._run_name or default_run_name(
+                config.env, config.descriptor.name, config.seed, datetime.now()
+            )
             self._folder = RunFolder.create(Path(self._runs_dir or "runs"), name, self._overwrite)
         if self._folder is not None:
             write_json(self._folder.config, self.config.to_json())
@@ -430,7 +432,7 @@ def load(path: str | Path, env: EnvSource | None = None) -> Agent:
 
 def _policy(config: RunConfig, observation_space: Any, action_space: Any, device: str) -> Policy:
     obs, action = ObsLayout(observation_space), ActionLayout(action_space)
-    model = build_model(obs, action, config.network, config.algorithm.traits, config.seed).to(device)
+    model = config.learner_spec(obs, action).make_model().to(device)
     return Policy(model=model, obs=obs, action=action, device=torch.device(device))
 
 
@@ -450,4 +452,4 @@ def _load_model(policy: Policy, checkpoint: Checkpoint) -> None:
 
 
 def _is_tuned(config: RunConfig) -> bool:
-    return config.preset is None and config.env in RECIPES[config.algo]
+    return config.preset is None and config.env in config.descriptor.recipes

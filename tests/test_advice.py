@@ -95,7 +95,7 @@ def test_tuning_finds_a_faster_way_and_auto_takes_it(tmp_path: Path, monkeypatch
     config = found.config
     assert config.executor != "serial"
     assert config.total_batch == 4 * 64  # what is learned from stays
-    assert config.ppo.batch_size == 64
+    assert config.algorithm.batch_size == 64
     path = tmp_path / "tuned.json"
     tuning.save(found, path)
     assert resolve(None, {}, device="cpu", n_cores=2, file=path) == config

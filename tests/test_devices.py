@@ -17,9 +17,10 @@ from flatout.algorithms.ppo.config import PPOConfig
 from flatout.algorithms.ppo.learner import PPOLearner
 from flatout.envs.spaces import ActionLayout, ObsLayout
 from flatout.learning.graphs import Captured
-from flatout.learning.params import FlatParams
+from flatout.learning.transitions import Transitions
 from flatout.learning.update import Update
 from flatout.models.config import NetworkConfig
+from flatout.models.params import FlatParams
 from flatout.models.policy import build
 from flatout.timing import PhaseClock
 from tests.known import Match
@@ -41,7 +42,7 @@ def test_acting_and_the_update_never_wait_for_the_device(action_space: gym.Space
     rows, log_prob = model.sample((obs[0][0],), torch.zeros(N_ENVS, action.noise_size, device=META))
     assert rows.shape == (N_ENVS, action.size)
     flags = torch.zeros(N_STEPS, N_ENVS, dtype=torch.bool, device=META)
-    data = ppo.Transitions(
+    data = Transitions(
         obs_tn=obs,
         action_tn=rows.expand(N_STEPS, -1, -1),
         log_prob_tn=log_prob.expand(N_STEPS, -1),

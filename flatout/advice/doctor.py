@@ -14,14 +14,12 @@ from typing import Any
 
 from flatout.advice.short_benchmark import TINY, fitted, measure_costs, run_a_moment, settings_of, update_cost
 from flatout.agent import Agent
-from flatout.algorithms.make import make_learner
 from flatout.config.fields import flag
 from flatout.device.accelerator import card
 from flatout.device.machine import usable_memory
 from flatout.envs.make import EnvSource
 from flatout.errors import FlatoutError, did_you_mean
 from flatout.models.config import NetworkConfig
-from flatout.models.policy import build_model
 from flatout.perf.case import Case
 from flatout.perf.costs import Settings, UpdateCost
 from flatout.perf.finding import Finding
@@ -128,11 +126,11 @@ def _smaller(agent: Agent) -> tuple[tuple[int, ...], UpdateCost] | None:
     """A usual network and its update, if the agent's is far bigger."""
     policy, config = agent.policy, agent.config
     network: NetworkConfig = replace(config.network, network_arch=SMALLER)
-    model = build_model(policy.obs, policy.action, network, config.algorithm.traits, 0)
+    model = replace(config.learner_spec(policy.obs, policy.action), network=network).make_model()
     n_params = sum(p.numel() for p in model.parameters())
     if policy.n_params < 4 * n_params:
         return None
-    learner = make_learner(
+    learner = config.descriptor.make_learner(
         model.to(policy.device), config.algorithm, n_envs=config.n_envs, seed=0, clock=PhaseClock()
     )
     return SMALLER, update_cost(learner, launch_seconds(policy, config), TINY, config.algorithm.batch_size)

@@ -17,14 +17,13 @@ import numpy as np
 import torch
 
 from flatout.agent import Agent
-from flatout.algorithms.make import make_learner
 from flatout.buffers.rollout import Rollout
 from flatout.collect.collector import Collector
 from flatout.envs.awaitable import blocking
 from flatout.envs.check import EnvInfo
 from flatout.envs.spaces import ActionLayout
 from flatout.executors.serial import SerialExecutor
-from flatout.learning.compile import kept, load, policy_recipe
+from flatout.learning.compile import Recipe, kept, load
 from flatout.learning.learner import Learner
 from flatout.models.policy import ActorCritic, PolicyNet
 from flatout.perf.choose import COROUTINE_SECONDS, random_row
@@ -140,7 +139,9 @@ def _time_steps(
 def update_costs(agent: Agent) -> tuple[UpdateCost, UpdateCost | None, float]:
     """One update, eager, and compiled or by hand if there is such a one; and the advantage of one transition."""
     config, policy = agent.config, agent.policy
-    learner = make_learner(policy.model, config.algorithm, n_envs=config.n_envs, seed=0, clock=PhaseClock())
+    learner = config.descriptor.make_learner(
+        policy.model, config.algorithm, n_envs=config.n_envs, seed=0, clock=PhaseClock()
+    )
     size = config.algorithm.batch_size
     n_cores = agent._machine.cores
     threads, before = learner.threads(n_cores), torch.get_num_threads()
@@ -150,7 +151,8 @@ def update_costs(agent: Agent) -> tuple[UpdateCost, UpdateCost | None, float]:
         by_hand, learner.update.by_hand = learner.update.by_hand, None
         eager = update_cost(learner, launch, TINY, size, min(4 * size, max(config.total_batch, size)))
         compiled = None
-        path = kept(policy_recipe(policy, config.network, config.algorithm, "fp32", threads))
+        spec = config.learner_spec(policy.obs, policy.action)
+        path = kept(Recipe(spec=spec, device="cpu", precision="fp32", n_threads=threads))
         batch = learner.example_batch(size)
         fast: Callable[[], Any] | None = None
         if by_hand is not None:
@@ -162,7 +164,7 @@ def update_costs(agent: Agent) -> tuple[UpdateCost, UpdateCost | None, float]:
                 seconds = fastest(fast, 8)
             compiled = UpdateCost(python=min(0.05e-3, seconds), rows=((size, seconds),))
         value = 0.0
-        if config.algo != "dqn":  # which stores a rollout and learns from samples alone
+        if not config.algorithm.USES_REPLAY:  # which stores a rollout and learns from samples alone
             n = min(config.total_batch, 4096)
             obs = learner.example_batch(n).obs
             value = fastest(lambda: _values(policy.model, obs)) / n
@@ -251,7 +253,7 @@ def settings_of(agent: Agent) -> Settings:
         n_envs=config.n_envs,
         n_steps=config.algorithm.n_steps,
         batch_size=config.algorithm.batch_size,
-        n_epochs=getattr(config.algorithm, "n_epochs", 1),
+        n_epochs=config.algorithm.epochs,
         train_ratio=getattr(config.algorithm, "train_ratio", None),
         executor=plan.kind,
         n_collectors=plan.n_collectors,

@@ -7,14 +7,12 @@ import json
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from flatout.algorithms import base as algorithms
 from flatout.config.fields import Field, all_fields
 from flatout.config.run_config import RunConfig
 from flatout.errors import FlatoutError, did_you_mean
 
-SECTIONS = {None: "the run", "all": "every algorithm", "ppo": "PPO", "dqn": "DQN", "pqn": "PQN"}
-SECTIONS |= {"values": "DQN and PQN", "rollouts": "PPO and PQN", "network": "the network"}
-SHARED = {("ppo", "dqn", "pqn"): "all", ("dqn", "pqn"): "values", ("ppo", "pqn"): "rollouts"}
-"""Where settings are shown that several algorithms have."""
+THE_RUN, EVERY_ALGORITHM = "the run", "every algorithm"
 
 
 class Parser(argparse.ArgumentParser):
@@ -46,14 +44,24 @@ class _Formatter(argparse.HelpFormatter):
 
 def add_settings(parser: Parser) -> None:
     """A flag for every setting of a run, with its docstring as help; absent ones are not set."""
-    groups = {section: parser.add_argument_group(title) for section, title in SECTIONS.items()}
     having: dict[str, list[Field]] = {}
     for field in all_fields(RunConfig):
         having.setdefault(field.name, []).append(field)
+    titles = {name: _group_title([field.section for field in fields]) for name, fields in having.items()}
+    of_all = [title for title in (THE_RUN, EVERY_ALGORITHM) if title in titles.values()]
+    groups = {title: parser.add_argument_group(title) for title in dict.fromkeys([*of_all, *titles.values()])}
     for name, fields in having.items():
-        owners = tuple(str(field.section) for field in fields)
         if name != "env":
-            _add_flag(groups[SHARED.get(owners, fields[0].section)], fields[0])
+            _add_flag(groups[titles[name]], fields[0])
+
+
+def _group_title(sections: list[str | None]) -> str:
+    """The heading for a setting that these sections have: the run itself, the network, or some algorithms."""
+    if sections[0] in (None, "network"):
+        return THE_RUN if sections[0] is None else "the network"
+    if len(sections) == len(algorithms.names()) > 1:
+        return EVERY_ALGORITHM
+    return " and ".join(algorithms.get(str(section)).title for section in sections)
 
 
 def settings(args: argparse.Namespace) -> dict[str, Any]:
@@ -84,6 +92,8 @@ def _add_flag(group: argparse._ArgumentGroup, field: Field) -> None:
 def _metavar(field: Field) -> str:
     if field.name == "batch_size":
         return "N|auto"
+    if field.name == "algo":
+        return "|".join([*algorithms.names(), "FILE.py:NAME"])
     if field.name == "buffer_size":
         return "N|50GB"
     if field.choices:

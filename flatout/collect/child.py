@@ -27,16 +27,14 @@ from flatout.envs.spaces import ActionLayout, Array, ObsLayout
 from flatout.executors.base import Episode, merge_snapshots, part_of_snapshot
 from flatout.executors.serial import SerialExecutor
 from flatout.executors.supervise import ChildProcess, Crew, RestartBudget
-from flatout.learning.params import ParamBlock
-from flatout.models.config import NetworkConfig, Traits
-from flatout.models.policy import PolicyNet, build_model
+from flatout.models.params import ParamBlock
+from flatout.models.policy import PolicyNet
 from flatout.timing import COLLECT_PHASES, MAX_WAITING, Phase, PhaseClock, Span
 
 POLL_SECONDS = 0.1
 COLLECT, RESET, SNAPSHOT, RESTORE, RESET_ALL, DONE = b"C", b"0", b"S", b"R", b"A", b"D"
 PHASES = (*COLLECT_PHASES, Phase.SLOT, Phase.START)
 """The columns of the spans that a child answers with, after their start and end."""
-PLAIN = Traits()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,8 +44,8 @@ class Job:
     factory: EnvFactory
     obs: ObsLayout
     action: ActionLayout
-    network: NetworkConfig
-    traits: Traits = PLAIN
+    make_model: Callable[[], PolicyNet]
+    """Makes the model that acts, with any parameters: the run's own are published to it."""
     seed: int
     first: int
     """Its first column; its envs have consecutive numbers."""
@@ -211,7 +209,7 @@ class ChildCollectors:
 def child_main(connection: Connection, job: Job, shared: SharedArrays) -> None:
     """A child's life: answer the parent's messages until it closes the connection."""
     torch.set_num_threads(1)
-    model = build_model(job.obs, job.action, job.network, job.traits, job.seed)
+    model = job.make_model()
     ParamBlock(model, shared["params"], shared["version"]).adopt()
     seed = job.seed if job.generation == 0 else _rebuilt_seed(job)
     executor = SerialExecutor(job.factory, job.obs, np.arange(job.first, job.end), seed)

@@ -15,6 +15,8 @@ import types
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from flatout.algorithms import base as algorithms
+from flatout.algorithms.base import AlgorithmConfig
 from flatout.errors import FlatoutError, did_you_mean
 
 
@@ -67,12 +69,10 @@ def sections(config: Any) -> dict[str, str]:
 
 
 def _sections(attribute: str, kind: Any) -> dict[str, type[Any]]:
-    """The sections that an attribute may be: one, or several alternatives that say their SECTION; none for a leaf."""
-    if dataclasses.is_dataclass(kind):
-        assert isinstance(kind, type)
-        return {attribute: kind}
-    parts: tuple[Any, ...] = get_args(kind) if isinstance(kind, types.UnionType) else ()
-    return {part.SECTION: part for part in parts if hasattr(part, "SECTION")}
+    """The sections that an attribute may be: its own, or one of every algorithm; none for a leaf."""
+    if kind is AlgorithmConfig:
+        return {name: algorithms.get(name).config for name in algorithms.names()}
+    return {attribute: kind} if dataclasses.is_dataclass(kind) and isinstance(kind, type) else {}
 
 
 def replace(config: Any, values: Mapping[str, Any]) -> Any:
@@ -223,16 +223,17 @@ def _is_literal(kind: Any) -> bool:
 
 
 def _docstrings(config: type[Any]) -> dict[str, str]:
-    """The string under each field of a dataclass, by field name."""
-    body = ast.parse(textwrap.dedent(inspect.getsource(config))).body[0]
-    assert isinstance(body, ast.ClassDef)
+    """The string under each field of a dataclass and its bases, by field name."""
     out: dict[str, str] = {}
-    for statement, following in zip(body.body, body.body[1:], strict=False):
-        if (
-            isinstance(statement, ast.AnnAssign)
-            and isinstance(statement.target, ast.Name)
-            and isinstance(following, ast.Expr)
-            and isinstance(following.value, ast.Constant)
-        ):
-            out[statement.target.id] = str(following.value.value)
+    for owner in (kind for kind in reversed(config.__mro__) if dataclasses.is_dataclass(kind)):
+        body = ast.parse(textwrap.dedent(inspect.getsource(owner))).body[0]
+        assert isinstance(body, ast.ClassDef)
+        for statement, following in zip(body.body, body.body[1:], strict=False):
+            if (
+                isinstance(statement, ast.AnnAssign)
+                and isinstance(statement.target, ast.Name)
+                and isinstance(following, ast.Expr)
+                and isinstance(following.value, ast.Constant)
+            ):
+                out[statement.target.id] = str(following.value.value)
     return out

@@ -11,24 +11,19 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from flatout.algorithms.dqn.config import DQNConfig, PQNConfig
-from flatout.algorithms.ppo.config import PPOConfig, choose_batch_size, nearest_batch_sizes
-from flatout.algorithms.ppo.recipes import FIRST_CHOICE, RECIPES
-from flatout.algorithms.recipe import Recipe
+from flatout.algorithms import base as algorithms
+from flatout.algorithms.base import Algorithm, AlgorithmConfig, LearnerSpec, Recipe
 from flatout.config.fields import all_fields, convert, flag, flatten_json, to_json
 from flatout.config.fields import replace as replace_fields
-from flatout.config.presets import ALGORITHMS, auto, preset_recipe
 from flatout.device.machine import cache_folder
 from flatout.envs.make import env_id
 from flatout.errors import FlatoutError
 from flatout.models.config import NetworkConfig
 
-AUTO_BATCH = {"cpu": 256, "cuda": 2048}
-"""What `--batch-size auto` aims at, by kind of device."""
-AUTO_REPLAY_BATCH = {"cpu": 64, "cuda": 256}
-"""The same for updates from a replay, whose batches divide nothing."""
+if TYPE_CHECKING:
+    from flatout.envs.spaces import ActionLayout, ObsLayout
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,7 +34,7 @@ class RunConfig:
     """A Gymnasium id, module:Id, or file.py:factory."""
     env_kwargs: dict[str, Any] = field(default_factory=dict)
     """Keywords for the env's constructor, as JSON."""
-    algo: Literal["ppo", "dqn", "pqn"] = "ppo"
+    algo: str = algorithms.DEFAULT
     """Algorithm; not given: the one whose recipe learns the env soonest, else PPO."""
     preset: Literal["auto", "cpu", "gpu", "fast", "heavy", "beast", "max"] | None = None
     """Where settings come from that are not given; none: the env's recipe if it has one, else auto."""
@@ -71,7 +66,7 @@ class RunConfig:
     """Episodes of each such evaluation."""
     checkpoint_every: int = 100_000
     """Save a checkpoint every so many env steps; 0: only at the end."""
-    algorithm: PPOConfig | DQNConfig | PQNConfig
+    algorithm: AlgorithmConfig
     """The algorithm's settings."""
     network: NetworkConfig
     """The network's settings."""
@@ -89,31 +84,23 @@ class RunConfig:
             raise FlatoutError(
                 f"--n-collectors {self.n_collectors} goes with --executor auto, not {self.executor}"
             )
-        total, batch = self.total_batch, self.algorithm.batch_size
-        if isinstance(self.algorithm, DQNConfig):
-            self._check_first_update(self.algorithm)
-        elif total % batch:
-            near = " or ".join(map(str, nearest_batch_sizes(total, batch)))
-            raise FlatoutError(
-                f"--batch-size {batch} does not divide the rollout of {self.n_envs} envs x "
-                f"{self.algorithm.n_steps} steps = {total}; the nearest that do are {near}"
-            )
-
-    def _check_first_update(self, it: DQNConfig) -> None:
-        """Refuse a first update before any env has stored as many steps as returns are made of."""
-        n_stored = (it.learning_starts // self.total_batch + 1) * it.n_steps
-        if n_stored < it.multi_step:
-            least = (-(-it.multi_step // it.n_steps) - 1) * self.total_batch
-            raise FlatoutError(
-                f"--learning-starts {it.learning_starts} comes before {it.multi_step} steps of {self.n_envs} envs are "
-                f"stored; use at least {least}"
-            )
+        self.algorithm.check_rollout(self.n_envs)
 
     @property
-    def ppo(self) -> PPOConfig:
-        """The settings of a run of PPO."""
-        assert isinstance(self.algorithm, PPOConfig), "a run of PPO"
-        return self.algorithm
+    def descriptor(self) -> Algorithm:
+        """The algorithm."""
+        return algorithms.get(self.algo)
+
+    def learner_spec(self, obs: ObsLayout, action: ActionLayout) -> LearnerSpec:
+        """Makes the run's model and learner for such observations and actions."""
+        return LearnerSpec(
+            algorithm=self.descriptor,
+            config=self.algorithm,
+            network=self.network,
+            obs=obs,
+            action=action,
+            seed=self.seed,
+        )
 
     @property
     def total_batch(self) -> int:
@@ -127,19 +114,7 @@ class RunConfig:
 
     def arithmetic(self) -> str:
         """The batch arithmetic in one line."""
-        it = self.algorithm
-        rollout = f"{self.n_envs} envs × {it.n_steps} steps = {self.total_batch:,} "
-        if isinstance(it, DQNConfig):
-            return (
-                f"{rollout}env steps, × {it.train_ratio:g} = {self.updates_per_iteration:g} updates of "
-                f"{it.batch_size} per iteration, after {it.learning_starts:,} env steps"
-            )
-        n_minibatches = self.total_batch // it.batch_size
-        return (
-            f"{rollout}total batch, "
-            f"{n_minibatches} {'minibatch' if n_minibatches == 1 else 'minibatches'} of {it.batch_size} "
-            f"× {it.n_epochs} epochs = {n_minibatches * it.n_epochs} updates per iteration"
-        )
+        return self.algorithm.arithmetic(self.n_envs)
 
     def to_json(self) -> dict[str, Any]:
         """Nested plain data that `from_json` takes back."""
@@ -149,13 +124,18 @@ class RunConfig:
     def from_json(data: Any, source: str) -> RunConfig:
         """A complete config from what `to_json` gave."""
         values = _flatten(data, source)
-        algo = _algo(values)
-        others = ALGORITHMS.keys() - {algo}
+        algorithm = _algorithm(values)
+        others = set(algorithms.names()) - {algorithm.name}
         missing = [f.name for f in all_fields(RunConfig) if f.name not in values and f.section not in others]
         if missing:
             raise FlatoutError(f"{source}: lacks {', '.join(missing[:3])}; it is not a complete config")
         blank = RunConfig(
-            env="", timesteps=1, n_envs=256, algorithm=ALGORITHMS[algo](), network=NetworkConfig()
+            env="",
+            algo=values["algo"],
+            timesteps=1,
+            n_envs=256,
+            algorithm=algorithm.config(),
+            network=NetworkConfig(),
         )
         return _replace(blank, values)
 
@@ -182,12 +162,13 @@ def resolve(
     if not env:
         raise FlatoutError("no env given; name one, such as CartPole-v1")
     given["env"] = env = env_id(env)
-    given["algo"] = algo = _algo(given) if "algo" in given else _first_choice(env, given)
-    recipe = _recipe(env, algo, given.get("preset"), device, n_cores)
+    given.setdefault("algo", _first_choice(env, given))
+    recipe = _recipe(env, _algorithm(given), given.get("preset"), device, n_cores)
     if given.get("preset") == "auto":
         given = tuned_settings(env, given, device, n_cores) | given
     config = RunConfig(
         env=env,
+        algo=given["algo"],
         timesteps=recipe.timesteps,
         n_envs=recipe.n_envs,
         algorithm=recipe.algorithm,
@@ -202,7 +183,7 @@ TUNED_KEYS = ("n_envs", "n_steps", "executor", "n_collectors", "n_workers", "ove
 
 def save_tuned(config: RunConfig, device: str, n_cores: int) -> None:
     """Keep what was found for an env on this machine, for `--preset auto`."""
-    path = _tuned_path(config.env, config.algo, config.env_kwargs, device, n_cores)
+    path = _tuned_path(config.env, config.descriptor.name, config.env_kwargs, device, n_cores)
     values = {name: getattr(config.algorithm if name == "n_steps" else config, name) for name in TUNED_KEYS}
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -213,7 +194,7 @@ def tuned_settings(env: str, given: Mapping[str, Any], device: str, n_cores: int
     """What tuning found for this env on this machine; nothing if it never ran, or if envs or steps are given."""
     if any(name in given for name in ("n_envs", "n_steps")):
         return {}
-    path = _tuned_path(env, _algo(given), given.get("env_kwargs") or {}, device, n_cores)
+    path = _tuned_path(env, _algorithm(given).name, given.get("env_kwargs") or {}, device, n_cores)
     with suppress(OSError, ValueError, KeyError):
         settings: dict[str, Any] = json.loads(path.read_text())["settings"]
         return settings
@@ -221,7 +202,7 @@ def tuned_settings(env: str, given: Mapping[str, Any], device: str, n_cores: int
 
 
 def _tuned_path(env: str, algo: str, env_kwargs: Any, device: str, n_cores: int) -> Path:
-    named = [env] if algo == "ppo" else [env, algo]
+    named = [env] if algo == algorithms.DEFAULT else [env, algo]
     facts = json.dumps([*named, env_kwargs, device, n_cores], sort_keys=True, default=str)
     return cache_folder() / "tuned" / f"{hashlib.sha256(facts.encode()).hexdigest()[:24]}.json"
 
@@ -239,33 +220,35 @@ def read_file(path: Path) -> dict[str, Any]:
 
 def _flatten(data: Any, source: str) -> dict[str, Any]:
     """The settings in nested JSON; those of another algorithm than its own are refused."""
+    algorithm = _algorithm(data if isinstance(data, dict) else {})
     values = flatten_json(RunConfig, data, source)
-    algo = _algo(values)
-    for other in ALGORITHMS.keys() - {algo}:
-        if other in data:
-            raise FlatoutError(f"{source}: has settings of {other.upper()}, but its algo is {algo}")
+    for other in algorithms.names():
+        if other in data and other != algorithm.name:
+            raise FlatoutError(f"{source}: has settings of {other.upper()}, but its algo is {algorithm.name}")
     return values
 
 
-def _algo(given: Mapping[str, Any]) -> str:
-    known = next(f for f in all_fields(RunConfig) if f.name == "algo")
-    return str(convert(known, given.get("algo", "ppo")))
+def _algorithm(given: Mapping[str, Any]) -> Algorithm:
+    return algorithms.get(str(given.get("algo", algorithms.DEFAULT)))
 
 
 def _first_choice(env: str, given: Mapping[str, Any]) -> str:
     """The algorithm whose recipe learns the env soonest, unless what is given is of another one."""
-    choice = FIRST_CHOICE.get(env, "ppo")
+    known = (algorithms.get(name) for name in algorithms.names())
+    choice = next((it.name for it in known if env in it.first_choice_for), algorithms.DEFAULT)
     fitting = {f.name for f in all_fields(RunConfig) if f.section in (None, "network", choice)}
-    return choice if given.keys() <= fitting and given.get("preset") in (None, "none") else "ppo"
+    fits = given.keys() <= fitting and given.get("preset") in (None, "none")
+    return choice if fits else algorithms.DEFAULT
 
 
-def _recipe(env: str, algo: str, preset: Any, device: str, n_cores: int) -> Recipe:
-    if preset in (None, "none"):
-        tuned = RECIPES[algo]
-        return tuned[env]() if env in tuned else auto(device, n_cores, algo)
+def _recipe(env: str, algorithm: Algorithm, preset: Any, device: str, n_cores: int) -> Recipe:
+    if preset in (None, "none") and env in algorithm.recipes:
+        return algorithm.recipes[env]()
     known = next(f for f in all_fields(RunConfig) if f.name == "preset")
     preset = convert(known, preset)
-    return auto(device, n_cores, algo) if preset == "auto" else preset_recipe(algo, preset)
+    if preset in (None, "auto"):
+        return algorithm.auto_recipe(device != "cpu", n_cores)
+    return algorithm.preset(preset)
 
 
 def _with_batch_size(given: dict[str, Any], recipe: Recipe, device: str) -> dict[str, Any]:
@@ -277,13 +260,11 @@ def _with_batch_size(given: dict[str, Any], recipe: Recipe, device: str) -> dict
 
     total = number("n_envs", recipe.n_envs) * number("n_steps", recipe.algorithm.n_steps)
     wanted = given.get("batch_size")
-    if isinstance(recipe.algorithm, DQNConfig):
-        return given | ({"batch_size": AUTO_REPLAY_BATCH[device.split(":")[0]]} if wanted == "auto" else {})
-    if wanted == "auto":
-        return given | {"batch_size": choose_batch_size(max(total, 1), AUTO_BATCH[device.split(":")[0]])}
-    if wanted is None and total >= 1:
-        return given | {"batch_size": choose_batch_size(total, recipe.algorithm.batch_size)}
-    return given
+    if wanted not in (None, "auto"):
+        return given
+    it = recipe.algorithm
+    target = it.AUTO_BATCH[device != "cpu"] if wanted == "auto" else it.batch_size
+    return given | {"batch_size": it.fit_batch_size(max(total, 1), target)}
 
 
 def _replace(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:

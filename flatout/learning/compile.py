@@ -18,27 +18,21 @@ import warnings
 import zipfile
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
 from time import perf_counter, time
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from flatout.algorithms.dqn.config import DQNConfig, PQNConfig
-from flatout.algorithms.make import make_learner
-from flatout.algorithms.ppo.config import PPOConfig
 from flatout.device.machine import cache_folder
-from flatout.envs.spaces import ActionLayout, ObsLayout, space_to_json
 from flatout.errors import FlatoutError
 from flatout.executors.supervise import ChildProcess
+from flatout.learning.learner import Learner
 from flatout.learning.update import Step, Update
-from flatout.models.config import NetworkConfig
-from flatout.models.policy import Policy, build_model
-from flatout.timing import PhaseClock
 
 DONE = b"D"
 WORTH_SECONDS = 90.0
@@ -47,27 +41,28 @@ MAX_SECONDS = 600.0
 STALE_SECONDS = 3600.0
 
 
+class MakesLearner(Protocol):
+    """Makes learners like the run's own; picklable."""
+
+    def make_learner(self, device: str, precision: str) -> Learner[Any]:
+        """A new learner."""
+
+    def update_facts(self) -> dict[str, Any]:
+        """Everything that the code of its update depends on, as JSON."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
     """What an update's code depends on."""
 
-    obs: ObsLayout
-    action: ActionLayout
-    network: NetworkConfig
-    algorithm: PPOConfig | DQNConfig | PQNConfig
+    spec: MakesLearner
     device: str
     precision: str
     n_threads: int
 
     def key(self) -> str:
         """A name that changes with anything the code depends on, our own source included."""
-        # Schedules and the number of rollout steps are arguments of the step or not seen by it.
-        settings = {k: v for k, v in asdict(self.algorithm).items() if k not in _NOT_IN_THE_CODE}
-        facts = {
-            "obs": space_to_json(self.obs.space),
-            "action": space_to_json(self.action.space),
-            "network": asdict(self.network),
-            self.algorithm.SECTION: settings,
+        facts = self.spec.update_facts() | {
             "device": self.device,
             "precision": self.precision,
             "threads": self.n_threads,
@@ -76,55 +71,6 @@ class Recipe:
             "source": _source_hash(),
         }
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:24]
-
-
-def policy_recipe(
-    policy: Policy,
-    network: NetworkConfig,
-    algorithm: PPOConfig | DQNConfig | PQNConfig,
-    precision: str,
-    n_threads: int,
-) -> Recipe:
-    """The recipe of a policy's update."""
-    return Recipe(
-        obs=policy.obs,
-        action=policy.action,
-        network=network,
-        algorithm=algorithm,
-        device=str(policy.device),
-        precision=precision,
-        n_threads=n_threads,
-    )
-
-
-_NOT_IN_THE_CODE = (
-    "n_steps",
-    "n_epochs",
-    "learning_rate",
-    "learning_rate_schedule",
-    "gamma",
-    "gae_lambda",
-    "clip_range",
-    "clip_range_schedule",
-    "normalize_reward",
-    "vtrace",
-    "buffer_size",
-    "train_ratio",
-    "learning_starts",
-    "multi_step",
-    "prioritized",
-    "priority_alpha",
-    "priority_beta",
-    "target_update_interval",
-    "tau",
-    "exploration_fraction",
-    "exploration_initial_eps",
-    "exploration_final_eps",
-    "exploration_spread",
-    "exploration_hold",
-    "q_lambda",
-    "save_replay",
-)
 
 
 def kept(recipe: Recipe) -> Path:
@@ -330,11 +276,9 @@ def compiler_main(connection: Connection, recipe: Recipe, path: str) -> None:
     ):  # the tracer shows no progress, but would make a semaphore that a kill leaves behind
         import_module("tqdm").tqdm.set_lock(threading.RLock())
     torch.set_num_threads(recipe.n_threads)
-    algorithm = recipe.algorithm
-    model = build_model(recipe.obs, recipe.action, recipe.network, algorithm.traits, seed=0).to(recipe.device)
-    learner = make_learner(model, algorithm, n_envs=1, seed=0, clock=PhaseClock(), precision=recipe.precision)
+    learner = recipe.spec.make_learner(recipe.device, recipe.precision)
     learner.update.begin(1e-4, 0.2)
-    compile_to(Path(path), learner.update, learner.example_batch(algorithm.batch_size))
+    compile_to(Path(path), learner.update, learner.example_batch(learner.update.batch_size))
     connection.send_bytes(DONE)
 
 

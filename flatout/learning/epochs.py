@@ -6,10 +6,7 @@ from collections.abc import Callable
 from typing import Generic
 
 import torch
-from torch import Tensor
 
-from flatout.algorithms.ppo.loss import Transitions
-from flatout.buffers.rollout import RolloutTensors
 from flatout.learning.update import Batch, Update
 
 
@@ -35,18 +32,3 @@ class Epochs(Generic[Batch]):
             if stop():
                 return True
         return False
-
-
-def as_transitions(data: RolloutTensors, reward_tn: Tensor) -> Transitions:
-    """A rollout with these rewards, its last observations apart."""
-    return Transitions(
-        obs_tn=tuple(leaf[:-1] for leaf in data.obs),
-        action_tn=data.action,
-        log_prob_tn=data.log_prob,
-        reward_tn=reward_tn,
-        terminated_tn=data.terminated,
-        truncated_tn=data.truncated,
-        last_obs_n=tuple(leaf[-1] for leaf in data.obs),
-        final_obs=data.final_obs,
-        final_index=data.final_index,
-    )

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from flatout.envs.spaces import Array
 from flatout.learning import fused_kernel as kernel
-from flatout.learning.params import FlatParams
 from flatout.learning.update import Batch, Update
 from flatout.models.encoders import Obs
+from flatout.models.params import FlatParams
 from flatout.models.policy import OBS_CLIP, PolicyNet
 
 BENDS = ("relu", "tanh")

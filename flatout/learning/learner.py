@@ -19,8 +19,8 @@ from flatout.envs.spaces import Array
 from flatout.learning.graphs import Captured
 from flatout.learning.memory import PartSize, bytes_per_row, rows_that_fit
 from flatout.learning.normalize import RunningMoments
-from flatout.learning.params import FlatParams
 from flatout.learning.update import Batch, Update
+from flatout.models.params import FlatParams
 from flatout.models.policy import PolicyNet
 from flatout.timing import DeviceClock, Phase, PhaseClock
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from flatout.learning.adam import BETA1, BETA2, EPSILON
 from flatout.learning.memory import PartSize
 from flatout.learning.minibatch import Rows
-from flatout.learning.params import FlatParams
+from flatout.models.params import FlatParams
 
 FIRST_SCALE, GROWTH_STEPS = 2.0**14, 1000
 """Loss scale for fp16: halved when gradients overflow, doubled after so many good steps."""

@@ -27,14 +27,3 @@ class NetworkConfig:
         if not self.network_arch or any(width < 1 for width in self.network_arch):
             widths = ",".join(map(str, self.network_arch))
             raise FlatoutError(f"--network-arch is '{widths}'; it must be widths such as 64,64")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Traits:
-    """What an algorithm wants of its network."""
-
-    kind: Literal["policy", "values"] = "policy"
-    """A policy and a critic, or values of actions."""
-    normalize_obs: bool = False
-    dueling: bool = False
-    layer_norm: bool = False

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from flatout.envs.spaces import ActionLayout, ArraySpec, ObsLayout
 from flatout.errors import FlatoutError
-from flatout.models.config import NetworkConfig, Traits
+from flatout.models.config import NetworkConfig
 from flatout.models.encoders import Encoder, Obs, linear, mlp
 from flatout.models.heads import GreedyHead, Head, PolicyHead, make_head
 
@@ -225,20 +225,20 @@ def build(
         return ActorCritic(obs, action, config, normalize_obs=normalize_obs)
 
 
-def build_model(
-    obs: ObsLayout, action: ActionLayout, config: NetworkConfig, traits: Traits, seed: int
-) -> PolicyNet:
-    """The network that an algorithm requires, with initial parameters from the seed."""
-    if traits.kind == "policy":
-        return build(obs, action, config, seed, normalize_obs=traits.normalize_obs)
+def build_q(
+    obs: ObsLayout,
+    action: ActionLayout,
+    config: NetworkConfig,
+    seed: int,
+    *,
+    normalize_obs: bool = False,
+    dueling: bool = False,
+    layer_norm: bool = False,
+) -> QNetwork:
+    """A Q-network with initial parameters from the seed."""
     with seeded(seed):
         return QNetwork(
-            obs,
-            action,
-            config,
-            normalize_obs=traits.normalize_obs,
-            dueling=traits.dueling,
-            layer_norm=traits.layer_norm,
+            obs, action, config, normalize_obs=normalize_obs, dueling=dueling, layer_norm=layer_norm
         )
 
 

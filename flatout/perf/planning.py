@@ -18,19 +18,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from flatout.algorithms.dqn.config import DQNConfig
-from flatout.algorithms.make import make_learner
 from flatout.config.run_config import RunConfig
 from flatout.device.machine import remembered
 from flatout.envs.check import EnvInfo
 from flatout.executors.base import Plan
-from flatout.learning.compile import kept, load, policy_recipe
+from flatout.learning.compile import Recipe, kept, load
 from flatout.learning.learner import TINY_BATCH, Learner
 from flatout.models.actor import make_actor
-from flatout.models.policy import Policy, build_model
+from flatout.models.policy import Policy
 from flatout.perf.choose import Probe, children, only_plan, plans, probe
 from flatout.perf.overlap import AROUND, Work, decide_overlap, share_cores
-from flatout.timing import PhaseClock
 
 ENOUGH_SECONDS = 0.5
 """For timing one thing before a run begins."""
@@ -141,10 +138,10 @@ class Planning:
         config = self.config
         it = config.algorithm
         shape: list[Any] = [config.n_envs, it.n_steps, it.batch_size]
-        shape += [it.train_ratio, "dqn"] if isinstance(it, DQNConfig) else [it.n_epochs]
+        shape += [it.updates_per_iteration(config.total_batch), it.USES_REPLAY]
         network = list(config.network.network_arch)
         return {
-            "rule": 6,
+            "rule": 7,
             "env": [config.env, config.env_kwargs, config.executor],
             "shape": shape,
             "network": network,
@@ -176,17 +173,16 @@ class Planning:
         policy = self.policy
         if self.config.compile == "off" or policy.device.type != "cpu" or self.learner.update.by_hand:
             return None
-        path = kept(
-            policy_recipe(policy, self.config.network, self.config.algorithm, self.precision, n_threads)
-        )
+        spec = self.config.learner_spec(policy.obs, policy.action)
+        path = kept(Recipe(spec=spec, device="cpu", precision=self.precision, n_threads=n_threads))
         return path if path.exists() else None
 
 
 def launch_seconds(policy: Policy, config: RunConfig) -> float:
     """Seconds that launching an update takes: of a network as deep, so narrow that it computes next to nothing."""
     narrow = replace(config.network, network_arch=(NARROW,) * len(config.network.network_arch))
-    model = build_model(policy.obs, policy.action, narrow, config.algorithm.traits, 0)
-    learner = make_learner(model.to(policy.device), config.algorithm, n_envs=1, seed=0, clock=PhaseClock())
+    spec = replace(config.learner_spec(policy.obs, policy.action), network=narrow)
+    learner = spec.make_learner(str(policy.device), "fp32")
     batch = learner.example_batch(TINY_BATCH)
     return fastest(lambda: learner.update.step(batch), 8)
 

@@ -14,13 +14,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from flatout.algorithms.make import make_learner
-from flatout.algorithms.ppo.config import PPOConfig
 from flatout.buffers.rollout import Rollout
 from flatout.collect.batched import batched_collector, batched_eval_executor
 from flatout.collect.child import ChildCollectors, Job
 from flatout.collect.collector import Collector, Collects
-from flatout.collect.noise import USUAL, Habits
+from flatout.collect.noise import USUAL
 from flatout.config.run_config import RunConfig
 from flatout.device.accelerator import choose_precision, use_matmul_precision
 from flatout.device.machine import free_memory, torch_threads
@@ -33,7 +31,7 @@ from flatout.executors.process import ProcessExecutor
 from flatout.executors.serial import SerialExecutor
 from flatout.executors.supervise import RestartBudget
 from flatout.executors.thread import ThreadExecutor
-from flatout.learning.compile import Compilation, policy_recipe
+from flatout.learning.compile import Compilation, Recipe
 from flatout.learning.learner import Learner
 from flatout.models.policy import Policy
 from flatout.perf.planning import Planning, faster_device, launch_seconds
@@ -75,7 +73,7 @@ class Trainer:
         self.precision, _ = choose_precision(config.precision, policy.device, n_params)
         if policy.device.type == "cuda":
             use_matmul_precision(self.precision)
-        self.learner = make_learner(
+        self.learner = config.descriptor.make_learner(
             policy.model,
             config.algorithm,
             n_envs=config.n_envs,
@@ -131,7 +129,8 @@ class Trainer:
             return
         if self.learner.update.by_hand is not None:
             return  # as fast, from the first update on
-        recipe = policy_recipe(self.policy, config.network, config.algorithm, self.precision, n_threads)
+        spec = config.learner_spec(self.policy.obs, self.policy.action)
+        recipe = Recipe(spec=spec, device=device, precision=self.precision, n_threads=n_threads)
         self.learner.compilation = Compilation(recipe, wait=config.compile == "on")
 
     def _first_that_starts(self, ranked: list[Plan]) -> tuple[Plan, Collects[Any], Sequence[SizedRollout]]:
@@ -152,14 +151,14 @@ class Trainer:
         n_steps, n_slots = config.algorithm.n_steps, 2 if self.overlap else 1
         clock = PhaseClock("collector 0")
         model, source = policy.model, None
-        habits = exploration(config)
+        explore = config.descriptor.exploration
+        habits = USUAL if explore is None else explore(config.algorithm, config.n_envs)
         if plan.in_subprocesses:
             job = Job(
                 factory=self._env.factory,
                 obs=policy.obs,
                 action=policy.action,
-                network=config.network,
-                traits=config.algorithm.traits,
+                make_model=config.learner_spec(policy.obs, policy.action).make_model,
                 habits=habits,
                 seed=config.seed,
                 first=0,
@@ -353,15 +352,6 @@ def _close(collector: Collects[Any], learner: Learner[Any]) -> None:
 
 def _named(prefix: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
-
-
-def exploration(config: RunConfig) -> Habits:
-    """How envs explore, where that is not the policy's own affair."""
-    it = config.algorithm
-    if isinstance(it, PPOConfig):
-        return USUAL
-    shift = np.log1p(it.exploration_spread * np.linspace(0, 1, config.n_envs)).astype(np.float32)
-    return Habits(shift if it.exploration_spread else None, it.exploration_hold)
 
 
 def eval_executor(env: EnvInfo, layout: ObsLayout, n_envs: int, seed: int) -> Executor:

@@ -11,13 +11,14 @@ from gymnasium import spaces
 from torch import Tensor
 
 from flatout.algorithms.dqn import loss as dqn
-from flatout.algorithms.dqn.config import DQNConfig, epsilon_at
+from flatout.algorithms.dqn import make_model
+from flatout.algorithms.dqn.config import DQNConfig
 from flatout.algorithms.dqn.fused import HandMadeDQN, can_be_made_by_hand
 from flatout.algorithms.dqn.learner import DQNLearner
 from flatout.envs.spaces import ActionLayout, ObsLayout
 from flatout.errors import FlatoutError
 from flatout.models.config import NetworkConfig
-from flatout.models.policy import QNetwork, build_model
+from flatout.models.policy import QNetwork
 from flatout.timing import PhaseClock
 
 PLAIN = spaces.Box(-1, 1, (3,))
@@ -32,7 +33,7 @@ def learner(
     activation: Any = "relu",
 ) -> DQNLearner:
     network = NetworkConfig(network_arch=(16, 8), activation=activation)
-    model = build_model(ObsLayout(obs), ACTION, network, config.traits, seed=1).to(device)
+    model = make_model(ObsLayout(obs), ACTION, network, config, 1).to(device)
     assert isinstance(model, QNetwork)
     out = DQNLearner(model, config, n_envs=2, seed=0, clock=PhaseClock())
     if device == "cpu":
@@ -222,7 +223,7 @@ def test_the_target_follows_hard_and_softly() -> None:
 
 def test_the_share_of_random_actions_falls_to_its_end() -> None:
     config = DQNConfig(exploration_fraction=0.5, exploration_initial_eps=0.8, exploration_final_eps=0.2)
-    assert [epsilon_at(config, x) for x in (0.0, 0.25, 0.5, 1.0)] == pytest.approx([0.8, 0.5, 0.2, 0.2])
+    assert [config.epsilon(x) for x in (0.0, 0.25, 0.5, 1.0)] == pytest.approx([0.8, 0.5, 0.2, 0.2])
 
 
 @pytest.mark.parametrize("ratio", [0.1, 0.29, 0.25, 1 / 3, 2.5, 0.0])

@@ -11,15 +11,12 @@ import torch
 from torch import Tensor
 from torch.distributions import Categorical
 
+from flatout.algorithms.base import choose_batch_size, divisors, nearest_batch_sizes
 from flatout.algorithms.ppo import loss as ppo
-from flatout.algorithms.ppo.config import (
-    PPOConfig,
-    choose_batch_size,
-    divisors,
-    nearest_batch_sizes,
-)
+from flatout.algorithms.ppo.config import PPOConfig
 from flatout.envs.spaces import ActionLayout, ObsLayout
 from flatout.errors import FlatoutError
+from flatout.learning.transitions import Transitions
 from flatout.models.config import NetworkConfig
 from flatout.models.policy import ActorCritic, build
 
@@ -99,7 +96,7 @@ def test_next_values_come_from_the_right_observations() -> None:
     last, final = torch.randn(2, 3), torch.randn(1, 3)
     terminated = torch.tensor([[False, True], [False, False], [False, False]])
     truncated = torch.tensor([[False, False], [True, False], [False, False]])
-    data = ppo.Transitions(
+    data = Transitions(
         obs_tn=(obs,),
         action_tn=torch.zeros(3, 2, 1, dtype=torch.int64),
         log_prob_tn=torch.zeros(3, 2),

@@ -42,7 +42,7 @@ def job_for(source: Any, n_envs: int) -> tuple[Job, ActorCritic]:
         factory=factory,
         obs=obs,
         action=action,
-        network=network,
+        make_model=partial(build, obs, action, network, 1),
         seed=1,
         first=0,
         end=n_envs,

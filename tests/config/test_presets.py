@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from flatout.algorithms.dqn.recipes import TUNED_PQN
-from flatout.algorithms.ppo.recipes import TUNED
-from flatout.config.presets import PRESETS, preset_note
+from flatout.algorithms.ppo.recipes import PRESETS, RECIPES
+from flatout.algorithms.pqn.recipes import RECIPES as PQN_RECIPES
+from flatout.config.presets import preset_note
 from flatout.config.run_config import RunConfig, resolve
 from flatout.errors import FlatoutError
 
@@ -22,7 +22,7 @@ TABLE = {
 }
 
 
-def config(env: str = "Some-v0", **settings: Any) -> RunConfig:
+def config(env: str = "Some-v0", **settings: Any) -> Any:
     return resolve(env, settings, device="cpu", n_cores=2)
 
 
@@ -30,7 +30,13 @@ def config(env: str = "Some-v0", **settings: Any) -> RunConfig:
 def test_presets_have_the_documented_values(name: str) -> None:
     n_envs, n_steps, batch, epochs, arch, cores = TABLE[name]
     got = config(preset=name)
-    values = (got.n_envs, got.ppo.n_steps, got.ppo.batch_size, got.ppo.n_epochs, got.network.network_arch)
+    values = (
+        got.n_envs,
+        got.algorithm.n_steps,
+        got.algorithm.batch_size,
+        got.algorithm.n_epochs,
+        got.network.network_arch,
+    )
     assert values == (n_envs, n_steps, batch, epochs, arch)
     assert PRESETS[name].n_cores == cores
     assert got.total_batch == n_envs * n_steps
@@ -38,14 +44,14 @@ def test_presets_have_the_documented_values(name: str) -> None:
 
 def test_n_steps_never_depends_on_n_envs() -> None:
     for n_envs in (1, 8, 64):
-        assert config(preset="gpu", n_envs=n_envs).ppo.n_steps == 512
-        assert config(n_envs=n_envs).ppo.n_steps == config().ppo.n_steps
+        assert config(preset="gpu", n_envs=n_envs).algorithm.n_steps == 512
+        assert config(n_envs=n_envs).algorithm.n_steps == config().algorithm.n_steps
 
 
 def test_a_presets_batch_becomes_one_that_divides_and_an_explicit_one_is_refused() -> None:
-    assert config(preset="fast", n_envs=3).ppo.batch_size == 768
-    assert config(preset="gpu", n_envs=1, n_steps=300).ppo.batch_size == 150
-    assert config(n_envs=4, n_steps=100, batch_size="auto").ppo.batch_size == 200
+    assert config(preset="fast", n_envs=3).algorithm.batch_size == 768
+    assert config(preset="gpu", n_envs=1, n_steps=300).algorithm.batch_size == 150
+    assert config(n_envs=4, n_steps=100, batch_size="auto").algorithm.batch_size == 200
     with pytest.raises(FlatoutError, match="4 envs x 100 steps = 400; the nearest that do are 50 or 80"):
         config(n_envs=4, n_steps=100, batch_size=64)
 
@@ -57,19 +63,23 @@ def test_the_arithmetic_is_spelled_out() -> None:
 
 
 def test_a_known_env_gets_its_recipe_unless_a_preset_is_given() -> None:
-    for env, recipe in TUNED.items():
+    for env, recipe in RECIPES.items():
         got = config(env, algo="ppo")
-        assert (got.n_envs, got.ppo, got.network) == (recipe().n_envs, recipe().ppo, recipe().network)
-        assert config(env, preset="cpu").ppo == PRESETS["cpu"].ppo
+        assert (got.n_envs, got.algorithm, got.network) == (
+            recipe().n_envs,
+            recipe().algorithm,
+            recipe().network,
+        )
+        assert config(env, preset="cpu").algorithm == PRESETS["cpu"].algorithm
     assert config("snake") == config("flatout/Snake-v0")
     assert config("mission") == config("flatout/Mission-v0")
-    assert config("CartPole-v1", gamma=0.5).ppo.gamma == 0.5
-    assert config("CartPole-v1", gamma=0.5).n_envs == TUNED["CartPole-v1"]().n_envs
+    assert config("CartPole-v1", gamma=0.5).algorithm.gamma == 0.5
+    assert config("CartPole-v1", gamma=0.5).n_envs == RECIPES["CartPole-v1"]().n_envs
 
 
 def test_an_env_takes_the_algorithm_that_learns_it_soonest_unless_told() -> None:
     assert config("CartPole-v1").algo == "ppo"
-    assert config("snake").algorithm == TUNED_PQN["flatout/Snake-v0"]().algorithm
+    assert config("snake").algorithm == PQN_RECIPES["flatout/Snake-v0"]().algorithm
     assert config("snake", algo="dqn").algo == "dqn"
     assert config("snake", n_envs=64, gamma=0.9).algo == "pqn"
     assert config("snake", clip_range=0.1).algo == "ppo"  # a setting of PPO alone
@@ -82,11 +92,11 @@ def test_json_gives_the_same_config_back() -> None:
 
 
 def test_a_preset_too_big_for_the_machine_names_one_that_fits() -> None:
-    assert preset_note("cpu", 1, 10**9, 16) is None
-    assert preset_note("beast", 4, 10**12, 16) == (
+    assert preset_note(PRESETS, "cpu", 1, 10**9, 16) is None
+    assert preset_note(PRESETS, "beast", 4, 10**12, 16) == (
         "preset beast wants 16 cores, this machine has 4; --preset gpu fits"
     )
-    note = preset_note("max", 64, 10 * 10**9, 84 * 84 * 4)
+    note = preset_note(PRESETS, "max", 64, 10 * 10**9, 84 * 84 * 4)
     assert note is not None
     assert "GB of memory" in note
     assert note.endswith("--preset beast fits")

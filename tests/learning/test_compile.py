@@ -13,14 +13,14 @@ import torch
 from gymnasium import spaces
 
 import flatout
+from flatout.algorithms import ppo
+from flatout.algorithms.base import LearnerSpec
 from flatout.algorithms.ppo.config import PPOConfig
-from flatout.algorithms.ppo.learner import PPOLearner
 from flatout.envs.spaces import ActionLayout, ObsLayout
 from flatout.errors import FlatoutError
 from flatout.learning.compile import Compilation, Recipe, check_same, kept
+from flatout.learning.learner import Learner
 from flatout.models.config import NetworkConfig
-from flatout.models.policy import build
-from flatout.timing import PhaseClock
 
 SETTINGS: dict[str, Any] = {
     "preset": "auto",
@@ -37,23 +37,22 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-def make_recipe(**changes: Any) -> Recipe:
-    recipe = Recipe(
-        obs=ObsLayout(spaces.Box(-1, 1, (4,))),
-        action=ActionLayout(spaces.Discrete(2)),
-        network=NetworkConfig(network_arch=(16, 16)),
-        algorithm=PPOConfig(batch_size=32),
-        device="cpu",
-        precision="fp32",
-        n_threads=1,
-    )
-    return replace(recipe, **changes)
+SPEC = LearnerSpec(
+    algorithm=ppo.ALGORITHM,
+    config=PPOConfig(batch_size=32),
+    network=NetworkConfig(network_arch=(16, 16)),
+    obs=ObsLayout(spaces.Box(-1, 1, (4,))),
+    action=ActionLayout(spaces.Discrete(2)),
+    seed=0,
+)
 
 
-def make_learner(recipe: Recipe) -> PPOLearner:
-    model = build(recipe.obs, recipe.action, recipe.network, seed=0)
-    assert isinstance(recipe.algorithm, PPOConfig)
-    learner = PPOLearner(model, recipe.algorithm, n_envs=4, seed=0, clock=PhaseClock())
+def make_recipe(precision: str = "fp32", n_threads: int = 1, **changes: Any) -> Recipe:
+    return Recipe(spec=replace(SPEC, **changes), device="cpu", precision=precision, n_threads=n_threads)
+
+
+def make_learner(recipe: Recipe) -> Learner[Any]:
+    learner = recipe.spec.make_learner("cpu", "fp32")
     learner.update.begin(1e-3, 0.2)
     return learner
 
@@ -176,7 +175,7 @@ def test_a_library_is_tried_at_the_step_size_and_clip_range_it_is_for() -> None:
 
 
 def test_the_pure_step_is_the_update_to_the_bit() -> None:
-    learner = make_learner(make_recipe(algorithm=PPOConfig(batch_size=32, target_kl=0.01, clip_range_vf=0.2)))
+    learner = make_learner(make_recipe(config=PPOConfig(batch_size=32, target_kl=0.01, clip_range_vf=0.2)))
     batch, update = learner.example_batch(32), learner.update
     for _ in range(5):
         new = update.pure(batch)(*update.current_inputs(batch))
@@ -191,8 +190,8 @@ def test_the_pure_step_is_the_update_to_the_bit() -> None:
         {"obs": ObsLayout(spaces.Box(-1, 1, (5,)))},
         {"action": ActionLayout(spaces.Discrete(3))},
         {"network": NetworkConfig(network_arch=(16, 17))},
-        {"algorithm": PPOConfig(batch_size=64)},
-        {"algorithm": PPOConfig(batch_size=32, vf_coef=0.4)},
+        {"config": PPOConfig(batch_size=64)},
+        {"config": PPOConfig(batch_size=32, vf_coef=0.4)},
         {"precision": "bf16"},
         {"n_threads": 2},
     ],
@@ -203,4 +202,4 @@ def test_whatever_the_code_depends_on_changes_its_key(changes: dict[str, Any]) -
 
 def test_what_is_an_argument_of_the_step_does_not() -> None:
     other = PPOConfig(batch_size=32, learning_rate=1e-2, n_epochs=9, n_steps=77, clip_range=0.1, gamma=0.5)
-    assert make_recipe(algorithm=other).key() == make_recipe().key()
+    assert make_recipe(config=other).key() == make_recipe().key()

@@ -18,9 +18,9 @@ from flatout.algorithms.ppo.learner import PPOLearner
 from flatout.envs.spaces import ActionLayout, ObsLayout
 from flatout.learning.memory import bytes_per_row, rows_that_fit
 from flatout.learning.minibatch import Rows
-from flatout.learning.params import FlatParams
 from flatout.learning.update import Update
 from flatout.models.config import NetworkConfig
+from flatout.models.params import FlatParams
 from flatout.models.policy import build
 from flatout.timing import PhaseClock
 

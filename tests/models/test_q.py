@@ -14,8 +14,8 @@ from flatout.collect.tensors import DeviceNoise
 from flatout.envs.spaces import ActionLayout, Array, ObsLayout
 from flatout.errors import FlatoutError
 from flatout.models.actor import Actor, KernelActor, TorchActor
-from flatout.models.config import NetworkConfig, Traits
-from flatout.models.policy import QNetwork, build_model
+from flatout.models.config import NetworkConfig
+from flatout.models.policy import QNetwork, build_q
 
 CPU = torch.device("cpu")
 N_ACTIONS = 5
@@ -25,9 +25,7 @@ MASKED = spaces.Dict({"action_mask": spaces.MultiBinary(N_ACTIONS), "x": spaces.
 def network(obs: spaces.Space[Any] = MASKED, **traits: Any) -> QNetwork:
     action = ActionLayout(spaces.Discrete(N_ACTIONS))
     config = NetworkConfig(network_arch=(12,), activation="relu")
-    model = build_model(ObsLayout(obs), action, config, Traits(kind="values", **traits), seed=3)
-    assert isinstance(model, QNetwork)
-    return model
+    return build_q(ObsLayout(obs), action, config, 3, **traits)
 
 
 def inputs(model: QNetwork, n: int) -> tuple[tuple[Array, ...], Array]:
@@ -102,7 +100,7 @@ def test_every_env_has_its_own_share_of_random_actions(where: str) -> None:
 def test_other_actions_than_discrete_ones_are_refused(space: spaces.Space[Any]) -> None:
     obs = ObsLayout(spaces.Box(-1, 1, (3,)))
     with pytest.raises(FlatoutError, match="use PPO"):
-        build_model(obs, ActionLayout(space), NetworkConfig(), Traits(kind="values"), seed=0)
+        build_q(obs, ActionLayout(space), NetworkConfig(), seed=0)
 
 
 def test_noise_is_held_for_as_many_steps_however_rollouts_are_cut() -> None:

@@ -328,7 +328,10 @@ def test_the_short_name_has_the_recipe() -> None:
     config = resolve("market", {}, device="cpu", n_cores=2)
     assert config.env == "flatout/Market-v0"
     assert config.n_envs == 1024
-    assert resolve("market", {"batch_size": 1024 * 32}, device="cpu", n_cores=2).ppo.batch_size == 1024 * 32
+    assert (
+        resolve("market", {"batch_size": 1024 * 32}, device="cpu", n_cores=2).algorithm.batch_size
+        == 1024 * 32
+    )
 
 
 def test_an_agent_is_evaluated_in_envs_made_otherwise() -> None:

@@ -1,32 +1,90 @@
-"""Settings of the algorithms that learn action values, under Stable-Baselines3's names where it has them; no torch here."""
+"""DQN's hyperparameters, under Stable-Baselines3's names where it has them, and those of epsilon-greedy exploration."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from fractions import Fraction
 from math import floor
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
-from flatout.algorithms.ppo.config import Schedule, check
-from flatout.models.config import Traits
+from flatout.algorithms.base import AlgorithmConfig, Schedule, check
+from flatout.errors import FlatoutError
 
 Loss = Literal["huber", "mse"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DQNConfig:
-    """What DQN learns from and how hard."""
+class EpsilonGreedy:
+    """Settings of epsilon-greedy exploration."""
 
-    SECTION: ClassVar[str] = "dqn"
+    EXPLORATION: ClassVar[tuple[str, ...]] = (
+        "exploration_fraction",
+        "exploration_initial_eps",
+        "exploration_final_eps",
+        "exploration_spread",
+        "exploration_hold",
+    )
+
+    exploration_fraction: float = 0.1
+    """Fraction of the run over which epsilon falls."""
+    exploration_initial_eps: float = 1.0
+    """Epsilon, the fraction of random actions, at the start."""
+    exploration_final_eps: float = 0.05
+    """Epsilon at the end of exploration_fraction and after."""
+    exploration_spread: float = 0.0
+    """Above 0, envs differ: env i of n uses epsilon to the power 1 + spread · i / (n - 1)."""
+    exploration_hold: int = 1
+    """Steps for which a random action is repeated."""
+
+    def check_exploration(self) -> None:
+        """Raise where a value is out of its range."""
+        for name in self.EXPLORATION[:3]:
+            check(name, getattr(self, name), 0 <= getattr(self, name) <= 1, "between 0 and 1")
+        check("exploration_spread", self.exploration_spread, self.exploration_spread >= 0, "0 or more")
+        check("exploration_hold", self.exploration_hold, self.exploration_hold >= 1, "at least 1")
+
+    def epsilon(self, progress: float) -> float:
+        """Epsilon at this point of the run: falls linearly, then stays."""
+        done = min(progress / self.exploration_fraction, 1.0) if self.exploration_fraction > 0 else 1.0
+        return self.exploration_initial_eps + done * (
+            self.exploration_final_eps - self.exploration_initial_eps
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DQNConfig(EpsilonGreedy, AlgorithmConfig):
+    """DQN's hyperparameters."""
+
+    USES_REPLAY: ClassVar[bool] = True
+    AUTO_BATCH: ClassVar[tuple[int, int]] = (64, 256)
+    NOT_IN_UPDATE: ClassVar[frozenset[str]] = frozenset(
+        {
+            "n_steps",
+            "buffer_size",
+            "train_ratio",
+            "learning_starts",
+            "learning_rate",
+            "learning_rate_schedule",
+            "gamma",
+            "multi_step",
+            "prioritized",
+            "priority_alpha",
+            "priority_beta",
+            "target_update_interval",
+            "tau",
+            "save_replay",
+            *EpsilonGreedy.EXPLORATION,
+        }
+    )
 
     n_steps: int = 4
     """Env steps of each env between two rounds of updates."""
     batch_size: int = 64
-    """Transitions in an update."""
+    """Transitions in a minibatch."""
     buffer_size: int | str = 100_000
-    """Transitions that are kept to learn from, or the memory they may take, such as 50GB."""
+    """Capacity of the replay buffer in transitions, or in memory such as 50GB."""
     train_ratio: float = 0.25
-    """Updates per env step, over all envs together."""
+    """Updates per env step, counted over all envs together."""
     learning_starts: int = 1000
     """Env steps before the first update."""
     learning_rate: float = 5e-4
@@ -36,146 +94,78 @@ class DQNConfig:
     gamma: float = 0.99
     """Discount per step."""
     multi_step: int = 1
-    """Steps whose rewards are summed before values take over."""
+    """Rewards summed before the target network's value is used (n-step returns)."""
     double: bool = True
-    """Choose the next action by the network that learns, value it by the target network."""
+    """Double DQN: choose the next action by the online network, value it by the target network."""
     dueling: bool = False
-    """Values as a state's value plus an advantage for each action."""
+    """Dueling network: a state value plus an advantage for each action."""
     prioritized: bool = False
-    """Draw transitions the more often the more they surprised."""
+    """Prioritized replay: sample transitions with larger TD errors more often."""
     priority_alpha: float = 0.6
-    """How much surprise counts: 0 not at all, 1 in proportion."""
+    """Exponent of priorities: 0 samples uniformly, 1 in proportion to the TD error."""
     priority_beta: float = 0.4
-    """How much of the bias of such draws is undone at first; all of it at the end of the run."""
+    """Importance-sampling exponent at the start; rises to 1 over the run."""
     target_update_interval: int = 1000
     """Env steps between two copies to the target network, where tau is 1."""
     tau: float = 1.0
-    """Below 1: the target network follows by this share after every update."""
-    exploration_fraction: float = 0.1
-    """Share of the run over which random actions become rarer."""
-    exploration_initial_eps: float = 1.0
-    """Share of random actions at first."""
-    exploration_final_eps: float = 0.05
-    """Share of random actions in the end."""
-    exploration_spread: float = 0.0
-    """Above 0 envs differ: the last one's share of random actions is eps to the power of 1 + this."""
-    exploration_hold: int = 1
-    """Steps for which a random action is held, so that it leads somewhere."""
+    """Below 1: soft update of the target network with this factor after every update."""
     loss: Loss = "huber"
-    """How errors count: squared, and from 1 on in proportion (huber), or squared (mse)."""
+    """Loss of a TD error: huber (squared below 1, linear above) or mse (squared)."""
     max_grad_norm: float = 10.0
-    """Longest gradient, over all parameters together."""
+    """Clip the gradient to this norm, over all parameters together."""
     normalize_obs: bool = False
-    """Shift and scale float observations by their running mean and deviation."""
+    """Normalize float observations by their running mean and standard deviation."""
     save_replay: bool = False
-    """Keep the stored transitions in checkpoints, so that a run goes on as if it had not been stopped."""
+    """Save the replay buffer in checkpoints, so that a resumed run continues exactly."""
 
     def __post_init__(self) -> None:
-        _check_common(self)
+        check_q_learning(self)
+        self.check_exploration()
         for name in ("multi_step", "target_update_interval"):
             check(name, getattr(self, name), getattr(self, name) >= 1, "at least 1")
-        for name in ("train_ratio", "learning_starts", "exploration_spread", "priority_alpha"):
+        for name in ("train_ratio", "learning_starts", "priority_alpha"):
             check(name, getattr(self, name), getattr(self, name) >= 0, "0 or more")
         check("tau", self.tau, 0 < self.tau <= 1, "above 0 and at most 1")
         check("priority_beta", self.priority_beta, 0 <= self.priority_beta <= 1, "between 0 and 1")
 
-    @property
-    def traits(self) -> Traits:
-        """What it wants of its network."""
-        return Traits(kind="values", normalize_obs=self.normalize_obs, dueling=self.dueling)
-
     def updates_after(self, env_steps: int) -> int:
-        """Updates that the ratio asks for once so many steps were taken since learning began; exact for any ratio."""
+        """Updates due after so many env steps since learning began; exact for any ratio."""
         return floor(Fraction(str(self.train_ratio)) * max(env_steps, 0))
 
     def updates_per_iteration(self, total_batch: int) -> float:
         """Optimizer steps per rollout, on average."""
         return self.train_ratio * total_batch
 
-    def epsilon(self, progress: float) -> float:
-        """Share of random actions at this point of the run."""
-        return epsilon_at(self, progress)
+    def fit_batch_size(self, total_batch: int, target: int) -> int:  # noqa: ARG002
+        """Any batch size can be drawn from a replay buffer."""
+        return target
 
+    def check_rollout(self, n_envs: int) -> None:
+        """Refuse a first update before every env has stored enough steps for an n-step return."""
+        total = n_envs * self.n_steps
+        n_stored = (self.learning_starts // total + 1) * self.n_steps
+        if n_stored < self.multi_step:
+            least = (-(-self.multi_step // self.n_steps) - 1) * total
+            raise FlatoutError(
+                f"--learning-starts {self.learning_starts} comes before {self.multi_step} steps of {n_envs} envs are "
+                f"stored; use at least {least}"
+            )
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PQNConfig:
-    """What PQN learns from and how hard."""
-
-    SECTION: ClassVar[str] = "pqn"
-
-    n_steps: int = 32
-    """Env steps of each env in a rollout."""
-    batch_size: int = 256
-    """Transitions in a minibatch; divides n_envs x n_steps."""
-    n_epochs: int = 2
-    """Passes over each rollout."""
-    learning_rate: float = 5e-4
-    """Adam's step size."""
-    learning_rate_schedule: Schedule = "linear"
-    """`linear` lowers the learning rate to zero over the run."""
-    gamma: float = 0.99
-    """Discount per step."""
-    q_lambda: float = 0.65
-    """Trade-off between one step (0) and the whole rest of the rollout (1) in what values are learned from."""
-    dueling: bool = False
-    """Values as a state's value plus an advantage for each action."""
-    layer_norm: bool = True
-    """Normalise each hidden layer, which keeps values bounded without a target network."""
-    exploration_fraction: float = 0.1
-    """Share of the run over which random actions become rarer."""
-    exploration_initial_eps: float = 1.0
-    """Share of random actions at first."""
-    exploration_final_eps: float = 0.05
-    """Share of random actions in the end."""
-    exploration_spread: float = 0.0
-    """Above 0 envs differ: the last one's share of random actions is eps to the power of 1 + this."""
-    exploration_hold: int = 1
-    """Steps for which a random action is held, so that it leads somewhere."""
-    loss: Loss = "mse"
-    """How errors count: squared, and from 1 on in proportion (huber), or squared (mse)."""
-    max_grad_norm: float = 10.0
-    """Longest gradient, over all parameters together."""
-    normalize_obs: bool = False
-    """Shift and scale float observations by their running mean and deviation."""
-
-    def __post_init__(self) -> None:
-        _check_common(self)
-        check("n_epochs", self.n_epochs, self.n_epochs >= 1, "at least 1")
-        check("q_lambda", self.q_lambda, 0 <= self.q_lambda <= 1, "between 0 and 1")
-        check("exploration_spread", self.exploration_spread, self.exploration_spread >= 0, "0 or more")
-
-    @property
-    def traits(self) -> Traits:
-        """What it wants of its network."""
-        return Traits(
-            kind="values",
-            normalize_obs=self.normalize_obs,
-            dueling=self.dueling,
-            layer_norm=self.layer_norm,
+    def arithmetic(self, n_envs: int) -> str:
+        """The batch arithmetic in one line."""
+        total = n_envs * self.n_steps
+        return (
+            f"{n_envs} envs × {self.n_steps} steps = {total:,} env steps, × {self.train_ratio:g} = "
+            f"{self.updates_per_iteration(total):g} updates of {self.batch_size} per iteration, "
+            f"after {self.learning_starts:,} env steps"
         )
 
-    def updates_per_iteration(self, total_batch: int) -> float:
-        """Optimizer steps per rollout."""
-        return total_batch // self.batch_size * self.n_epochs
 
-    def epsilon(self, progress: float) -> float:
-        """Share of random actions at this point of the run."""
-        return epsilon_at(self, progress)
-
-
-def epsilon_at(config: DQNConfig | PQNConfig, progress: float) -> float:
-    """Falls linearly from the first to the final share, then stays."""
-    done = min(progress / config.exploration_fraction, 1.0) if config.exploration_fraction > 0 else 1.0
-    return config.exploration_initial_eps + done * (
-        config.exploration_final_eps - config.exploration_initial_eps
-    )
-
-
-def _check_common(config: Any) -> None:
-    for name in ("n_steps", "batch_size", "exploration_hold"):
+def check_q_learning(config: AlgorithmConfig) -> None:
+    """Raise where a value that DQN and PQN share is out of its range."""
+    for name in ("n_steps", "batch_size"):
         check(name, getattr(config, name), getattr(config, name) >= 1, "at least 1")
     for name in ("learning_rate", "max_grad_norm"):
         check(name, getattr(config, name), getattr(config, name) > 0, "above 0")
-    eps = ("exploration_fraction", "exploration_initial_eps", "exploration_final_eps")
-    for name in ("gamma", *eps):
-        check(name, getattr(config, name), 0 <= getattr(config, name) <= 1, "between 0 and 1")
+    gamma: float = getattr(config, "gamma")  # noqa: B009
+    check("gamma", gamma, 0 <= gamma <= 1, "between 0 and 1")

@@ -13,8 +13,8 @@ from flatout.algorithms.dqn.loss import Minibatch, Twins
 from flatout.device.jit import compiled
 from flatout.envs.spaces import Array
 from flatout.learning.fused import HandMadeStep, Perceptron, is_plain, layers_in
-from flatout.learning.params import FlatParams
 from flatout.learning.update import Update
+from flatout.models.params import FlatParams
 from flatout.models.policy import QNetwork
 
 

@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flatout.algorithms.base import scheduled
 from flatout.algorithms.dqn import loss as dqn
 from flatout.algorithms.dqn.config import DQNConfig
 from flatout.algorithms.dqn.experience import Experience
 from flatout.algorithms.dqn.fused import HandMadeDQN, can_be_made_by_hand
-from flatout.algorithms.ppo.config import scheduled
 from flatout.buffers.rollout import Learnable, Rollout, TensorRollout
 from flatout.envs.spaces import Array
 from flatout.learning.learner import AUTOCAST, Learner, example_obs

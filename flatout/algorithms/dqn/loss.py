@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from flatout.algorithms.dqn.config import DQNConfig, PQNConfig
+from flatout.algorithms.dqn.config import DQNConfig, Loss
 from flatout.learning.minibatch import Rows
 from flatout.models.heads import MASKED
 from flatout.models.policy import QNetwork
@@ -87,15 +87,15 @@ def loss(twins: Twins, batch: Minibatch, config: DQNConfig) -> tuple[Tensor, Ten
     """The weighted mean loss over rows, its METRICS as one vector, and each row's error, which is its new priority."""
     wanted = targets(twins, batch, double=config.double)
     value = twins.online(batch.obs).float().gather(1, batch.action).squeeze(1)
-    total = (batch.weight * row_losses(value, wanted, config)).mean()
+    total = (batch.weight * row_losses(value, wanted, config.loss)).mean()
     with torch.no_grad():
         error = (wanted - value).abs()
         parts = torch.stack([total, value.mean(), error.mean()])
     return total, parts, error
 
 
-def row_losses(value: Tensor, wanted: Tensor, config: DQNConfig | PQNConfig) -> Tensor:
+def row_losses(value: Tensor, wanted: Tensor, kind: Loss) -> Tensor:
     """How much each row's error counts."""
-    if config.loss == "mse":
+    if kind == "mse":
         return nn.functional.mse_loss(value, wanted, reduction="none")
     return nn.functional.smooth_l1_loss(value, wanted, reduction="none")

@@ -1,11 +1,11 @@
-"""Settings per known env for the algorithms that learn action values, DQN and PQN; benchmarks/dqn.py runs them."""
+"""DQN's tuned settings per env, which benchmarks/dqn.py runs, and its presets."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from flatout.algorithms.dqn.config import DQNConfig, PQNConfig
-from flatout.algorithms.recipe import Recipe
+from flatout.algorithms.base import Recipe, auto_n_envs
+from flatout.algorithms.dqn.config import DQNConfig
 from flatout.models.config import NetworkConfig
 
 WIDE = NetworkConfig(network_arch=(256, 256), activation="relu")
@@ -121,33 +121,35 @@ def snake() -> Recipe:
     )
 
 
-TUNED_DQN: dict[str, Callable[[], Recipe]] = {
+RECIPES: dict[str, Callable[[], Recipe]] = {
     "CartPole-v1": cartpole,
     "Acrobot-v1": acrobot,
     "MountainCar-v0": mountain_car,
     "LunarLander-v3": lunar_lander,
     "flatout/Snake-v0": snake,
 }
-"""For DQN, by env."""
+"""By env id."""
 
 
-def snake_on_rollouts() -> Recipe:
-    """256 games at once, learned from as they come."""
+def _preset(n_envs: int, batch_size: int, buffer_size: int, arch: tuple[int, ...], n_cores: int) -> Recipe:
     return Recipe(
-        timesteps=10_000_000,
-        n_envs=256,
-        algorithm=PQNConfig(
-            n_steps=32,
-            batch_size=2048,
-            n_epochs=2,
-            learning_rate=1e-3,
-            gamma=0.98,
-            exploration_fraction=0.02,
-            exploration_final_eps=0.01,
-        ),
-        network=NetworkConfig(network_arch=(64, 64), activation="relu"),
+        n_envs=n_envs,
+        algorithm=DQNConfig(batch_size=batch_size, buffer_size=buffer_size),
+        network=NetworkConfig(network_arch=arch, activation="relu"),
+        n_cores=n_cores,
     )
 
 
-TUNED_PQN: dict[str, Callable[[], Recipe]] = {"flatout/Snake-v0": snake_on_rollouts}
-"""For PQN, by env."""
+PRESETS = {
+    "cpu": _preset(1, 32, 10_000, (128, 128), 1),
+    "gpu": _preset(8, 128, 50_000, (256, 256, 256), 4),
+}
+
+
+def auto(on_accelerator: bool, n_cores: int) -> Recipe:
+    """A start for an env without a recipe."""
+    return Recipe(
+        n_envs=auto_n_envs(n_cores),
+        algorithm=DQNConfig(batch_size=256 if on_accelerator else 64),
+        network=NetworkConfig(network_arch=(256, 256) if on_accelerator else (64, 64), activation="relu"),
+    )

@@ -1,0 +1,54 @@
+"""Proximal policy optimization (Schulman et al. 2017).
+
+Where to read, and which code runs when:
+
+- `config.py`: the hyperparameters; `recipes.py`: tuned values per env, and presets.
+- `learner.py`: what happens to a rollout: advantages, then epochs of shuffled minibatches.
+- `loss.py`: advantages, loss and metrics in PyTorch. It is the definition of the algorithm: `--compile off` runs it
+  with autograd, `--compile on` runs code compiled from it, and on an accelerator it is captured as a graph.
+- `fused.py`: the same loss and its gradient written out for plain MLPs on the CPU, where it is faster. `--compile auto`
+  uses it where it applies; tests hold it equal to `loss.py`.
+
+The optimizer step around the loss (gradient clipping, Adam, skipped steps) is `flatout/learning/update.py`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from flatout.algorithms.base import Algorithm
+from flatout.algorithms.ppo.config import PPOConfig
+from flatout.algorithms.ppo.recipes import PRESETS, RECIPES, auto
+from flatout.models.config import NetworkConfig
+
+if TYPE_CHECKING:
+    from flatout.algorithms.ppo.learner import PPOLearner
+    from flatout.envs.spaces import ActionLayout, ObsLayout
+    from flatout.models.policy import ActorCritic
+
+
+def make_model(
+    obs: ObsLayout, action: ActionLayout, network: NetworkConfig, config: PPOConfig, seed: int
+) -> ActorCritic:
+    """A policy and a value function."""
+    from flatout.models.policy import build
+
+    return build(obs, action, network, seed, normalize_obs=config.normalize_obs)
+
+
+def make_learner(model: ActorCritic, config: PPOConfig, **how: Any) -> PPOLearner:
+    """A learner that trains `model`; see `Algorithm.make_learner` for the keywords."""
+    from flatout.algorithms.ppo.learner import PPOLearner
+
+    return PPOLearner(model, config, **how)
+
+
+ALGORITHM = Algorithm(
+    name="ppo",
+    config=PPOConfig,
+    make_model=make_model,
+    make_learner=make_learner,
+    recipes=RECIPES,
+    presets=PRESETS,
+    auto=auto,
+)

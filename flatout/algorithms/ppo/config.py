@@ -1,26 +1,31 @@
-"""PPO's settings, under the names RL users know; no torch here, so a command line parses in no time."""
+"""PPO's hyperparameters, under Stable-Baselines3's names where it has them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
-from flatout.errors import FlatoutError
-from flatout.models.config import Traits
-
-Schedule = Literal["constant", "linear"]
-
-
-def scheduled(value: float, schedule: Schedule, progress: float) -> float:
-    """What a setting is at this point of the run; `progress` in [0, 1]."""
-    return value * max(1.0 - progress, 0.0) if schedule == "linear" else value
+from flatout.algorithms.base import AlgorithmConfig, Schedule, check
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PPOConfig:
-    """What PPO learns from and how hard."""
+class PPOConfig(AlgorithmConfig):
+    """PPO's hyperparameters."""
 
-    SECTION: ClassVar[str] = "ppo"
+    NOT_IN_UPDATE: ClassVar[frozenset[str]] = frozenset(
+        {
+            "n_steps",
+            "n_epochs",
+            "learning_rate",
+            "learning_rate_schedule",
+            "gamma",
+            "gae_lambda",
+            "clip_range",
+            "clip_range_schedule",
+            "vtrace",
+            "normalize_reward",
+        }
+    )
 
     n_steps: int = 256
     """Env steps of each env in a rollout."""
@@ -37,27 +42,27 @@ class PPOConfig:
     gae_lambda: float = 0.95
     """Trade-off between bias (0) and variance (1) of the advantages."""
     clip_range: float = 0.2
-    """How far the policy's ratio may move before its gradient is cut."""
+    """Clip the policy ratio to 1 ± this."""
     clip_range_schedule: Schedule = "constant"
     """`linear` lowers the clip range to zero over the run."""
     clip_range_vf: float | None = None
-    """The same for the value function; none: no clipping."""
+    """Clip the change of the value function to ± this; none: no clipping."""
     normalize_advantage: bool = True
-    """Give the advantages of each minibatch mean 0 and deviation 1."""
+    """Normalize the advantages of each minibatch to mean 0 and standard deviation 1."""
     ent_coef: float = 0.0
     """Weight of the entropy bonus."""
     vf_coef: float = 0.5
     """Weight of the value loss."""
     max_grad_norm: float = 0.5
-    """Longest gradient, over all parameters together."""
+    """Clip the gradient to this norm, over all parameters together."""
     target_kl: float | None = None
-    """Leave out the rest of a rollout's updates once the policy has moved 1.5 times this far."""
+    """Skip the rest of a rollout's updates once the approximate KL divergence exceeds 1.5 times this."""
     vtrace: bool = False
-    """Weigh steps of a rollout that an older policy collected by V-trace; without overlap there are none."""
+    """Correct rollouts that an older policy collected by V-trace; they occur only with overlap."""
     normalize_obs: bool = False
-    """Shift and scale float observations by their running mean and deviation."""
+    """Normalize float observations by their running mean and standard deviation."""
     normalize_reward: bool = False
-    """Scale rewards by the running deviation of the discounted return."""
+    """Divide rewards by the running standard deviation of the discounted return."""
 
     def __post_init__(self) -> None:
         for name in ("n_steps", "batch_size", "n_epochs"):
@@ -71,38 +76,3 @@ class PPOConfig:
         for name in ("clip_range_vf", "target_kl"):
             value = getattr(self, name)
             check(name, value, value is None or value > 0, "above 0, or none")
-
-    @property
-    def traits(self) -> Traits:
-        """What it wants of its network."""
-        return Traits(normalize_obs=self.normalize_obs)
-
-    def updates_per_iteration(self, total_batch: int) -> float:
-        """Optimizer steps per rollout."""
-        return total_batch // self.batch_size * self.n_epochs
-
-
-def check(name: str, value: object, fine: bool, wanted: str) -> None:
-    """Refuse a setting's value that is not fine."""
-    if not fine:
-        raise FlatoutError(f"--{name.replace('_', '-')} is {value}; it must be {wanted}")
-
-
-def choose_batch_size(total_batch: int, target: int) -> int:
-    """The largest divisor of `total_batch` that is not above `target`."""
-    if total_batch < 1 or target < 1:
-        raise FlatoutError(f"total_batch {total_batch} and target {target} must be at least 1")
-    return max(d for d in divisors(total_batch) if d <= target)
-
-
-def nearest_batch_sizes(total_batch: int, batch_size: int) -> list[int]:
-    """The divisors of `total_batch` just below and just above `batch_size`."""
-    below = [d for d in divisors(total_batch) if d < batch_size]
-    above = [d for d in divisors(total_batch) if d > batch_size]
-    return below[-1:] + above[:1]
-
-
-def divisors(n: int) -> list[int]:
-    """All divisors of n, ascending."""
-    small = [d for d in range(1, int(n**0.5) + 1) if n % d == 0]
-    return small + [n // d for d in reversed(small) if d * d != n]

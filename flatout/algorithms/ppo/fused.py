@@ -14,10 +14,10 @@ from flatout.algorithms.ppo.loss import Minibatch
 from flatout.device.jit import compiled
 from flatout.envs.spaces import Array
 from flatout.learning.fused import HandMadeStep, Perceptron, is_plain, layers_in
-from flatout.learning.params import FlatParams
 from flatout.learning.update import Update
 from flatout.models.encoders import Obs
 from flatout.models.heads import LOG_SQRT_2PI, MASKED, CategoricalHead, GaussianHead
+from flatout.models.params import FlatParams
 from flatout.models.policy import ActorCritic
 
 _MASKED, _HALF_LOG_2PI = np.float32(MASKED), np.float32(LOG_SQRT_2PI)

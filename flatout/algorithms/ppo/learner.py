@@ -8,14 +8,16 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from flatout.algorithms.base import scheduled
 from flatout.algorithms.ppo import loss as ppo
-from flatout.algorithms.ppo.config import PPOConfig, scheduled
+from flatout.algorithms.ppo.config import PPOConfig
 from flatout.algorithms.ppo.fused import HandMadePPO, can_be_made_by_hand
 from flatout.buffers.rollout import Learnable
-from flatout.learning.epochs import Epochs, as_transitions
+from flatout.learning.epochs import Epochs
 from flatout.learning.learner import AUTOCAST, Learner, example_obs
 from flatout.learning.memory import PartSize, in_parts
 from flatout.learning.normalize import RewardScaler
+from flatout.learning.transitions import Transitions, as_transitions
 from flatout.learning.update import Update
 from flatout.models.policy import ActorCritic
 from flatout.timing import Phase, PhaseClock
@@ -123,7 +125,7 @@ class PPOLearner(Learner[ppo.Minibatch]):
             return by_hand.values(obs)
         return in_parts(lambda rows: self.model.value(tuple(leaf[rows] for leaf in obs)), len(obs[0]), size)
 
-    def _log_ratio(self, data: ppo.Transitions) -> Tensor:
+    def _log_ratio(self, data: Transitions) -> Tensor:
         obs = tuple(leaf.flatten(0, 1) for leaf in data.obs_tn)
         action, log_prob = data.action_tn.flatten(0, 1), data.log_prob_tn.flatten()
         if (by_hand := self._by_hand(len(log_prob))) is not None:
@@ -152,7 +154,7 @@ class PPOLearner(Learner[ppo.Minibatch]):
     def _parts(self) -> list[PartSize]:
         return [self.update.parts, self._value_parts]
 
-    def _transitions(self, rollout: Learnable) -> ppo.Transitions:
+    def _transitions(self, rollout: Learnable) -> Transitions:
         data = rollout.tensors(self._staging)
         reward = data.reward
         if self._reward_scaler is not None:

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from flatout.algorithms.ppo.config import PPOConfig
-from flatout.algorithms.returns import gae
 from flatout.learning.minibatch import Rows
+from flatout.learning.returns import gae
+from flatout.learning.transitions import Transitions, values_and_next
 from flatout.models.policy import ActorCritic
 
 METRICS = (
@@ -28,23 +29,6 @@ METRICS = (
 KL = METRICS.index("train/approx_kl")
 DRIFT = ("train/lag_kl", "train/lag_ratio_max", "train/lag_effective_share")
 """What `drift` tells: the KL divergence, the largest ratio, and the share of the sample that still counts."""
-
-
-@dataclass(frozen=True, slots=True)
-class Transitions:
-    """A rollout as tensors on the learner's device; T time steps, N envs."""
-
-    obs_tn: tuple[Tensor, ...]
-    action_tn: Tensor
-    log_prob_tn: Tensor
-    reward_tn: Tensor
-    terminated_tn: Tensor
-    truncated_tn: Tensor
-    last_obs_n: tuple[Tensor, ...]
-    final_obs: tuple[Tensor, ...]
-    """Last observations of the truncated episodes, one row each."""
-    final_index: Tensor
-    """Their places t · N + n."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,21 +49,6 @@ class Minibatch(Rows):
     def like(self, tensors: Sequence[Tensor]) -> Minibatch:
         """A minibatch of these tensors."""
         return Minibatch(tuple(tensors[5:]), *tensors[:5])
-
-
-def values_and_next(
-    value_of: Callable[[tuple[Tensor, ...]], Tensor], data: Transitions
-) -> tuple[Tensor, Tensor]:
-    """Values (T, N) of all observations, and of those that followed: the final ones where episodes were truncated."""
-    n_steps, n_envs = data.reward_tn.shape
-    value_tn = value_of(tuple(leaf.flatten(0, 1) for leaf in data.obs_tn)).view(n_steps, n_envs)
-    tail = tuple(
-        torch.cat([last, final]) for last, final in zip(data.last_obs_n, data.final_obs, strict=True)
-    )
-    tail_value = value_of(tail)
-    next_value = torch.cat([value_tn[1:].reshape(-1), tail_value[:n_envs]])
-    next_value = next_value.index_copy(0, data.final_index, tail_value[n_envs:])
-    return value_tn, next_value.view(n_steps, n_envs)
 
 
 @torch.no_grad()

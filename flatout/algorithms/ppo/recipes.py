@@ -1,14 +1,14 @@
-"""Settings per known env, used when no preset is given. Every one is reproduced by benchmarks/returns.py,
-those of flatout's own envs by benchmarks/workloads_*.py.
+"""PPO's tuned settings per env, used where no preset is given, and its presets.
+
+benchmarks/returns.py reproduces every recipe, benchmarks/workloads_*.py those of flatout's own envs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from flatout.algorithms.dqn.recipes import TUNED_DQN, TUNED_PQN
+from flatout.algorithms.base import Recipe, auto_n_envs
 from flatout.algorithms.ppo.config import PPOConfig
-from flatout.algorithms.recipe import Recipe
 from flatout.models.config import NetworkConfig
 
 
@@ -161,7 +161,7 @@ def mission() -> Recipe:
     )
 
 
-TUNED: dict[str, Callable[[], Recipe]] = {
+RECIPES: dict[str, Callable[[], Recipe]] = {
     "CartPole-v1": cartpole,
     "Acrobot-v1": acrobot,
     "MountainCar-v0": mountain_car,
@@ -172,8 +172,33 @@ TUNED: dict[str, Callable[[], Recipe]] = {
     "flatout/Snake-v0": snake,
     "flatout/Mission-v0": mission,
 }
-"""For PPO, by env."""
-RECIPES = {"ppo": TUNED, "dqn": TUNED_DQN, "pqn": TUNED_PQN}
-"""By algorithm and env."""
-FIRST_CHOICE = {"flatout/Snake-v0": "pqn"}
-"""The algorithm that learns an env soonest, where that is not PPO."""
+"""By env id."""
+
+
+def _preset(
+    n_envs: int, n_steps: int, batch_size: int, n_epochs: int, arch: tuple[int, ...], n_cores: int = 1
+) -> Recipe:
+    return Recipe(
+        n_envs=n_envs,
+        algorithm=PPOConfig(n_steps=n_steps, batch_size=batch_size, n_epochs=n_epochs),
+        network=NetworkConfig(network_arch=arch),
+        n_cores=n_cores,
+    )
+
+
+PRESETS = {
+    "cpu": _preset(1, 256, 64, 4, (128, 128), 1),
+    "gpu": _preset(8, 512, 256, 10, (256, 256), 4),
+    "fast": _preset(16, 256, 2048, 15, (512, 512), 4),
+    "heavy": _preset(32, 256, 4096, 20, (1024, 512, 256), 8),
+    "beast": _preset(64, 512, 8192, 30, (1024, 512, 512, 256), 16),
+    "max": _preset(32, 8192, 512, 30, (1024, 1024, 512, 256), 8),
+}
+
+
+def auto(on_accelerator: bool, n_cores: int) -> Recipe:
+    """A start for an env without a recipe."""
+    n_envs = auto_n_envs(n_cores)
+    if on_accelerator:
+        return _preset(n_envs, 256, 512, 10, (256, 256))
+    return _preset(n_envs, 256, 128, 10, (64, 64))

@@ -8,13 +8,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from flatout.algorithms.dqn.config import PQNConfig
-from flatout.algorithms.ppo.config import scheduled
+from flatout.algorithms.base import scheduled
 from flatout.algorithms.pqn import loss as pqn
+from flatout.algorithms.pqn.config import PQNConfig
 from flatout.buffers.rollout import Learnable
-from flatout.learning.epochs import Epochs, as_transitions
+from flatout.learning.epochs import Epochs
 from flatout.learning.learner import AUTOCAST, Learner, example_obs
 from flatout.learning.memory import PartSize, in_parts
+from flatout.learning.transitions import as_transitions
 from flatout.learning.update import Update
 from flatout.models.policy import QNetwork
 from flatout.timing import Phase, PhaseClock

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flatout.algorithms.dqn.config import PQNConfig
 from flatout.algorithms.dqn.loss import METRICS as METRICS
 from flatout.algorithms.dqn.loss import row_losses
-from flatout.algorithms.ppo.loss import Transitions, values_and_next
-from flatout.algorithms.returns import lambda_returns
+from flatout.algorithms.pqn.config import PQNConfig
 from flatout.learning.minibatch import Rows
+from flatout.learning.returns import lambda_returns
+from flatout.learning.transitions import Transitions, values_and_next
 from flatout.models.heads import MASKED
 from flatout.models.policy import QNetwork
 
@@ -67,7 +67,7 @@ def targets(
 def loss(model: QNetwork, batch: Minibatch, config: PQNConfig) -> tuple[Tensor, Tensor]:
     """The mean loss over rows, and its METRICS as one vector."""
     value = model(batch.obs).float().gather(1, batch.action).squeeze(1)
-    total = row_losses(value, batch.returns, config).mean()
+    total = row_losses(value, batch.returns, config.loss).mean()
     with torch.no_grad():
         parts = torch.stack([total, value.mean(), (batch.returns - value).abs().mean()])
     return total, parts

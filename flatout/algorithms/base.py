@@ -1,0 +1,259 @@
+"""What the rest of the package may know of an algorithm: its descriptor, its config, and the registry of both.
+
+An algorithm is one folder here, or one file of a user's. Its `Algorithm` descriptor says how to build its model and
+its learner; its config dataclass, a subclass of `AlgorithmConfig`, becomes flags and JSON. Nothing here loads torch,
+so that a command line parses quickly; `make_model` and `make_learner` do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache
+from hashlib import sha256
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from flatout.envs.loader import absolute, load_object
+from flatout.errors import FlatoutError, did_you_mean
+from flatout.models.config import NetworkConfig
+from flatout.timing import PhaseClock
+
+if TYPE_CHECKING:
+    from flatout.collect.noise import Habits
+    from flatout.envs.spaces import ActionLayout, ObsLayout
+    from flatout.learning.learner import Learner
+    from flatout.models.policy import PolicyNet
+
+Schedule = Literal["constant", "linear"]
+DEFAULT = "ppo"
+"""The algorithm of a run that names none."""
+BUILT_IN = ("ppo", "dqn", "pqn")
+"""Packages of `flatout.algorithms`, each with its descriptor as `ALGORITHM`."""
+
+
+class AlgorithmConfig:
+    """Base of an algorithm's config dataclass, with the batch arithmetic of one that learns from whole rollouts."""
+
+    __slots__ = ()
+
+    NOT_IN_UPDATE: ClassVar[frozenset[str]] = frozenset()
+    """Fields that the code of an update does not depend on; a compiled update is reused when only these change."""
+    AUTO_BATCH: ClassVar[tuple[int, int]] = (256, 2048)
+    """What `--batch-size auto` aims at, on a CPU and on an accelerator."""
+    USES_REPLAY: ClassVar[bool] = False
+    """Whether updates draw from a replay buffer instead of the newest rollout."""
+
+    n_steps: int
+    """Env steps of each env in a rollout."""
+    batch_size: int
+    """Transitions in a minibatch."""
+
+    @property
+    def epochs(self) -> int:
+        """Passes over each rollout."""
+        return getattr(self, "n_epochs", 1)
+
+    def updates_per_iteration(self, total_batch: int) -> float:
+        """Optimizer steps per rollout, on average."""
+        return total_batch // self.batch_size * self.epochs
+
+    def fit_batch_size(self, total_batch: int, target: int) -> int:
+        """The batch size nearest to `target` that such a rollout allows, and not above it."""
+        return choose_batch_size(total_batch, target)
+
+    def check_rollout(self, n_envs: int) -> None:
+        """Raise where rollouts of this many envs do not suit these settings."""
+        total = n_envs * self.n_steps
+        if total % self.batch_size:
+            near = " or ".join(map(str, nearest_batch_sizes(total, self.batch_size)))
+            raise FlatoutError(
+                f"--batch-size {self.batch_size} does not divide the rollout of {n_envs} envs x "
+                f"{self.n_steps} steps = {total}; the nearest that do are {near}"
+            )
+
+    def arithmetic(self, n_envs: int) -> str:
+        """The batch arithmetic in one line."""
+        total = n_envs * self.n_steps
+        n_minibatches = total // self.batch_size
+        return (
+            f"{n_envs} envs × {self.n_steps} steps = {total:,} total batch, "
+            f"{n_minibatches} {'minibatch' if n_minibatches == 1 else 'minibatches'} of {self.batch_size} "
+            f"× {self.epochs} epochs = {n_minibatches * self.epochs} updates per iteration"
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recipe:
+    """Settings that decide how well an env is learned, for one env or one kind of machine; any flag overrides them."""
+
+    n_envs: int
+    algorithm: AlgorithmConfig
+    network: NetworkConfig
+    timesteps: int = 1_000_000
+    n_cores: int = 1
+    """Cores it is made for; a run on fewer gets a warning."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Algorithm:
+    """What the rest of the package knows of an algorithm. `config` below is an instance of its config class."""
+
+    name: str
+    """Its name on the command line, and of its section in JSON configs."""
+    config: type[AlgorithmConfig]
+    """Its config dataclass; every field becomes a flag."""
+    make_model: Callable[..., PolicyNet]
+    """(obs, action, network, config, seed) → model on the CPU, which depends on nothing but these."""
+    make_learner: Callable[..., Learner[Any]]
+    """(model, config, *, n_envs, seed, clock, precision) → learner of that model."""
+    exploration: Callable[[Any, int], Habits] | None = None
+    """(config, n_envs) → how envs explore; None: as the policy samples."""
+    recipes: Mapping[str, Callable[[], Recipe]] = field(default_factory=dict)
+    """Tuned settings by env id."""
+    presets: Mapping[str, Recipe] = field(default_factory=dict)
+    """Settings by name of a preset."""
+    auto: Callable[[bool, int], Recipe] | None = None
+    """(on an accelerator, cores) → settings for an env without a recipe; None: the config's defaults."""
+    first_choice_for: tuple[str, ...] = ()
+    """Env ids that use this algorithm unless another one is named."""
+    source: str = ""
+    """The FILE.py:NAME that it was loaded from; set by `get`."""
+
+    def __reduce__(self) -> Any:
+        """Pickled by name where another process can find it by that: a built-in one, or one in a file."""
+        found_by = self.source or (self.name if self.name in BUILT_IN else "")
+        return (get, (found_by,)) if found_by else super().__reduce__()
+
+    def source_hash(self) -> str:
+        """A hash of the user's file that it was loaded from; "" for a built-in one."""
+        file = Path(self.source.rpartition(":")[0])
+        return sha256(file.read_bytes()).hexdigest() if file.suffix == ".py" else ""
+
+    @property
+    def title(self) -> str:
+        """Its name as people write it."""
+        return self.name.upper()
+
+    def auto_recipe(self, on_accelerator: bool, n_cores: int) -> Recipe:
+        """Settings for an env without a recipe."""
+        if self.auto is not None:
+            return self.auto(on_accelerator, n_cores)
+        return Recipe(n_envs=auto_n_envs(n_cores), algorithm=self.config(), network=NetworkConfig())
+
+    def preset(self, name: str) -> Recipe:
+        """A preset's settings; one that the algorithm does not have is refused."""
+        if name not in self.presets:
+            there = ", ".join([*self.presets, "auto"])
+            are = "are" if self.presets else "is"
+            raise FlatoutError(f"--preset {name} has no settings for {self.title}; there {are} {there}")
+        return self.presets[name]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LearnerSpec:
+    """Makes a run's model and learner; picklable, so that other processes can make the same ones."""
+
+    algorithm: Algorithm  # first: unpickling it loads the file that may define the config's class
+    config: AlgorithmConfig
+    network: NetworkConfig
+    obs: ObsLayout
+    action: ActionLayout
+    seed: int
+
+    def make_model(self) -> PolicyNet:
+        """A new model on the CPU."""
+        return self.algorithm.make_model(self.obs, self.action, self.network, self.config, self.seed)
+
+    def make_learner(self, device: str, precision: str) -> Learner[Any]:
+        """A learner of a new model, for one env."""
+        model, clock = self.make_model().to(device), PhaseClock()
+        return self.algorithm.make_learner(
+            model, self.config, n_envs=1, seed=self.seed, clock=clock, precision=precision
+        )
+
+    def update_facts(self) -> dict[str, Any]:
+        """Everything in these settings that the code of an update depends on, as JSON."""
+        from flatout.envs.spaces import space_to_json
+
+        settings = asdict(self.config)  # type: ignore[call-overload]  # every subclass is a dataclass
+        return {
+            "algorithm": [self.algorithm.name, self.algorithm.source_hash()],
+            "settings": {k: v for k, v in settings.items() if k not in self.config.NOT_IN_UPDATE},
+            "network": asdict(self.network),
+            "obs": space_to_json(self.obs.space),
+            "action": space_to_json(self.action.space),
+        }
+
+
+_registry: dict[str, Algorithm] = {}
+
+
+def register(algorithm: Algorithm) -> Algorithm:
+    """Make an algorithm known under its name; one of the built-in names is refused."""
+    known = get(algorithm.name) if algorithm.name in BUILT_IN else algorithm
+    if known is not algorithm:
+        raise FlatoutError(f"an algorithm is called '{algorithm.name}' already; give yours another name")
+    _registry[algorithm.name] = algorithm
+    return algorithm
+
+
+def get(name: str) -> Algorithm:
+    """The algorithm of this name, or the one that FILE.py:NAME or module:NAME names, which is registered by this."""
+    if name in BUILT_IN and name not in _registry:
+        _registry[name] = import_module(f"flatout.algorithms.{name}").ALGORITHM
+    if ":" in name:
+        return _load(absolute(name))
+    if name not in _registry:
+        known = names()
+        near = did_you_mean(name, known)
+        raise FlatoutError(f"--algo is '{name}'; it must be one of {', '.join(known)}{near}")
+    return _registry[name]
+
+
+@cache
+def _load(source: str) -> Algorithm:
+    found = load_object(source, "algorithm", lambda it: isinstance(it, Algorithm), "a flatout.Algorithm")
+    return register(replace(found, source=source))
+
+
+def names() -> list[str]:
+    """Names of all algorithms, the built-in ones first."""
+    return [*BUILT_IN, *(name for name in _registry if name not in BUILT_IN)]
+
+
+def auto_n_envs(n_cores: int) -> int:
+    """Envs for a run that says nothing about them: 8 to 32, by cores."""
+    return min(max(8, 2 * n_cores), 32)
+
+
+def scheduled(value: float, schedule: Schedule, progress: float) -> float:
+    """What a setting is at this point of the run; `progress` in [0, 1]."""
+    return value * max(1.0 - progress, 0.0) if schedule == "linear" else value
+
+
+def check(name: str, value: object, fine: bool, wanted: str) -> None:
+    """Refuse a setting's value that is not fine."""
+    if not fine:
+        raise FlatoutError(f"--{name.replace('_', '-')} is {value}; it must be {wanted}")
+
+
+def choose_batch_size(total_batch: int, target: int) -> int:
+    """The largest divisor of `total_batch` that is not above `target`."""
+    if total_batch < 1 or target < 1:
+        raise FlatoutError(f"total_batch {total_batch} and target {target} must be at least 1")
+    return max(d for d in divisors(total_batch) if d <= target)
+
+
+def nearest_batch_sizes(total_batch: int, batch_size: int) -> list[int]:
+    """The divisors of `total_batch` just below and just above `batch_size`."""
+    below = [d for d in divisors(total_batch) if d < batch_size]
+    above = [d for d in divisors(total_batch) if d > batch_size]
+    return below[-1:] + above[:1]
+
+
+def divisors(n: int) -> list[int]:
+    """All divisors of n, ascending."""
+    small = [d for d in range(1, int(n**0.5) + 1) if n % d == 0]
+    return small + [n // d for d in reversed(small) if d * d != n]
