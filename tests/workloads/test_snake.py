@@ -338,15 +338,18 @@ def test_observations_are_of_their_space(obs: str, compiled: bool) -> None:
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"height": 1}, "snake: height is 1; a board has 2 to 64 cells a side"),
-        ({"width": 65}, "snake: width is 65; a board has 2 to 64 cells a side"),
-        ({"width": 9.5}, "snake: width is 9.5; a board has 2 to 64 cells a side"),
-        ({"obs": "plane"}, "snake: obs is 'plane'; there is vector and planes; did you mean 'planes'?"),
-        ({"starve_after": 0}, "snake: starve_after is 0; give 1 to 1,000,000 steps, or none"),
-        ({"starve_after": "soon"}, "snake: starve_after is 'soon'; give 1 to 1,000,000 steps, or none"),
-        ({"wrap": "no"}, "snake: wrap is 'no'; give true or false"),
-        ({"death_reward": float("nan")}, "snake: death_reward is nan; give a number"),
-        ({"colour": 1}, "env 'flatout/Snake-v0' takes no argument 'colour'; it takes"),
+        ({"height": 1}, "snake: height is 1; it must be a whole number from 2 to 64"),
+        ({"width": 65}, "snake: width is 65; it must be a whole number from 2 to 64"),
+        ({"width": 9.5}, "snake: width is 9.5; it must be a whole number from 2 to 64"),
+        ({"obs": "plane"}, "snake: obs is 'plane'; it must be vector or planes; did you mean 'planes'?"),
+        ({"starve_after": 0}, "snake: starve_after is 0; it must be a whole number from 1 to 1,000,000"),
+        (
+            {"starve_after": "soon"},
+            "snake: starve_after is 'soon'; it must be a whole number from 1 to 1,000,000",
+        ),
+        ({"wrap": "no"}, "snake: wrap is 'no'; it must be true or false"),
+        ({"death_reward": float("nan")}, "snake: death_reward is nan; it must be a number from"),
+        ({"colour": 1}, "snake takes no 'colour'; it takes height, width"),
     ],
 )
 def test_bad_settings_are_refused_in_one_line(kwargs: dict[str, Any], message: str) -> None:
@@ -359,11 +362,13 @@ def test_bad_settings_are_refused_in_one_line(kwargs: dict[str, Any], message: s
 def test_bad_actions_and_render_modes_are_refused() -> None:
     env = Snake()
     env.reset(seed=0)
-    with pytest.raises(FlatoutError, match=r"^snake: there is no action 4; give 0 up"):
+    with pytest.raises(FlatoutError, match=r"^snake: action is 4; it must be 0 up"):
         env.step(4)
-    with pytest.raises(FlatoutError, match=r"^snake: render_mode is 'human'; there is rgb_array and ansi$"):
+    with pytest.raises(
+        FlatoutError, match=r"^snake: render_mode is 'human'; it must be one of None, rgb_array, ansi$"
+    ):
         Snake(render_mode="human")
-    with pytest.raises(FlatoutError, match=r"^snake: num_envs is 0; there is at least 1 game$"):
+    with pytest.raises(FlatoutError, match=r"^snake: num_envs is 0; it must be a whole number from 1 "):
         SnakeGames(0)
 
 

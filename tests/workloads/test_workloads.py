@@ -64,9 +64,9 @@ def test_flatout_makes_the_async_form() -> None:
 
 
 def test_a_keyword_that_the_batched_form_does_not_take_is_refused() -> None:
-    with pytest.raises(FlatoutError, match="takes no argument 'colour'"):
+    with pytest.raises(FlatoutError, match=r"takes no .*'colour'"):
         flatout.make_vec("snake", n_envs=2, env_kwargs={"colour": 1})
-    with pytest.raises(FlatoutError, match="takes no argument 'colour'"):
+    with pytest.raises(FlatoutError, match=r"takes no .*'colour'"):
         flatout.make_vec("crawl", n_envs=2, env_kwargs={"colour": 1})
 
 

@@ -1,4 +1,4 @@
-"""Snake: `SnakeGames` plays N games at once as tensors on any device, `Snake` one of them as a Gymnasium env."""
+"""Snake: `SnakeGames` is N games as tensors on any device, `Snake` one game as a Gymnasium env."""
 
 from flatout.workloads.snake.games import SnakeGames
 from flatout.workloads.snake.snake import Snake

@@ -1,9 +1,8 @@
-"""All of a step as operations on tensors over all games at once, on any device, without waiting for it.
+"""N games of Snake as one object, flatout's `TensorEnvs`: stepped as tensors on any device, or by kernel.py on the CPU.
 
-The same games to the bit as `kernel`: integers, and floats that are one operation away from integers.
-
-
-N games of Snake as one object: flatout's `TensorEnvs` on any device."""
+Both give the same games to the bit: they compute with integers, and with floats one operation away from integers.
+The tensor form never waits for the device.
+"""
 
 from __future__ import annotations
 
@@ -18,50 +17,50 @@ from gymnasium import spaces
 from torch import Tensor
 
 from flatout.envs.spaces import MASK_KEY
-from flatout.errors import EnvError
 from flatout.workloads.snake.rules import Rules, Tables
+from flatout.workloads.validate import check_number, from_settings
 
 _WEYL, _MIX1, _MIX2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
 def _signed(x: int) -> int:
-    """Sixty-four bits as torch writes them."""
+    """64 bits as the signed integer that torch wants."""
     x &= 0xFFFFFFFFFFFFFFFF
     return x - (1 << 64) if x >> 63 else x
 
 
 def _shift(x: Tensor, n: int) -> Tensor:
-    """Right, with zeros coming in."""
+    """Logical right shift."""
     return (x >> n) & ((1 << (64 - n)) - 1)
 
 
 def mix(x: Tensor) -> Tensor:
-    """SplitMix64's finisher."""
+    """The finisher of SplitMix64."""
     x = (x ^ _shift(x, 30)) * _signed(_MIX1)
     x = (x ^ _shift(x, 27)) * _signed(_MIX2)
     return x ^ _shift(x, 31)
 
 
 def game_keys(seed: int, n_games: int, device: torch.device) -> Tensor:
-    """A random stream's key for each game."""
+    """The key of each game's random stream."""
     of_seed = mix(torch.tensor(_signed(seed * _WEYL + _WEYL), device=device))
     return mix(of_seed + torch.arange(1, n_games + 1, device=device) * _signed(_WEYL))
 
 
 def draw(key: Tensor, n_step: Tensor, n_choices: Tensor | int) -> Tensor:
-    """For each game a number below `n_choices`."""
+    """For each game, a random number below `n_choices`."""
     return (_shift(mix(key + n_step * _signed(_WEYL)), 33) * n_choices) >> 31
 
 
 @dataclass(slots=True)
 class State:
-    """N games; changed in place."""
+    """N games, changed in place."""
 
     key: Tensor
     n_step: Tensor
     """Steps since the games were seeded, the same for all."""
     board: Tensor
-    """(N, cells + 1) int32: at which move the head came to each cell; the wall last."""
+    """(N, cells + 1) int32: the move at which the head entered each cell; the wall last."""
     head: Tensor
     facing: Tensor
     length: Tensor
@@ -71,7 +70,7 @@ class State:
 
     @staticmethod
     def alloc(n_games: int, rules: Rules, device: torch.device) -> State:
-        """Room for N games."""
+        """N games of zeros."""
 
         def zeros() -> Tensor:
             return torch.zeros(n_games, dtype=torch.int64, device=device)
@@ -81,29 +80,21 @@ class State:
         return State(zeros(), n_step, board, zeros(), zeros(), zeros(), zeros(), zeros(), zeros())
 
 
-class Steps:
-    """The rules on a device."""
+class TensorSteps:
+    """Starts, steps and observes N games with tensor operations."""
 
     def __init__(self, rules: Rules, tables: Tables, device: torch.device) -> None:
         self._rules = rules
         self._around, self._ahead, self._row, self._column, self._down, self._right, self._start = (
-            torch.as_tensor(table, device=device)
-            for table in (
-                tables.around,
-                tables.ahead,
-                tables.row,
-                tables.column,
-                tables.down,
-                tables.right,
-                tables.start,
-            )
+            torch.as_tensor(getattr(tables, name), device=device)
+            for name in ("around", "ahead", "row", "column", "down", "right", "start")
         )
         self._start_free = torch.as_tensor(tables.start_free, device=device)
         self._start_head, self._n_start = tables.start_head, int(tables.start[tables.start_head])
         self._directions = torch.arange(4, device=device)
 
     def begin(self, s: State, where: Tensor) -> None:
-        """A new game in the places named."""
+        """Start a new game where the mask is true."""
         s.board.copy_(torch.where(where[:, None], self._start, s.board))
         first = (self._start_head, 1, self._n_start, self._n_start, 0)
         for values, value in zip((s.head, s.facing, s.length, s.moves, s.hunger), first, strict=True):
@@ -112,7 +103,7 @@ class Steps:
         s.food.copy_(torch.where(where, food, s.food))
 
     def step(self, s: State, actions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Step every game; rewards, which ended, and food eaten. The games that ended are left as they are."""
+        """Step every game; returns rewards, which games ended, and food eaten. Does not reset."""
         rules, n_cells = self._rules, self._rules.n_cells
         actions = actions & 3
         s.facing.copy_(torch.where(actions == s.facing ^ 2, s.facing, actions))
@@ -127,7 +118,7 @@ class Steps:
             values.copy_(torch.where(crashed, values, value))
         full = s.length == n_cells
         died = crashed | ((hungry >= rules.limit) & ~full)
-        # The free cell that k free ones come before has k + 1 free ones up to itself.
+        # The cell with k free cells before it is the first whose running count of free cells exceeds k.
         n_free = (s.board[:, :-1] <= (s.moves - s.length)[:, None]).cumsum(1)
         k = draw(s.key, s.n_step, n_cells - s.length)
         food = (n_free <= k[:, None]).sum(1)
@@ -138,15 +129,13 @@ class Steps:
     def observe(self, s: State) -> dict[str, Any]:
         """The observation of every game."""
         mask = self._directions != (s.facing ^ 2)[:, None]
-        return {
-            "action_mask": mask,
-            "view": self._planes(s) if self._rules.obs == "planes" else self._vector(s),
-        }
+        view = self._planes(s) if self._rules.obs == "planes" else self._vector(s)
+        return {MASK_KEY: mask, "view": view}
 
     def _vector(self, s: State) -> Tensor:
         rules, n_cells = self._rules, self._rules.n_cells
-        gone = (s.moves - s.length)[:, None]
-        left = (s.board.gather(1, self._around[s.head]) - gone).clamp(0, n_cells)
+        free_since = (s.moves - s.length)[:, None]
+        left = (s.board.gather(1, self._around[s.head]) - free_since).clamp(0, n_cells)
         unit = torch.tensor(0.5) / n_cells
         around = (left + n_cells * (left > 0)).float() * unit.to(left.device)
         y, x = self._row[s.head], self._column[s.head]
@@ -171,11 +160,10 @@ class Steps:
 
 
 class SnakeGames:
-    """N games, stepped at once: on the CPU by a compiled kernel, elsewhere (or asked for with `compiled=False`) as
-    tensors, with the same results.
+    """N games stepped at once: by a compiled kernel on the CPU, as tensors elsewhere or with `compiled=False`.
 
-    What `step` returns stays valid for one more step. `info["food"]` counts what each game's snake has eaten,
-    in the game that ended where one did. Without `autoreset` a game that ended stays as it is until `reset`.
+    Takes the keywords of `Rules`. What `step` returns stays valid for one more step. `info["food"]` counts the food eaten
+    in each game; for a game that just ended, in that game. Without `autoreset`, an ended game stays until `reset`.
     """
 
     def __init__(
@@ -183,32 +171,21 @@ class SnakeGames:
         num_envs: int = 256,
         device: str | torch.device = "auto",
         *,
-        height: int = 10,
-        width: int = 10,
-        wrap: bool = False,
-        starve_after: int | None = None,
-        death_reward: float = 0.0,
-        obs: str = "vector",
         compiled: bool = True,
         autoreset: bool = True,
+        **settings: Any,
     ) -> None:
-        if num_envs < 1:
-            raise EnvError(f"snake: num_envs is {num_envs}; there is at least 1 game")
-        self.rules = Rules(
-            height=height,
-            width=width,
-            wrap=wrap,
-            starve_after=starve_after,
-            death_reward=death_reward,
-            obs=obs,
-        )
+        check_number("snake: num_envs", num_envs, 1, 2**31, whole=True)
+        self.rules = from_settings(Rules, settings, "snake")
         self.num_envs = num_envs
-        self.device = torch.device(_auto() if device == "auto" else device)
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.device = torch.device(device)
         self.single_observation_space: gym.Space[Any] = self.rules.observation_space
         self.single_action_space: gym.Space[Any] = spaces.Discrete(4)
         tables = Tables.of(self.rules)
         self.state = State.alloc(num_envs, self.rules, self.device)
-        self._steps = Steps(self.rules, tables, self.device)
+        self._steps = TensorSteps(self.rules, tables, self.device)
         self._seeded = False
         self._autoreset = autoreset
         self._kernel: _Kernel | None = None
@@ -216,7 +193,7 @@ class SnakeGames:
             self._kernel = _Kernel(self.state, self.rules, tables, autoreset)
 
     def reset(self, seed: int | None = None) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Begin all games anew: those of the seed, or the next ones."""
+        """Start new games in all envs; a seed restarts the random streams."""
         if seed is not None or not self._seeded:
             seed = secrets.randbits(63) if seed is None else seed
             self.state.key.copy_(game_keys(seed, self.num_envs, self.device))
@@ -228,7 +205,7 @@ class SnakeGames:
         return self._steps.observe(self.state), {}
 
     def step(self, actions: Tensor) -> tuple[dict[str, Tensor], Tensor, Tensor, Tensor, dict[str, Any]]:
-        """Step every game; where one ended the next has begun. Turning back means going straight on."""
+        """Step every game and reset those that ended. An action that would reverse the snake goes straight on."""
         if self._kernel is not None:
             return self._kernel.step(actions)
         state, steps = self.state, self._steps
@@ -242,10 +219,10 @@ class SnakeGames:
 
 
 class _Kernel:
-    """The compiled step, with what it reads and writes bound once; two sets of results take turns."""
+    """The compiled step with its arrays bound once; two sets of results alternate."""
 
     def __init__(self, state: State, rules: Rules, tables: Tables, autoreset: bool) -> None:
-        from flatout.workloads.snake import kernel  # here, because the compiler takes a moment to load
+        from flatout.workloads.snake import kernel  # here, because numba takes a while to load
 
         self._run, self._n_step = kernel.step, state.n_step.numpy()
         self._settings = rules.limit, kernel.F(rules.death_reward), autoreset
@@ -265,7 +242,7 @@ class _Kernel:
 
 
 class _Results:
-    """What a step gives, as tensors for its user and as the arrays behind them for the kernel."""
+    """The results of a step: `given` as tensors for the caller, `arrays` as the kernel's view of the same memory."""
 
     def __init__(self, state: State, rules: Rules) -> None:
         n = len(state.head)
@@ -282,7 +259,3 @@ class _Results:
         flat = [view.view(n, 3, -1) for view in views] if planes else views
         vectors_and_planes = [*none, *flat] if planes else [*flat, *none]
         self.arrays = tuple(t.numpy() for t in (*vectors_and_planes, *masks, reward, ended, food))
-
-
-def _auto() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"

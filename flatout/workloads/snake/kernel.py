@@ -1,7 +1,7 @@
-"""All of a step on the CPU, game by game, as one compiled function; `tensors` does the same everywhere else.
+"""The step of N games on the CPU as one compiled function; games.py does the same with tensors.
 
-A board holds, for each cell, at which of its moves the snake's head came there. The body is what is younger than
-`moves - length`, so a step changes one cell, whatever the length, and the tail's cell is free as the head arrives.
+For each cell the board holds the move at which the head entered it. Cells entered after move `moves - length` are the body,
+so a step writes one cell whatever the length, and the tail's cell is free when the head arrives.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _ONE, _HALF = F(1), F(0.5)
 
 
 def _compiled(function: Function) -> Function:
-    """Compiled at its first call, then kept on disk; no liberties with floats, so that tensors give the same."""
+    """Compiled at the first call and cached on disk; without fast-math, so that tensors give the same bits."""
     return cast(Function, njit(cache=True, error_model="numpy", nogil=True)(function))
 
 
 @_compiled
 def draw(key: Any, n_step: Any, n_choices: int) -> Any:
-    """A number below `n_choices`, by SplitMix64 of a game's key and the number of the step."""
+    """A random number below `n_choices`: SplitMix64 of the game's key and the step number."""
     x = U(key) + U(n_step) * _WEYL
     x = (x ^ (x >> U(30))) * _MIX1
     x = (x ^ (x >> U(27))) * _MIX2
@@ -37,27 +37,27 @@ def draw(key: Any, n_step: Any, n_choices: int) -> Any:
 
 
 @_compiled
-def _free_cell(board: Array, i: Any, gone: Any, k: Any) -> Any:
-    """The free cell of game i that k free ones come before."""
+def _free_cell(board: Array, i: Any, free_since: Any, k: Any) -> Any:
+    """The free cell of game i with k free cells before it."""
     for cell in range(board.shape[1] - 1):
-        k -= board[i, U(cell)] <= gone
+        k -= board[i, U(cell)] <= free_since
         if k < 0:
             return cell
     return board.shape[1] - 1
 
 
 @_compiled
-def _see_around(
-    i: Any, board: Array, gone: Any, head: Any, facing: int, food: Any, length: int, hunger: int, limit: int,
+def _write_vector(
+    i: Any, board: Array, free_since: Any, head: Any, facing: int, food: Any, length: int, hunger: int, limit: int,
     around: Array, scratch: Array, row: Array, column: Array, down: Array, right: Array, view: Array,
 ) -> None:  # fmt: skip
     n_cells, n_seen = S(board.shape[1] - 1), U(around.shape[1])
     unit = _HALF / F(n_cells)
-    # In two loops: gathering goes cell by cell, computing by eight cells; sums of 32 bits would be 64 bits wide.
+    # Two loops, because only the second vectorises. S() keeps sums at 32 bits; numba would widen them to 64.
     for j in range(n_seen):
         scratch[j] = board[i, around[head, j]]
     for j in range(n_seen):
-        left = S(min(max(S(scratch[j] - gone), S(0)), n_cells))
+        left = S(min(max(S(scratch[j] - free_since), S(0)), n_cells))
         view[i, j] = F(S(left + (n_cells if left > 0 else S(0)))) * unit
     y, x = row[head], column[head]
     height, width = (len(down) + 1) // 2, (len(right) + 1) // 2
@@ -75,11 +75,11 @@ def _see_around(
 
 
 @_compiled
-def _see_board(
-    i: Any, board: Array, gone: Any, head: Any, food: Any, hunger: int, limit: int, view: Array
+def _write_planes(
+    i: Any, board: Array, free_since: Any, head: Any, food: Any, hunger: int, limit: int, view: Array
 ) -> None:
     for cell in range(U(view.shape[2])):
-        left = S(board[i, cell] - gone)
+        left = S(board[i, cell] - free_since)
         view[i, 0, cell] = 0
         view[i, 1, cell] = S(min(left, S(200)) + S(55)) if left > 0 else S(0)
         view[i, 2, cell] = 0
@@ -97,19 +97,13 @@ def step(
     vector: Array, final_vector: Array, planes: Array, final_planes: Array, mask: Array, final_mask: Array,
     reward: Array, terminated: Array, eaten: Array,
 ) -> None:  # fmt: skip
-    """Step every game, observe it, and begin a new one where it ended. One of `vector` and `planes` has no columns."""
-    # Indices are unsigned: others would be looked at for being negative, each time.
+    """Step every game, reset it where it ended, and observe it. One of `vector` and `planes` has no columns."""
+    # Indices are unsigned, because numba checks signed ones for being negative at each access.
     n_cells, n_start = len(ahead), np.int64(start[start_head])
     sees_planes = planes.shape[2] > 0
     for i in range(U(len(heads))):
-        head, food, facing, length, now, hunger = (
-            heads[i],
-            foods[i],
-            facings[i],
-            lengths[i],
-            moves[i],
-            hungers[i],
-        )
+        head, food, facing = heads[i], foods[i], facings[i]
+        length, now, hunger = lengths[i], moves[i], hungers[i]
         direction = actions[i] & 3
         if direction != facing ^ 2:
             facing = direction
@@ -133,12 +127,12 @@ def step(
             if not full:
                 food = _free_cell(board, i, S(now - length), draw(keys[i], n_step, n_cells - length))
         if ended and autoreset:
-            gone = S(now - length)
+            free_since = S(now - length)
             if sees_planes:
-                _see_board(i, board, gone, U(head), U(food), hunger, limit, final_planes)
+                _write_planes(i, board, free_since, U(head), U(food), hunger, limit, final_planes)
             else:
-                _see_around(
-                    i, board, gone, U(head), facing, U(food), length, hunger, limit,
+                _write_vector(
+                    i, board, free_since, U(head), facing, U(food), length, hunger, limit,
                     around, scratch, row, column, down, right, final_vector,
                 )  # fmt: skip
             for d in range(4):
@@ -147,20 +141,15 @@ def step(
                 board[i, j] = start[j]
             head, facing, length, now, hunger = start_head, 1, n_start, n_start, 0
             food = start_free[U(draw(keys[i], n_step, len(start_free)))]
-        heads[i], foods[i], facings[i], lengths[i], moves[i], hungers[i] = (
-            head,
-            food,
-            facing,
-            length,
-            now,
-            hunger,
-        )
-        gone = S(now - length)
+        heads[i], foods[i], facings[i] = head, food, facing
+        lengths[i], moves[i], hungers[i] = length, now, hunger
+        # Written out twice: as one function for both, a step took twice the time.
+        free_since = S(now - length)
         if sees_planes:
-            _see_board(i, board, gone, U(head), U(food), hunger, limit, planes)
+            _write_planes(i, board, free_since, U(head), U(food), hunger, limit, planes)
         else:
-            _see_around(
-                i, board, gone, U(head), facing, U(food), length, hunger, limit,
+            _write_vector(
+                i, board, free_since, U(head), facing, U(food), length, hunger, limit,
                 around, scratch, row, column, down, right, vector,
             )  # fmt: skip
         for d in range(4):

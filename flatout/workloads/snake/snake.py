@@ -1,6 +1,4 @@
-"""One game of Snake as a Gymnasium env; underneath it is `SnakeGames` with one game.
-
-A game's board as a picture or as text."""
+"""Snake as a Gymnasium env: one game of `SnakeGames`, rendered as an image or as text."""
 
 from __future__ import annotations
 
@@ -20,55 +18,35 @@ from flatout.envs.spaces import MASK_KEY
 from flatout.errors import EnvError
 from flatout.workloads.snake.games import SnakeGames
 from flatout.workloads.snake.rules import MOVES
+from flatout.workloads.validate import check_choice
 
 
 class Snake(gym.Env[dict[str, Any], Any]):
-    """Eat, grow, and run neither into yourself nor into a wall. Keywords are those of `SnakeGames`."""
+    """Eat food and grow; the game ends at a wall or the snake's own body. Takes the keywords of `Rules`."""
 
     batched_form = SnakeGames
     metadata = {"render_modes": ["rgb_array", "ansi"], "render_fps": 12}  # noqa: RUF012  # as Gymnasium declares it
 
-    def __init__(
-        self,
-        render_mode: str | None = None,
-        *,
-        height: int = 10,
-        width: int = 10,
-        wrap: bool = False,
-        starve_after: int | None = None,
-        death_reward: float = 0.0,
-        obs: str = "vector",
-    ) -> None:
-        if render_mode not in (None, *self.metadata["render_modes"]):
-            raise EnvError(f"snake: render_mode is {render_mode!r}; there is rgb_array and ansi")
+    def __init__(self, render_mode: str | None = None, **settings: Any) -> None:
+        check_choice("snake: render_mode", render_mode, (None, *self.metadata["render_modes"]))
         self.render_mode = render_mode
-        self._games = SnakeGames(
-            1,
-            "cpu",
-            height=height,
-            width=width,
-            wrap=wrap,
-            starve_after=starve_after,
-            death_reward=death_reward,
-            obs=obs,
-            autoreset=False,
-        )
+        self._games = SnakeGames(1, "cpu", autoreset=False, **settings)
         self.observation_space = self._games.single_observation_space
         self.action_space = spaces.Discrete(4)
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Begin a game: the seed's first, or the next."""
+        """Start a game: the first one of the seed, or the next one."""
         del options
         super().reset(seed=seed)
         obs, _ = self._games.reset(seed)
         return _first(obs), {"food": 0}
 
     def step(self, action: Any) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
-        """Move the snake: 0 up, 1 right, 2 down, 3 left. Turning back means going straight on."""
+        """Move: 0 up, 1 right, 2 down, 3 left. An action that would reverse the snake goes straight on."""
         if not self.action_space.contains(action):
-            raise EnvError(f"snake: there is no action {action!r}; give 0 up, 1 right, 2 down or 3 left")
+            raise EnvError(f"snake: action is {action!r}; it must be 0 up, 1 right, 2 down or 3 left")
         obs, reward, ended, _, info = self._games.step(torch.tensor([int(action)]))
         return _first(obs), float(reward[0]), bool(ended[0]), False, {"food": int(info["food"][0])}
 
@@ -92,9 +70,9 @@ Place = tuple[int, int]
 Colour = tuple[int, int, int]
 
 LONGEST = 640
-"""Pixels of the longer side, at most."""
+"""Largest side of the image in pixels."""
 FINE = 4
-"""Drawn so much larger and then shrunk, which smooths the edges."""
+"""Supersampling factor, for smooth edges."""
 GROUND, GROUND_2, EDGE = (22, 27, 34), (26, 32, 40), (56, 66, 80)
 HEAD, TAIL = (126, 231, 135), (35, 112, 61)
 FOOD, SHINE, EYE = (255, 107, 107), (255, 190, 180), (13, 17, 23)
@@ -102,7 +80,7 @@ FOOD, SHINE, EYE = (255, 107, 107), (255, 190, 180), (13, 17, 23)
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """What is to be seen of a game."""
+    """What an image or text shows of a game."""
 
     height: int
     width: int
@@ -113,7 +91,7 @@ class Scene:
 
     @staticmethod
     def of(games: SnakeGames, n: int = 0) -> Scene:
-        """The n-th game as it stands."""
+        """The current state of the n-th game."""
         rules, state = games.rules, games.state
         board, length = state.board[n, :-1], int(state.length[n])
         cells = board.argsort()[-length:].tolist()
@@ -124,7 +102,7 @@ class Scene:
 
 
 def write(scene: Scene) -> str:
-    """The board in text, framed."""
+    """The board as text, with a frame."""
     rows = [["·"] * scene.width for _ in range(scene.height)]
     for y, x in scene.body:
         rows[y][x] = "■"
@@ -137,7 +115,7 @@ def write(scene: Scene) -> str:
 
 
 def draw(scene: Scene) -> npt.NDArray[np.uint8]:
-    """The board as (height, width, 3) bytes."""
+    """The board as an RGB image, (height, width, 3)."""
     side = max(6, min(32, LONGEST // max(scene.height, scene.width)))
     painter = _Painter(scene, side * FINE)
     small = painter.paint().resize((scene.width * side, scene.height * side), Image.Resampling.BOX)
@@ -145,7 +123,7 @@ def draw(scene: Scene) -> npt.NDArray[np.uint8]:
 
 
 class _Painter:
-    """Paints a scene with cells of so many pixels."""
+    """Paints a scene with cells of `side` pixels."""
 
     def __init__(self, scene: Scene, side: int) -> None:
         self._scene, self._side = scene, side
@@ -194,7 +172,7 @@ class _Painter:
 
 
 def _strokes(a: Place, b: Place) -> list[tuple[Any, Any]]:
-    """The line from a cell to its neighbour; over the edge of the board it is two."""
+    """The line from a cell to its neighbour; two lines if it crosses the edge of the board."""
     dy, dx = b[0] - a[0], b[1] - a[1]
     if abs(dy) + abs(dx) == 1:
         return [(a, b)]
