@@ -28,7 +28,7 @@ class PlainAccount(gym.Env[Array, Array]):
     """The rules of docs/market.md, one asset after the other."""
 
     def __init__(self, **settings: Any) -> None:
-        self.config = MarketConfig.of(settings)
+        self.config = MarketConfig(**settings)
         self.tables = self.config.tables()
         bars = self.tables.bars
         self.opens, self.closes, self.dearness = as_lists(self.tables)

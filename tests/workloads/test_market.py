@@ -271,15 +271,15 @@ def test_the_past_tells_something_of_regimes_and_nothing_of_a_walk() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"windw": 3}, "Market takes no 'windw'; did you mean 'window'"),
+        ({"windw": 3}, "market takes no 'windw'; did you mean 'window'"),
         ({"split": "tst"}, "split is 'tst'; it must be train or test"),
         ({"fee": -1}, "fee is -1; it must be a number from 0 to 0.05"),
         ({"window": 2.5}, "window is 2.5; it must be a whole number"),
         ({"max_leverage": float("nan")}, "max_leverage is nan"),
         ({"data": "regimes"}, "did you mean 'regime'"),
-        ({"data": "nowhere.csv"}, "nowhere.csv: there is no such file"),
+        ({"data": "nowhere.csv"}, "nowhere.csv: no such file"),
         ({"bars": 300}, "regime has 300 bars, 225 of them for train; window 250 needs 311 there"),
-        ({"data": "x.csv", "assets": 3}, "assets and bars are for made-up markets"),
+        ({"data": "x.csv", "assets": 3}, "assets and bars are for generated markets"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(settings: dict[str, Any], message: str) -> None:
@@ -300,7 +300,7 @@ def test_bars_that_cannot_be_are_refused() -> None:
 
 
 def test_an_episode_starts_only_within_its_split() -> None:
-    with pytest.raises(FlatoutError, match="train episodes begin at bars 60 to 709"):
+    with pytest.raises(FlatoutError, match="train episodes start at bars 60 to 709"):
         Market(**SMALL).reset(options={"start": 720})
 
 
@@ -320,7 +320,7 @@ def test_the_chart_and_the_line_show_the_episode() -> None:
     assert "\n" not in line
     assert "(1/40)" in line
     assert "A1 +50%" in line
-    with pytest.raises(FlatoutError, match="rgb_array and ansi"):
+    with pytest.raises(FlatoutError, match="one of None, rgb_array, ansi"):
         Market(render_mode="human")
 
 

@@ -1,4 +1,4 @@
-"""An episode drawn: prices, positions and equity, one above the other."""
+"""A chart of an episode: prices, positions and equity, one above the other."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from flatout.workloads.market.ledger import Journal
 
 WIDTH, HEIGHT = 800, 560
 SCALE = 2
-"""Drawn this much larger, then shrunk: smooth lines."""
+"""Supersampling factor, for smooth lines."""
 LEFT, RIGHT, TOP, GUTTER = 64, 112, 34, 34
 PAPER, GRID, INK, FAINT = "#ffffff", "#e6e9ef", "#1f2430", "#6b7385"
 EQUITY, HELD = "#1a6dd6", "#9aa3b2"
 
 
 def draw(journal: Journal) -> Array:
-    """The chart as (HEIGHT, WIDTH, 3) bytes."""
+    """The chart as an RGB image, (HEIGHT, WIDTH, 3)."""
     image = Image.new("RGB", (WIDTH * SCALE, HEIGHT * SCALE), PAPER)
     pen = ImageDraw.Draw(image)
     prices, weights = journal.prices, np.array(journal.weights)
@@ -29,7 +29,7 @@ def draw(journal: Journal) -> Array:
     tops = TOP + np.concatenate([[0], np.cumsum(parts + GUTTER)[:2]])
 
     panel = _Panel(pen, tops[0], parts[0], journal.window, *_span(prices))
-    panel.frame("prices, from 1")
+    panel.frame("prices, starting at 1")
     for column, color in zip(prices.T, colors, strict=True):
         panel.line(column, color)
     panel.labels(dict(zip(journal.names, prices[-1], strict=True)), colors)
@@ -42,7 +42,7 @@ def draw(journal: Journal) -> Array:
     panel.stack(np.minimum(weights, 0), colors)
 
     panel = _Panel(pen, tops[2], parts[2], journal.window, *_span(np.concatenate([equity, held])))
-    panel.frame(f"equity, from 1 (after costs of {journal.costs:.2%})")
+    panel.frame(f"equity, starting at 1 (after costs of {journal.costs:.2%})")
     panel.line(held, HELD)
     panel.line(equity, EQUITY, 2.2)
     panel.labels({"account": equity[-1], "all, held": held[-1]}, [EQUITY, HELD])
@@ -50,7 +50,7 @@ def draw(journal: Journal) -> Array:
 
 
 def palette(n: int) -> list[str]:
-    """`n` colors that differ."""
+    """`n` distinct colors."""
     rgb = [colorsys.hls_to_rgb((0.08 + i / n) % 1.0, 0.52, 0.58) for i in range(n)]
     return ["#" + "".join(f"{round(255 * c):02x}" for c in color) for color in rgb]
 
@@ -62,7 +62,7 @@ def _span(values: Array) -> tuple[float, float]:
 
 
 class _Panel:
-    """Axes over the episode's bars, and what is drawn in them."""
+    """Axes over the bars of an episode."""
 
     def __init__(
         self, pen: ImageDraw.ImageDraw, top: float, height: float, window: int, low: float, high: float
@@ -86,13 +86,13 @@ class _Panel:
         self._text(LEFT, self._top - 13, title, INK, "lm", 13)
 
     def line(self, values: Array, color: str, width: float = 1.4) -> None:
-        """One value per bar."""
+        """A line with one value per bar."""
         points = [(self._x(bar), self._y(value)) for bar, value in enumerate(values.tolist())]
         if len(points) > 1:
             self._pen.line(points, color, round(width * SCALE), "curve")
 
     def stack(self, weights: Array, colors: list[str]) -> None:
-        """Shares on top of one another, (bars, assets)."""
+        """Stacked areas, (bars, assets)."""
         edges = np.concatenate([np.zeros((len(weights), 1)), np.cumsum(weights, axis=1)], axis=1)
         for k, color in enumerate(colors):
             for bar in range(1, len(weights)):
@@ -104,7 +104,7 @@ class _Panel:
                     self._pen.rectangle((corners[0], corners[1], self._x(bar), corners[2]), color)
 
     def labels(self, values: dict[str, float], colors: list[str]) -> None:
-        """Names and last values at the right edge, moved apart where they would overlap."""
+        """Names and last values at the right edge, without overlap."""
         wanted = {name: self._y(value) / SCALE for name, value in values.items()}
         at = -np.inf
         for (name, y), color in sorted(zip(wanted.items(), colors, strict=True), key=lambda item: item[0][1]):
@@ -117,7 +117,7 @@ class _Panel:
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """About four round values between two."""
+    """About four round values between `low` and `high`."""
     rough = (high - low) / 4
     power = 10.0 ** np.floor(np.log10(rough))
     step = min((m * power for m in (1, 2, 5, 10)), key=lambda step: abs(step - rough))

@@ -1,13 +1,7 @@
-"""Price bars of several assets, checked once: whatever trades on them need not look again.
+"""Price bars of several assets: checked, read from a CSV or Parquet file, or generated from a seed.
 
-Bars from the user's CSV or Parquet: columns time, open, high, low, close, volume, and asset if there are several.
-
-Every asset has the same times, each strictly after the one before. Whatever is wrong is said with file and row.
-
-
-Markets made up from a seed: `regime`, which past prices tell something about, and `walk`, which they do not.
-
-Every bar's return is an overnight gap and a move within the bar; assets share part of their noise.
+Files have the columns time, open, high, low, close, volume, and asset if there are several assets. Every asset has the same
+times, strictly increasing. Errors name the file and the row.
 """
 
 from __future__ import annotations
@@ -29,7 +23,7 @@ COLUMNS = ("open", "high", "low", "close", "volume")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bars:
-    """T bars of A assets: arrays of shape (T, A), oldest first."""
+    """T bars of A assets as arrays of shape (T, A), oldest first; checked on creation."""
 
     names: tuple[str, ...]
     open: Array
@@ -58,7 +52,7 @@ class Bars:
 
 
 def first_fault(rows: Array) -> tuple[int, str] | None:
-    """The first row (open, high, low, close, volume) that no market has, and what is wrong with it."""
+    """The first invalid row (open, high, low, close, volume) and what is wrong with it; None if all are valid."""
     with np.errstate(invalid="ignore"):
         opened, high, low, close, volume = rows.T
         bad = ~np.isfinite(rows).all(axis=1) | (rows[:, :4] <= 0).any(axis=1) | (volume < 0)
@@ -69,12 +63,10 @@ def first_fault(rows: Array) -> tuple[int, str] | None:
     values = dict(zip(COLUMNS, rows[row].tolist(), strict=True))
     for name, value in values.items():
         if not np.isfinite(value):
-            return row, f"{name} is {value}, not a number to trade on"
+            return row, f"{name} is {value}; it must be finite"
         if value < 0 or (value == 0 and name != "volume"):
-            return (
-                row,
-                f"{name} is {value:g}; {'volumes are 0 or more' if name == 'volume' else 'prices are above 0'}",
-            )
+            rule = "volumes must be 0 or more" if name == "volume" else "prices must be above 0"
+            return row, f"{name} is {value:g}; {rule}"
     wrong = "high" if values["high"] < max(values["open"], values["close"]) else "low"
     return row, f"{wrong} is {values[wrong]:g}, with open {values['open']:g} and close {values['close']:g}"
 
@@ -84,7 +76,7 @@ NEEDED = ("time", *COLUMNS)
 
 
 def read(path: Path, shown: str) -> Bars:
-    """The bars in a file, which errors call `shown`."""
+    """The bars in a file; errors call it `shown`."""
     try:
         columns, rows = _csv(path, shown) if path.suffix.lower() == ".csv" else _parquet(path, shown)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
@@ -101,7 +93,7 @@ def read(path: Path, shown: str) -> Bars:
 
 
 def _csv(path: Path, shown: str) -> tuple[dict[str, list[Any]], list[int]]:
-    """Columns by name, and the line in the file that each row stands on."""
+    """Columns by name, and the line number of each row."""
     with path.open(newline="", encoding="utf-8-sig") as file:
         reader = csv.reader(file)
         header = [name.strip().lower() for name in next(reader, [])]
@@ -113,7 +105,7 @@ def _csv(path: Path, shown: str) -> tuple[dict[str, list[Any]], list[int]]:
                 continue
             if len(cells) != len(header):
                 raise FlatoutError(
-                    f"{shown} row {reader.line_num}: {len(cells)} cells under a header of {len(header)}"
+                    f"{shown} row {reader.line_num}: {len(cells)} cells, but the header has {len(header)}"
                 )
             rows.append(reader.line_num)
             for name, place in places.items():
@@ -172,7 +164,7 @@ def _times(cells: Sequence[Any], rows: list[int], shown: str) -> list[float]:
 
 
 def _time(cell: Any) -> tuple[float | None, bool]:
-    """Seconds, or whatever the numbers count, and whether it was a number."""
+    """The time as a number, and whether it was given as one; dates become seconds."""
     if isinstance(cell, date) and not isinstance(cell, datetime):
         cell = datetime(cell.year, cell.month, cell.day)
     if not isinstance(cell, datetime):
@@ -188,7 +180,7 @@ def _time(cell: Any) -> tuple[float | None, bool]:
 
 
 def _panel(values: Array, times: list[float], assets: list[str], rows: list[int], shown: str) -> Bars:
-    """Rows in any order of assets as one (time, asset) panel without holes."""
+    """The rows, assets in any order, as one (time, asset) panel without gaps."""
     places: dict[str, list[int]] = {}
     for place, name in enumerate(assets):
         before = places.setdefault(name, [])
@@ -207,24 +199,24 @@ def _panel(values: Array, times: list[float], assets: list[str], rows: list[int]
             differs = next((k for k, (a, b) in enumerate(zip(own, expected, strict=False)) if a != b), None)
             place = places[name][-1 if differs is None else differs]
             raise FlatoutError(
-                f"{shown} row {rows[place]}: '{name}' and '{first}' do not have the same times from here on"
+                f"{shown} row {rows[place]}: '{name}' and '{first}' have different times from here on"
             )
     panel = values[np.array(list(places.values())).T]
     return Bars(tuple(places), *(panel[..., k] for k in range(len(COLUMNS))))
 
 
 SHARED = 0.3
-"""Correlation of the assets' noise."""
+"""Correlation of the noise between assets."""
 GAP = 0.1
-"""Share of a bar's drift and variance that falls between the last close and the open."""
+"""Share of a bar's drift and variance between the last close and the open."""
 WALK_VOLATILITY = 0.01
 TRADED = 1e9
-"""Money that changes hands in a quiet bar."""
+"""Money traded per bar in a quiet regime."""
 
 
 @dataclass(frozen=True, slots=True)
 class Regime:
-    """How prices move for a while: mean and deviation of a bar's log return, and how long that lasts."""
+    """Mean and standard deviation of a bar's log return, and the mean number of bars until the regime changes."""
 
     drift: float
     volatility: float
@@ -236,11 +228,11 @@ REGIMES = (
     Regime(-0.0020, 0.014, 50.0),
     Regime(0.0, 0.010, 40.0),
 )
-"""Rising quietly, falling in turmoil, going nowhere. Which one comes next is up to chance."""
+"""Rising quietly, falling with high volatility, going sideways. The next one is random."""
 
 
 def generate(kind: str, n_bars: int, n_assets: int, seed: int) -> Bars:
-    """One history: `regime` or `walk`; the same seed gives the same one."""
+    """A history from a seed: `regime`, in which past prices carry information, or `walk`, in which they do not."""
     rng = np.random.default_rng([seed, n_assets])
     if kind == "regime":
         regimes = np.stack([_chain(rng, n_bars) for _ in range(n_assets)], 1)
@@ -248,12 +240,12 @@ def generate(kind: str, n_bars: int, n_assets: int, seed: int) -> Bars:
         volatility = np.array([r.volatility for r in REGIMES])[regimes]
     else:
         volatility = np.full((n_bars, n_assets), WALK_VOLATILITY)
-        drift = -0.5 * volatility**2  # so that the price itself, not its logarithm, is expected to stay
+        drift = -0.5 * volatility**2  # so that the expected price, not its logarithm, is constant
     return _bars(rng, drift, volatility)
 
 
 def _chain(rng: np.random.Generator, n_bars: int) -> Array:
-    """Which regime rules each bar; from one the chain goes to either of the others."""
+    """The regime of each bar; each change goes to one of the other regimes."""
     out, at, now = np.zeros(n_bars, np.int64), 0, int(rng.integers(len(REGIMES)))
     while at < n_bars:
         stay = int(rng.geometric(1 / REGIMES[now].n_bars))

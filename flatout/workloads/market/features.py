@@ -1,6 +1,6 @@
-"""What a trader may know at each bar, computed once per history: only from that bar and those before it.
+"""The features of each bar, from that bar and earlier ones only, computed once per history.
 
-T bars, A assets, F features; the tables are gathered by bar while trading, so a step computes none of this.
+T bars, A assets, F features. A step only looks them up by bar.
 """
 
 from __future__ import annotations
@@ -14,36 +14,36 @@ from flatout.envs.spaces import Array
 from flatout.workloads.market.data import Bars
 
 TRENDS = (1, 2, 5, 10, 20, 60)
-"""Bars over which returns are looked at."""
+"""Horizons of the return features, in bars."""
 LONGEST = 60
-"""A bar's features reach this many bars back."""
+"""Features look back at most this many bars."""
 CLIP = 5.0
 FEATURES = (*(f"return_{n}" for n in TRENDS), "turbulence", "volatility", "range", "activity", "below_high")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tables:
-    """A history ready for trading."""
+    """A history with everything that a step looks up."""
 
     bars: Bars
     observed: Array
-    """(T, A x F + A + 2), float32: every asset's features, and room for what differs between accounts."""
+    """(T, A x F + A + 2) float32: the features of every asset, then space for the account's own values."""
     moves: Array
-    """(3, A, T): the gap before a bar, the move within it, and how dear its orders are, known a bar before."""
+    """(3, A, T): open ÷ last close, close ÷ open, and volatility ÷ √money traded as of the bar before (for slippage)."""
 
 
 def tables(bars: Bars) -> Tables:
-    """The tables of a history; the first LONGEST bars have no features yet."""
+    """The tables of a history; features are complete from bar LONGEST on."""
     log_close = np.log(bars.close)
     steps = np.diff(log_close, axis=0, prepend=log_close[:1])
     long = np.maximum(_volatility(steps, LONGEST), 1e-6)
     traded = _mean(bars.close * bars.volume, 20)
     with np.errstate(divide="ignore"):
-        dearness = np.where(traded > 0, long / np.sqrt(traded), 1.0)
+        impact = np.where(traded > 0, long / np.sqrt(traded), 1.0)
     moves = np.ones((3, bars.close.shape[1], len(bars)))
     moves[0, :, 1:] = (bars.open[1:] / bars.close[:-1]).T
     moves[1] = (bars.close / bars.open).T
-    moves[2, :, 1:] = dearness[:-1].T
+    moves[2, :, 1:] = impact[:-1].T
     features = np.clip(np.stack(_features(bars, log_close, steps, long), 2), -CLIP, CLIP)
     n_assets, n = features.shape[1], features[0].size
     observed = np.zeros((len(bars), n + n_assets + 2), np.float32)
@@ -52,7 +52,7 @@ def tables(bars: Bars) -> Tables:
 
 
 def _features(bars: Bars, log_close: Array, steps: Array, long: Array) -> list[Array]:
-    """In the order of FEATURES, each (T, A); returns are measured in deviations of what is usual here."""
+    """In the order of FEATURES, each (T, A); returns are divided by their recent standard deviation."""
     usual = long * np.sqrt(LONGEST)
     high = np.maximum.accumulate(log_close, axis=0)
     if len(bars) > LONGEST:
@@ -69,12 +69,12 @@ def _features(bars: Bars, log_close: Array, steps: Array, long: Array) -> list[A
 
 
 def _back(values: Array, n: int) -> Array:
-    """Each bar's value n bars before, or the first there is."""
+    """The value n bars earlier, or the first one."""
     return np.concatenate([np.repeat(values[:1], min(n, len(values)), axis=0), values[:-n]])
 
 
 def _mean(values: Array, n: int) -> Array:
-    """Mean of a bar and the n - 1 before it, or of as many as there are."""
+    """Mean of a bar and up to n - 1 bars before it."""
     total = np.concatenate([np.zeros_like(values[:1]), np.cumsum(values, axis=0)])
     upto = np.arange(1, len(values) + 1)
     since = np.maximum(upto - n, 0)

@@ -1,10 +1,8 @@
-"""N accounts on one history: orders, costs, limits and what each sees, with no loop over accounts.
+"""N accounts on one history: orders, costs, limits and observations, without a loop over accounts.
 
-A assets, N accounts; money is (A, N) so that sums over assets are sums of whole rows. An order given after bar t
-is filled at the open of bar t + 1; what it costs is known at t.
-
-
-What one account went through in this episode, for whoever draws it."""
+A assets, N accounts; arrays are (A, N), so that a sum over assets adds whole rows. An order given after bar t is filled at the
+open of bar t + 1; its cost is known at t.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +10,17 @@ import numpy as np
 
 from flatout.envs.spaces import Array
 from flatout.workloads.market.features import Tables
-from flatout.workloads.market.settings import DEAREST, MarketConfig
+from flatout.workloads.market.settings import MAX_COST, MarketConfig
 
-LEAST = 1e-3
-"""Equity never counts as less than this share of the first cash, so that its logarithm exists."""
+MIN_EQUITY = 1e-3
+"""Lower bound of equity in the reward, as a share of the initial cash, so that its logarithm exists."""
 
 BOUND = 10.0
-"""No observation is larger."""
+"""Bound of every observation."""
 
 
 class Ledger:
-    """The accounts' state, one bar at a time."""
+    """The state of N accounts, stepped bar by bar."""
 
     def __init__(self, tables: Tables, config: MarketConfig, n_accounts: int) -> None:
         self.config, self._tables, self._n = config, tables, n_accounts
@@ -35,40 +33,40 @@ class Ledger:
         self.cash = np.full(n_accounts, config.cash)
         self.equity, self.peak = self.cash.copy(), self.cash.copy()
         self.costs = np.zeros(n_accounts)
-        """What the last orders cost, in money."""
+        """Cost of the last orders, in money."""
         self._moves = np.empty((3, self.n_assets, n_accounts))
 
     def draw(self, rng: np.random.Generator, n: int) -> Array:
-        """Bars for `n` episodes to begin at."""
+        """Random first bars of `n` episodes."""
         return rng.integers(self.first, self.last, size=n, endpoint=True)
 
     def begin(self, which: Array, starts: Array) -> None:
-        """New episodes, in cash, for the accounts that `which` marks."""
+        """Start episodes, all in cash, in the accounts where `which` is true."""
         self.bar[which], self.end[which] = starts, starts + self.config.window
         self.holdings[:, which], self.costs[which] = 0.0, 0.0
         for money in (self.cash, self.equity, self.peak):
             money[which] = self.config.cash
 
     def trade(self, actions: Array) -> tuple[Array, Array, Array]:
-        """One bar: fill the orders that lead to these targets; rewards, and whose episode ended how."""
+        """Trade to the target positions and step one bar; returns rewards, terminated, truncated."""
         config = self.config
         self.bar += 1
-        gap, within, dearness = self._tables.moves.take(self.bar, axis=2, out=self._moves, mode="clip")
-        before = np.maximum(self.equity, LEAST * config.cash)
+        gap, within, impact = self._tables.moves.take(self.bar, axis=2, out=self._moves, mode="clip")
+        before = np.maximum(self.equity, MIN_EQUITY * config.cash)
         self.holdings *= gap
-        self._fill(np.array(actions.T, np.float64, order="C"), dearness)
+        self._fill(np.array(actions.T, np.float64, order="C"), impact)
         self.holdings *= within
         np.add(self.cash, self.holdings.sum(axis=0), out=self.equity)
         np.maximum(self.peak, self.equity, out=self.peak)
-        reward = np.log(np.maximum(self.equity, LEAST * config.cash) / before)
+        reward = np.log(np.maximum(self.equity, MIN_EQUITY * config.cash) / before)
         reward *= config.reward_scale
         terminated = self.equity < config.ruin * config.cash
         return reward, terminated, (self.bar >= self.end) & ~terminated
 
-    def _fill(self, actions: Array, dearness: Array) -> None:
-        """Trade to the targets, within the limits, at the prices of the open."""
+    def _fill(self, actions: Array, impact: Array) -> None:
+        """Trade to the targets at the open, within the limits."""
         config = self.config
-        equity = np.maximum(self.cash + self.holdings.sum(axis=0), LEAST * config.cash)
+        equity = np.maximum(self.cash + self.holdings.sum(axis=0), MIN_EQUITY * config.cash)
         have = self.holdings / equity
         want = self._targets(actions, have)
         gross = np.abs(want).sum(axis=0)
@@ -76,11 +74,11 @@ class Ledger:
         want /= over
         gross /= over
         orders = np.abs(want - have)
-        rate = dearness * np.sqrt(orders * equity)
+        rate = impact * np.sqrt(orders * equity)
         rate *= config.slippage
         rate += config.fee
-        np.minimum(rate, DEAREST, out=rate)
-        # What is left after costs is what may be invested: with this bound the limits hold to the last cent.
+        np.minimum(rate, MAX_COST, out=rate)
+        # Positions are shares of the equity after costs. This upper bound of the costs makes the limits hold exactly.
         cost = (rate * orders).sum(axis=0)
         want *= equity * (1 - cost / (1 - rate.max(axis=0) * gross))
         np.subtract(want, self.holdings, out=orders)
@@ -93,7 +91,7 @@ class Ledger:
         self.holdings = want
 
     def _targets(self, actions: Array, have: Array) -> Array:
-        """The shares of equity asked for; what is near enough already stays as it is."""
+        """Target positions as shares of equity; changes smaller than `min_order` are dropped."""
         config = self.config
         most = config.max_position
         least = -most if config.short else 0.0
@@ -102,10 +100,10 @@ class Ledger:
         return np.clip(np.where(near, have, want), least, most)
 
     def observe(self, which: Array | None = None) -> Array:
-        """What the accounts see, all of them or those that `which` marks: a new array, float32."""
+        """Observations of all accounts, or of those where `which` is true: a new float32 array."""
         pick: Array | slice = slice(None) if which is None else which
         out = self._tables.observed.take(self.bar[pick], axis=0, mode="clip")
-        floored = np.maximum(self.equity[pick], LEAST * self.config.cash)
+        floored = np.maximum(self.equity[pick], MIN_EQUITY * self.config.cash)
         own = np.concatenate([self.holdings[:, pick], self.cash[None, pick], self.equity[None, pick]])
         own[:-1] /= floored
         own[-1] /= self.peak[pick]
@@ -115,7 +113,7 @@ class Ledger:
 
 
 class Journal:
-    """Equity, positions and prices of an episode, bar by bar; all are shares of the first cash or price."""
+    """One account's equity, positions and prices during an episode, relative to the initial cash and prices."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
@@ -127,13 +125,13 @@ class Journal:
         self.costs = 0.0
 
     def begin(self) -> None:
-        """A new episode: forget the last."""
+        """Start a new episode."""
         self.start, self.costs = int(self._ledger.bar[0]), 0.0
         self.equity, self.weights = [], []
-        self.note()
+        self.record()
 
-    def note(self) -> None:
-        """Write down how the account stands at this bar."""
+    def record(self) -> None:
+        """Record the account at this bar."""
         ledger = self._ledger
         equity = max(float(ledger.equity[0]), 1e-9)
         self.equity.append(equity / ledger.config.cash)
@@ -142,12 +140,12 @@ class Journal:
 
     @property
     def prices(self) -> Array:
-        """Close prices since the episode began, (bars, assets), the first being 1."""
+        """Close prices of the episode, (bars, assets), divided by the first."""
         close = self._ledger.bars.close[self.start : self.start + len(self.equity)]
         return np.asarray(close / close[:1])
 
     def line(self) -> str:
-        """The account as it stands, in one line of text."""
+        """The account at this bar as one line of text."""
         weights = " ".join(
             f"{name} {weight:+.0%}" for name, weight in zip(self.names, self.weights[-1], strict=True)
         )

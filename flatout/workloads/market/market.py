@@ -1,6 +1,4 @@
-"""Trading as envs: N accounts at once, or one.
-
-What a way of trading earns on every window of a split, side by side and without overlap."""
+"""Trading envs: N accounts at once, or one; and backtests."""
 
 from __future__ import annotations
 
@@ -18,18 +16,19 @@ from flatout.errors import FlatoutError
 from flatout.workloads.market.chart import draw
 from flatout.workloads.market.ledger import BOUND, Journal, Ledger
 from flatout.workloads.market.settings import MarketConfig
+from flatout.workloads.validate import check_choice, from_settings
 
 
 class MarketAccounts(VectorEnv[Array, Array, Array]):
-    """`num_envs` accounts that trade on one history, each in an episode of its own.
+    """`num_envs` accounts on one history, each in its own episode. Takes the keywords of MarketConfig.
 
-    Takes the keywords of MarketConfig. `reset(options={"start": bars})` begins at given bars instead of random ones.
-    `infos["equity"]` is each account's equity in multiples of its first cash, `infos["costs"]` what the last orders
-    cost in the same unit; of an account whose episode ended, that episode's last.
+    `reset(options={"start": bars})` starts at these bars instead of random ones. `infos["equity"]` is each account's equity
+    and `infos["costs"]` the cost of its last orders, in multiples of the initial cash; where an episode just ended, its
+    last values.
     """
 
     def __init__(self, num_envs: int = 1, **settings: Any) -> None:
-        config = MarketConfig.of(settings)
+        config = from_settings(MarketConfig, settings, "market")
         self.num_envs = num_envs
         self.metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}
         self.ledger = Ledger(config.tables(), config, num_envs)
@@ -40,13 +39,12 @@ class MarketAccounts(VectorEnv[Array, Array, Array]):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Array, dict[str, Any]]:
-        """Begin an episode in every account."""
         super().reset(seed=seed)
         _begin_all(self.ledger, self.np_random, options)
         return self.ledger.observe(), {}
 
     def step(self, actions: Array) -> tuple[Array, Array, Array, Array, dict[str, Any]]:
-        """Trade one bar in every account; where an episode ended, the next has begun."""
+        """Trade one bar in every account; ended episodes are reset in the same step."""
         ledger = self.ledger
         reward, terminated, truncated = ledger.trade(np.asarray(actions))
         obs = ledger.observe()
@@ -65,15 +63,14 @@ class MarketAccounts(VectorEnv[Array, Array, Array]):
 
 
 class Market(gym.Env[Array, Array]):
-    """One account; the same trades as in MarketAccounts, bar for bar. Takes the keywords of MarketConfig."""
+    """One account; gives the same results as MarketAccounts. Takes the keywords of MarketConfig."""
 
     batched_form = MarketAccounts
     metadata = {"render_modes": ["rgb_array", "ansi"], "render_fps": 20}  # noqa: RUF012  # as Gymnasium has it
 
     def __init__(self, render_mode: str | None = None, **settings: Any) -> None:
-        if render_mode not in (None, *self.metadata["render_modes"]):
-            raise FlatoutError(f"render_mode is {render_mode!r}; Market has rgb_array and ansi")
-        config = MarketConfig.of(settings)
+        check_choice("render_mode", render_mode, (None, *self.metadata["render_modes"]))
+        config = from_settings(MarketConfig, settings, "market")
         self.render_mode = render_mode
         self.ledger = Ledger(config.tables(), config, 1)
         self.observation_space, self.action_space = _spaces(self.ledger)
@@ -82,7 +79,6 @@ class Market(gym.Env[Array, Array]):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Array, dict[str, Any]]:
-        """Begin an episode."""
         super().reset(seed=seed)
         _begin_all(self.ledger, self.np_random, options)
         if self._journal is not None:
@@ -90,10 +86,9 @@ class Market(gym.Env[Array, Array]):
         return self.ledger.observe()[0], self._info()
 
     def step(self, action: Array) -> tuple[Array, float, bool, bool, dict[str, Any]]:
-        """Trade one bar."""
         reward, terminated, truncated = self.ledger.trade(np.asarray(action)[None])
         if self._journal is not None:
-            self._journal.note()
+            self._journal.record()
         return (
             self.ledger.observe()[0],
             float(reward[0]),
@@ -103,7 +98,7 @@ class Market(gym.Env[Array, Array]):
         )
 
     def render(self) -> Any:
-        """The episode so far: a chart, or a line of text."""
+        """The episode so far as a chart or a line of text."""
         if self._journal is None:
             return None
         return draw(self._journal) if self.render_mode == "rgb_array" else self._journal.line()
@@ -130,18 +125,21 @@ def _begin_all(ledger: Ledger, rng: np.random.Generator, options: dict[str, Any]
         starts = np.broadcast_to(np.asarray(options["start"], np.int64), (n,))
         if starts.min() < ledger.first or starts.max() > ledger.last:
             raise FlatoutError(
-                f"start is {options['start']}; {ledger.config.split} episodes begin at bars "
+                f"start is {options['start']}; {ledger.config.split} episodes start at bars "
                 f"{ledger.first} to {ledger.last}"
             )
     ledger.begin(np.ones(n, np.bool_), starts)
 
 
 Trader = Callable[[Array], Array]
-"""Observations of N accounts in, their actions out."""
+"""From the observations of N accounts to their actions."""
 
 
 def backtest(trader: Trader, **settings: Any) -> Array:
-    """Final equity of each window, in multiples of its first cash; held-out windows unless `split` says otherwise."""
+    """Final equity in each window of a split (default: test), in multiples of the initial cash.
+
+    The windows are adjacent and do not overlap.
+    """
     settings = {"split": "test"} | settings
     first, last = (ledger := MarketAccounts(1, **settings).ledger).first, ledger.last
     starts = np.arange(first, last + 1, ledger.config.window)
@@ -156,6 +154,6 @@ def backtest(trader: Trader, **settings: Any) -> Array:
 
 
 def buy_and_hold(obs: Array, n_assets: int) -> Array:
-    """A trader: all cash into equal parts at the first bar, then left alone."""
+    """A trader: equal parts of all assets at the first bar, then no more orders."""
     shares = obs[:, -2 - n_assets : -2]
     return np.where(obs[:, -2:-1] > 0.99, 1 / n_assets, shares)

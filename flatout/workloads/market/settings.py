@@ -1,90 +1,73 @@
-"""The market's settings, the history they name, and which of its bars an episode may use."""
+"""The settings of the market env, its history, and the bars that an episode may use."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from flatout.errors import FlatoutError, did_you_mean
 from flatout.workloads.market.data import SUFFIXES, Bars, generate, read
 from flatout.workloads.market.features import LONGEST, Tables, tables
+from flatout.workloads.validate import check_choice, check_number
 
 GENERATED = ("regime", "walk")
 N_ASSETS, N_BARS = 4, 40_000
-DEAREST = 0.1
-"""No order costs more than this share of its value."""
+MAX_COST = 0.1
+"""Upper bound of the cost of an order, as a share of its value."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MarketConfig:
-    """What is traded, on which bars, at what cost and within which limits."""
+    """Data, split, costs and limits."""
 
     data: str | Bars = "regime"
-    """`regime` or `walk`, made up from `market_seed`; a .csv or .parquet file; or Bars."""
+    """`regime` or `walk`, generated from `market_seed`; a .csv or .parquet file; or Bars."""
     assets: int | None = None
-    """Assets of a made-up market; 4 unless given."""
+    """Assets of a generated market; default 4."""
     bars: int | None = None
-    """Bars of a made-up market; 40,000 unless given."""
+    """Bars of a generated market; default 40,000."""
     market_seed: int = 0
-    """Which made-up history; an episode's seed only picks where in it to begin."""
+    """Seed of the generated history; the seed of an episode only picks its first bar."""
     split: Literal["train", "test"] = "train"
-    """The older part of the history, or the part held out."""
+    """`test` is the held-out last part of the history."""
     test_share: float = 0.25
-    """How much of the history is held out."""
+    """Share of the history that is held out."""
     window: int = 250
-    """Bars of an episode."""
+    """Bars per episode."""
     cash: float = 1_000_000.0
-    """Money at the start of an episode."""
+    """Initial cash of an episode."""
     fee: float = 0.0005
     """Cost of an order as a share of its value."""
     slippage: float = 1.0
-    """Further cost: this x recent volatility x √(order ÷ money that changes hands in a bar)."""
+    """Further cost: slippage x recent volatility x √(order ÷ money traded per bar)."""
     short: bool = False
-    """Whether assets may be sold that are not owned; actions then reach from -1 to 1."""
+    """Allow short positions; actions are then from -1 to 1."""
     max_position: float = 1.0
-    """Largest position in one asset, as a share of equity: what an action of 1 asks for."""
+    """Largest position in one asset as a share of equity; an action of 1 asks for it."""
     max_leverage: float = 1.0
-    """Largest sum of all positions, as a share of equity; up to 1 no money is ever borrowed."""
+    """Largest sum of all positions as a share of equity; up to 1 nothing is borrowed."""
     min_order: float = 0.01
-    """Smaller changes of a position, as a share of equity, are not traded."""
+    """Smaller changes of a position, as a share of equity, are dropped."""
     ruin: float = 0.2
-    """An account that falls below this share of its first cash is closed."""
+    """An episode terminates when equity falls below this share of the initial cash."""
     reward_scale: float = 100.0
-    """A reward is this x the logarithm of the bar's growth of equity: percents, about."""
+    """The reward is reward_scale x log(equity ÷ equity one bar ago)."""
 
     def __post_init__(self) -> None:
         for name, low, high in _RANGES:
             value = getattr(self, name)
             if value is None and name in ("assets", "bars"):
                 continue
-            whole = name in _WHOLE
-            kind = int if whole else int | float
-            if not isinstance(value, kind) or isinstance(value, bool) or not low <= value <= high:
-                wanted = "a whole number" if whole else "a number"
-                raise FlatoutError(f"{name} is {value!r}; it must be {wanted} from {low:g} to {high:g}")
-        for name, choices in (("split", ("train", "test")), ("short", (False, True))):
-            if getattr(self, name) not in choices:
-                given = getattr(self, name)
-                raise FlatoutError(f"{name} is {given!r}; it must be {choices[0]} or {choices[1]}")
+            check_number(name, value, low, high, whole=name in ("assets", "bars", "market_seed", "window"))
+        check_choice("split", self.split, ("train", "test"))
+        check_choice("short", self.short, (True, False))
         if self.data not in GENERATED and not (self.assets is None and self.bars is None):
-            raise FlatoutError("assets and bars are for made-up markets; a file or Bars has its own")
-
-    @staticmethod
-    def of(settings: Mapping[str, Any]) -> MarketConfig:
-        """The config from an env's keywords; an unknown one is refused with the nearest."""
-        known = [field.name for field in fields(MarketConfig)]
-        for name in settings:
-            if name not in known:
-                raise FlatoutError(
-                    f"Market takes no '{name}'{did_you_mean(name, known) or '; ' + ', '.join(known)}"
-                )
-        return MarketConfig(**settings)
+            raise FlatoutError("assets and bars are for generated markets; a file or Bars has its own")
 
     def tables(self) -> Tables:
-        """The history, ready for trading; accounts of one process share it."""
+        """The history with its features; cached, so that all envs of a process share it."""
         if isinstance(self.data, Bars):
             return tables(self.data)
         if self.data in GENERATED:
@@ -97,14 +80,14 @@ class MarketConfig:
                 f"data is '{self.data}'; it must be {choices}, a .csv or a .parquet file{hint}"
             )
         if not path.is_file():
-            raise FlatoutError(f"{self.data}: there is no such file")
+            raise FlatoutError(f"{self.data}: no such file")
         changed = path.stat()
         return _read(str(path.resolve()), self.data, changed.st_mtime_ns, changed.st_size)
 
     def starts(self, n_bars: int) -> tuple[int, int]:
-        """The first bar at which an episode of this split may begin, and the last.
+        """The first and the last bar at which an episode of this split may start.
 
-        Training never sees a bar from the cut on; no held-out feature looks back to a bar before it.
+        Training never reaches a held-out bar, and no held-out feature looks back before the cut.
         """
         cut = round(n_bars * (1 - self.test_share))
         first = LONGEST if self.split == "train" else cut + LONGEST
@@ -134,7 +117,6 @@ _RANGES = (
     ("ruin", 0.001, 0.99),
     ("reward_scale", 1e-6, 1e6),
 )
-_WHOLE = ("assets", "bars", "market_seed", "window")
 
 
 @lru_cache(maxsize=4)
