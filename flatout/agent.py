@@ -227,7 +227,7 @@ class Agent:
                 rows = policy.model.mode(obs)
             else:
                 rows, _ = policy.model.sample(obs, self._prediction_noise(len(leaves[0])))
-            actions = policy.action.to_env(policy.model.head.to_action(rows).cpu().numpy())
+            actions = policy.action.to_env(policy.model.head.squash(rows).cpu().numpy())
         return (actions[0] if single else actions), state
 
     def evaluate(

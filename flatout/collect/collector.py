@@ -229,7 +229,7 @@ class Collector:
         """Draw actions for `obs`, keep them with their log-probabilities, and return them for the envs."""
         actor.act(obs, noise, rows_out, log_prob_out)
         if self._head.squashes:
-            rows_out = self._head.to_action(torch.from_numpy(rows_out)).numpy()
+            rows_out = self._head.squash(torch.from_numpy(rows_out)).numpy()
         return self._layout.to_env(rows_out)
 
     def _store_all(self, rollout: Rollout, t: int, now: Step) -> None:

@@ -161,7 +161,7 @@ class TensorCollector:
         _copy(rollout.obs_at[0], executor.current.obs)
         for t in range(rollout.n_steps):
             act(t)
-            actions = self._actions.to_env(model.head.to_action(rollout.action[t]))
+            actions = self._actions.to_env(model.head.squash(rollout.action[t]))
             clock.enter(ENV)
             now = executor.step(actions)
             clock.enter(STORE)

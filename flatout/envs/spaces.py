@@ -1,14 +1,14 @@
-"""Gymnasium spaces as flat arrays: an observation becomes a tuple of leaf arrays, an action one row.
+"""Gymnasium spaces as arrays: an observation becomes a tuple of arrays, an action one flat array.
 
-Everything behind the env seam (buffers, models, learner) sees only leaves, so Dict, Tuple and plain
-spaces take the same path. JSON in and out, so that a saved agent acts without its env.
+Executors, buffers, models and learners see only these arrays, so Dict, Tuple and plain spaces take the same path.
+Spaces convert to and from JSON, so that a saved agent acts without its env.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, cast
 
 import gymnasium as gym
 import numpy as np
@@ -27,7 +27,7 @@ MASK_KEY = "action_mask"
 
 @dataclass(frozen=True, slots=True)
 class ArraySpec:
-    """One array of an observation: where it lies in the space, and how it is stored."""
+    """One array of an observation: its path in the space, and how it is stored."""
 
     path: Path
     kind: ArrayKind
@@ -39,54 +39,57 @@ class ArraySpec:
     """For `discrete`: the value of the first category of each element."""
 
     def pick(self, obs: Any) -> Any:
-        """This leaf's part of an observation of the whole space."""
+        """This array's part of an observation."""
         for key in self.path:
             obs = obs[key]
         return obs
 
 
 class ObsLayout:
-    """The leaves of an observation space, in a fixed order; the action mask, if any, is one of them."""
+    """The arrays of an observation space, in a fixed order; the action mask, if any, is one of them."""
 
     def __init__(self, space: gym.Space[Any]) -> None:
         self.space = space
-        self.specs = tuple(_leaves(space, ()))
-        if not any(leaf.kind != "mask" for leaf in self.specs):
-            raise FlatoutError(f"observation space {space} holds nothing to learn from")
-        self.mask_index = next((i for i, leaf in enumerate(self.specs) if leaf.kind == "mask"), None)
-        self._single = self.specs[0].path == () if len(self.specs) == 1 else False
+        self.specs = tuple(_array_specs(space, ()))
+        inputs = [i for i, spec in enumerate(self.specs) if spec.kind != "mask"]
+        if not inputs:
+            raise FlatoutError(f"observation space {space} has no arrays to learn from, only a mask")
+        self.mask_index = next((i for i, spec in enumerate(self.specs) if spec.kind == "mask"), None)
+        self.only_vector = inputs[0] if len(inputs) == 1 and self.specs[inputs[0]].kind == "vector" else None
+        """Index of the vector that, but for a mask, is the whole observation; None if there is more or other."""
+        self._plain = len(self.specs) == 1 and self.specs[0].path == ()
 
     def alloc(self, *lead: int) -> ObsArrays:
-        """Zeroed arrays of shape `lead + leaf.shape`, one per leaf (pages untouched until written)."""
-        return tuple(np.zeros(lead + leaf.shape, leaf.dtype) for leaf in self.specs)
+        """Zeros of shape `lead + spec.shape` for each array; memory is used only where it is written."""
+        return tuple(np.zeros(lead + spec.shape, spec.dtype) for spec in self.specs)
 
     def write(self, out: ObsArrays, index: int | tuple[int, ...], obs: Any) -> None:
-        """Copy one observation into row `index` of `out`."""
-        if self._single:
+        """Copy one observation to `index` of each array in `out`."""
+        if self._plain:
             out[0][index] = obs
             return
-        for leaf, array in zip(self.specs, out, strict=True):
-            array[index] = leaf.pick(obs)
+        for spec, array in zip(self.specs, out, strict=True):
+            array[index] = spec.pick(obs)
 
     def batch(self, obs: Any) -> tuple[ObsArrays, bool]:
         """Observation arrays with a leading batch dimension, and whether `obs` was a single observation."""
-        arrays = [np.asarray(leaf.pick(obs)) for leaf in self.specs]
+        arrays = [np.asarray(spec.pick(obs)) for spec in self.specs]
         single = arrays[0].ndim == len(self.specs[0].shape)
         out: list[Array] = []
-        for leaf, raw in zip(self.specs, arrays, strict=True):
-            row = raw[None] if single else raw
-            if row.shape[1:] != leaf.shape:
-                where = "".join(f"[{key!r}]" for key in leaf.path)
-                raise FlatoutError(f"observation{where} has shape {raw.shape}, the agent knows {leaf.shape}")
-            out.append(np.ascontiguousarray(row, dtype=leaf.dtype))
+        for spec, array in zip(self.specs, arrays, strict=True):
+            batch = array[None] if single else array
+            if batch.shape[1:] != spec.shape:
+                name = f"observation{_brackets(spec.path)}"
+                raise FlatoutError(f"{name} has shape {array.shape}; the agent was trained with {spec.shape}")
+            out.append(np.ascontiguousarray(batch, dtype=spec.dtype))
         return tuple(out), single
 
 
 class ActionLayout:
-    """An action space as rows: `categorical` rows hold one category per group, `continuous` ones floats.
+    """Actions as flat arrays (n, size): categories, counted from 0, for each part, or floats if `continuous`.
 
-    MultiBinary is a group of two categories per bit. Continuous rows live in [-1, 1] for each bounded
-    dimension and in the env's own units elsewhere, so that one initial spread fits every env.
+    MultiBinary has a part of two categories per bit. Continuous actions are in [-1, 1] in bounded dimensions and in
+    the env's own units elsewhere, so that one initial standard deviation suits every env.
     """
 
     def __init__(self, space: gym.Space[Any]) -> None:
@@ -103,12 +106,11 @@ class ActionLayout:
             self._bounds(space)
         else:
             raise FlatoutError(
-                f"action space {space} is not supported; PPO takes Discrete, MultiDiscrete, MultiBinary "
+                f"action space {space} is not supported; supported are Discrete, MultiDiscrete, MultiBinary "
                 "and Box of floats"
             )
         self.continuous = not self.nvec
         self.dtype: np.dtype[Any] = np.dtype(np.float32 if self.continuous else np.int64)
-        """Of a row."""
         self.size = len(self.nvec) or int(np.prod(space.shape or (1,)))
         self.n_logits = sum(self.nvec)
         self.noise_size = self.n_logits or self.size
@@ -121,28 +123,28 @@ class ActionLayout:
         self._half = np.where(self.bounded, half, 1.0).astype(np.float32)
         self._mid = np.where(self.bounded, self.low + self._half, 0.0).astype(np.float32)
 
-    def to_env(self, rows: Array) -> Array:
-        """Rows (n, size) as the actions that n envs take; continuous ones rescaled and clipped."""
-        space, actions = self.space, rows
+    def to_env(self, actions: Array) -> Array:
+        """Actions (n, size) as n envs take them; continuous ones are rescaled and clipped."""
+        space = self.space
         if self.continuous:
-            actions = np.clip(rows * self._half + self._mid, self.low, self.high)
+            actions = np.clip(actions * self._half + self._mid, self.low, self.high)
         elif isinstance(space, spaces.Discrete):
-            return np.add(rows[:, 0], self._start)
+            return np.add(actions[:, 0], self._start)
         else:
-            actions = rows + self._start
+            actions = actions + self._start
         return actions.astype(space.dtype, copy=False).reshape(-1, *(space.shape or ()))
 
 
-def _leaves(space: gym.Space[Any], path: Path) -> Iterator[ArraySpec]:
+def _array_specs(space: gym.Space[Any], path: Path) -> Iterator[ArraySpec]:
     if isinstance(space, spaces.Dict):
         for key, sub in space.spaces.items():
             if key == MASK_KEY and not path:
                 yield ArraySpec((key,), "mask", (int(np.prod(sub.shape or (1,))),), np.dtype(np.bool_))
             else:
-                yield from _leaves(sub, (*path, key))
+                yield from _array_specs(sub, (*path, key))
     elif isinstance(space, spaces.Tuple):
         for i, sub in enumerate(space.spaces):
-            yield from _leaves(sub, (*path, i))
+            yield from _array_specs(sub, (*path, i))
     elif isinstance(space, spaces.Discrete):
         yield ArraySpec(path, "discrete", (), np.dtype(np.int64), (int(space.n),), (int(space.start),))
     elif isinstance(space, spaces.MultiDiscrete):
@@ -155,15 +157,18 @@ def _leaves(space: gym.Space[Any], path: Path) -> Iterator[ArraySpec]:
         dtype = np.dtype(np.uint8 if image and space.dtype == np.uint8 else np.float32)
         yield ArraySpec(path, "image" if image else "vector", space.shape, dtype)
     else:
-        where = "".join(f"[{key!r}]" for key in path)
         raise FlatoutError(
-            f"observation space{where} {space} is not supported; Box, Discrete, MultiDiscrete, MultiBinary, "
-            "and Dict and Tuple of those are"
+            f"observation space{_brackets(path)} {space} is not supported; supported are Box, Discrete, "
+            "MultiDiscrete, MultiBinary, and Dict and Tuple of those"
         )
 
 
+def _brackets(path: Path) -> str:
+    return "".join(f"[{key!r}]" for key in path)
+
+
 def is_image(space: spaces.Box) -> bool:
-    """Whether a CNN should look at this Box: three dimensions of which two are at least 7 wide."""
+    """Whether a CNN encodes this Box: it has three dimensions, two of them at least 7."""
     return len(space.shape) == 3 and sorted(space.shape)[1] >= 7
 
 
@@ -191,7 +196,7 @@ def space_to_json(space: gym.Space[Any]) -> dict[str, Any]:
 
 
 def space_from_json(data: dict[str, Any]) -> gym.Space[Any]:
-    """The space that `space_to_json` described."""
+    """The space from what `space_to_json` gave."""
     match data["type"]:
         case "Dict":
             return spaces.Dict({k: space_from_json(s) for k, s in data["spaces"].items()})
@@ -221,3 +226,38 @@ def _bound_array(
 ) -> Array:
     values = np.asarray(bound, dtype=np.float64)
     return np.broadcast_to(values.reshape(shape if values.ndim else ()), shape).astype(dtype)
+
+
+class FastDiscrete(spaces.Discrete):
+    """A Discrete whose `contains` is fast for np.int64; it gives the same answers.
+
+    Envs like CartPole assert `action_space.contains(action)` at every step, and Gymnasium takes 2 µs for it, a
+    quarter of such an env's step.
+    """
+
+    low: int
+    high: int
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.cache_bounds()
+
+    def cache_bounds(self) -> None:
+        """Keep the bounds as plain ints."""
+        self.low, self.high = int(self.start), int(self.start) + int(self.n)
+
+    def contains(self, x: Any) -> bool:
+        """Whether x is a member."""
+        if type(x) is np.int64:
+            return self.low <= x.item() < self.high
+        return super().contains(x)
+
+
+def fast_contains(env: gym.Env[Any, Any]) -> gym.Env[Any, Any]:
+    """The same env; if its action space is a plain Discrete, it becomes a FastDiscrete."""
+    space = env.action_space
+    if type(space) is spaces.Discrete and space.dtype == np.int64:
+        # In place, so that its random state and every reference to it stay as they are.
+        space.__class__ = FastDiscrete
+        cast(FastDiscrete, space).cache_bounds()
+    return env

@@ -18,8 +18,7 @@ import numpy as np
 
 from flatout.envs import spaces
 from flatout.envs.check import nan_message
-from flatout.envs.quick import quicken
-from flatout.envs.spaces import Array, ObsLayout
+from flatout.envs.spaces import Array, ObsLayout, fast_contains
 from flatout.errors import EnvError, one_line
 from flatout.executors.base import Episode, Step, alloc_step
 from flatout.executors.supervise import RestartBudget
@@ -56,7 +55,7 @@ class SerialExecutor:
         self._layout = layout
         self._seed = seed
         self._replayable = replayable
-        self._envs = [quicken(factory()) for _ in range(n_envs)]
+        self._envs = [fast_contains(factory()) for _ in range(n_envs)]
         self._step = out or alloc_step(layout, n_envs)
         self._float_leaves = [i for i, leaf in enumerate(layout.specs) if leaf.dtype.kind == "f"]
         # Views made once: writing through them costs half of an indexed write, which tells for cheap envs.
@@ -260,7 +259,7 @@ class SerialExecutor:
             try:
                 with suppress(Exception):
                     self._envs[i].close()
-                self._envs[i] = quicken(self._factory())
+                self._envs[i] = fast_contains(self._factory())
                 self._seed_counts[i] += 1
                 self._seeded_at[i] = self._n_steps + (doing == "step")
                 obs, self.infos[i] = self._envs[i].reset(seed=self._next_seed(i))

@@ -1,4 +1,4 @@
-"""Settings of the network; no torch here, so a command line parses in no time."""
+"""Settings of the network. Does not import torch, so that a command line parses quickly."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class NetworkConfig:
     activation: Literal["tanh", "relu", "elu", "silu"] = "tanh"
     """Non-linearity between hidden layers."""
     trunk: Literal["auto", "shared", "separate"] = "auto"
-    """One network with two heads, or one for the policy and one for the value; auto: shared for images."""
+    """Hidden layers of policy and value: shared or separate; auto: shared for images."""
     log_std_init: float = 0.0
-    """Logarithm of the first spread of continuous actions."""
+    """Logarithm of the initial standard deviation of continuous actions."""
     squash: bool = False
-    """Squash continuous actions into their bounds with tanh; without it they are clipped."""
+    """Squash bounded continuous actions with tanh; without it they are clipped."""
 
     def __post_init__(self) -> None:
         if not self.network_arch or any(width < 1 for width in self.network_arch):

@@ -1,7 +1,8 @@
-"""The policy of a small network on the CPU as one compiled function: forward pass, sampling, log-probability.
+"""Acting with a small network on the CPU as one compiled function: forward pass, sampling, log-probability.
 
-A framework's dispatch costs several times what such a network computes. Here every row is computed in one fixed
-order, whichever rows go with it, so its result depends neither on the other rows nor on how envs are spread over collectors.
+Torch's dispatch would cost several times what such a network computes. Every observation is computed in one fixed
+order of operations, so its result depends neither on the rest of the batch nor on how envs are split over collectors.
+The definitions of the distributions are in `heads`.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ F = np.float32
 
 ROWS = 4
 """Observations that go through the network together."""
-BENDS = {"tanh": 0, "relu": 1, "elu": 2, "silu": 3}
-NORMED = 4
-"""Added to these where each hidden layer is normalised first."""
+ACTIVATIONS = {"tanh": 0, "relu": 1, "elu": 2, "silu": 3}
+LAYER_NORM = 4
+"""Added to the activation's number if every hidden layer has a LayerNorm before it."""
 
-# tanh(x) = x P(x²) / Q(x²): a rational least-maximum fit, within 4e-7 of the truth for every float32.
+# tanh(x) = x P(x²) / Q(x²): a rational minimax fit with an error below 4e-7 for every float32.
 _EDGE = F(8.2)
 _P0, _P1, _P2 = F(0.9999999917938667), F(0.1343211837920016), F(3.5566806473495832e-3)
 _P3, _P4 = F(2.163717221369853e-05), F(1.4840398657826958e-08)
@@ -41,13 +42,13 @@ def _compiled(function: Function) -> Function:
 
 
 def _brief(function: Function) -> Function:
-    """For calls of some ten microseconds."""
+    """For calls of about ten microseconds: keeps Python's lock."""
     return compiled(function, contract=True, nogil=False)
 
 
 @_compiled
 def tanh(x: Any) -> Any:
-    """Within 4e-7 of the truth; of what is no number, none."""
+    """tanh with an error below 4e-7; NaN stays NaN."""
     x = -_EDGE if x < -_EDGE else (_EDGE if x > _EDGE else x)
     u = x * x
     over = (((_P4 * u + _P3) * u + _P2) * u + _P1) * u + _P0
@@ -56,7 +57,7 @@ def tanh(x: Any) -> Any:
 
 
 @_compiled
-def _bend(y: Array, kind: int) -> None:
+def _activate(y: Array, kind: int) -> None:
     if kind == 0:
         for j in range(len(y)):
             y[j] = tanh(y[j])
@@ -74,7 +75,7 @@ def _bend(y: Array, kind: int) -> None:
 
 @_compiled
 def _affine(x: Array, weight: Array, bias: Array, y: Array) -> None:
-    """y = x W + b for four rows; four inputs at a time, so that weights and y are loaded and stored less often."""
+    """y = x W + b for four observations; four inputs at a time, for fewer loads of weights and stores of y."""
     n_in, n_out = weight.shape
     y0, y1, y2, y3 = y[0], y[1], y[2], y[3]
     for j in range(n_out):
@@ -103,8 +104,8 @@ def _affine(x: Array, weight: Array, bias: Array, y: Array) -> None:
 
 
 @_compiled
-def _normalize(y: Array, gain: Array, shift: Array) -> None:
-    """Layer normalisation of four rows, side by side because each sum waits for itself."""
+def _layer_norm(y: Array, gain: Array, shift: Array) -> None:
+    """LayerNorm of four observations in one loop: their sums are independent, so the additions overlap."""
     y0, y1, y2, y3 = y[0], y[1], y[2], y[3]
     n, share = len(gain), _ONE / F(len(gain))
     a = b = c = d = _ZERO
@@ -128,16 +129,19 @@ def _normalize(y: Array, gain: Array, shift: Array) -> None:
 
 @_compiled
 def _forward(
-    x: Array, shift: Array, clip: Any, widths: Array, params: Array, bend: int, rows: Array
+    x: Array, obs_stats: Array, clip: Any, widths: Array, params: Array, activation: int, scratch: Array
 ) -> Array:
-    """The last layer's outputs for up to ROWS observations; `rows` is room for two layers of ROWS."""
-    here, there = rows[0], rows[1]
+    """The last layer's outputs for up to ROWS observations; `scratch` holds the inputs and outputs of a layer.
+
+    `obs_stats` holds mean and scale of the inputs; it is empty if they are not normalised.
+    """
+    here, there = scratch[0], scratch[1]
     for i in range(len(x)):
         for k in range(widths[0]):
             here[i, k] = x[i, k]
-        if len(shift):
+        if len(obs_stats):
             for k in range(widths[0]):
-                here[i, k] = min(max((x[i, k] - shift[0, k]) * shift[1, k], -clip), clip)
+                here[i, k] = min(max((x[i, k] - obs_stats[0, k]) * obs_stats[1, k], -clip), clip)
     start, n_layers = 0, len(widths) - 1
     for layer in range(n_layers):
         n_in, n_out = widths[layer], widths[layer + 1]
@@ -146,11 +150,11 @@ def _forward(
         _affine(here, weight, params[end : end + n_out], there)
         start = end + n_out
         if layer < n_layers - 1:
-            if bend >= NORMED:
-                _normalize(there, params[start : start + n_out], params[start + n_out : start + 2 * n_out])
+            if activation >= LAYER_NORM:
+                _layer_norm(there, params[start : start + n_out], params[start + n_out : start + 2 * n_out])
                 start += 2 * n_out
             for i in range(len(x)):
-                _bend(there[i, :n_out], bend % NORMED)
+                _activate(there[i, :n_out], activation % LAYER_NORM)
         here, there = there, here
     out: Array = here
     return out
@@ -159,22 +163,22 @@ def _forward(
 @_compiled
 def sample_categories(
     x: Array,
-    shift: Array,
+    obs_stats: Array,
     clip: Any,
     widths: Array,
     params: Array,
-    bend: int,
+    activation: int,
     scratch: Array,
     nvec: Array,
     mask: Array,
     noise: Array,
-    rows_out: Array,
+    action_out: Array,
     log_prob_out: Array,
 ) -> None:
-    """Gumbel-max per group of categories; `mask` has no rows where everything is allowed."""
+    """Gumbel-max for each part of the action; `mask` is empty if everything is allowed."""
     for i in range(len(x)):
         if i % ROWS == 0:
-            outs = _forward(x[i : i + ROWS], shift, clip, widths, params, bend, scratch)
+            outs = _forward(x[i : i + ROWS], obs_stats, clip, widths, params, activation, scratch)
         out = outs[i % ROWS]
         if len(mask):
             for j in range(widths[-1]):
@@ -193,110 +197,134 @@ def sample_categories(
             for j in range(start, end):
                 total += math.exp(out[j] - most)
             log_prob += out[choice] - most - math.log(total)
-            rows_out[i, g] = choice - start
+            action_out[i, g] = choice - start
             start = end
         log_prob_out[i] = log_prob
 
 
 @_compiled
-def pick_greedily(
+def sample_greedy(
     x: Array,
-    shift: Array,
+    obs_stats: Array,
     clip: Any,
     widths: Array,
     params: Array,
-    bend: int,
+    activation: int,
     scratch: Array,
     epsilon: Array,
     mask: Array,
     noise: Array,
-    rows_out: Array,
+    action_out: Array,
     log_prob_out: Array,
 ) -> None:
-    """The best action, or with probability `epsilon` any that is allowed; see `GreedyHead` for how noise decides."""
-    rarity = -math.log(epsilon[0]) if epsilon[0] > 0.0 else np.inf
-    n_actions, known = widths[-1], 0  # rows before `known` have been through the network
+    """Epsilon-greedy: the network runs only for observations that do not explore. See `GreedyHead` for the use of noise."""
+    threshold = -math.log(epsilon[0]) if epsilon[0] > 0.0 else np.inf
+    n_actions, n_computed = widths[-1], 0  # observations that have been through the network
     for i in range(len(x)):
         log_prob_out[i] = _ZERO
-        n_allowed, loudest, choice = 0, _LEAST, 0
+        n_allowed, max_noise, choice = 0, _LEAST, 0
         for j in range(n_actions):
             if not len(mask) or mask[i, j]:
                 n_allowed += 1
-                if noise[i, j] > loudest:
-                    loudest, choice = noise[i, j], j
-        rows_out[i, 0] = choice
-        if n_allowed > 0 and n_allowed * math.exp(-np.float64(loudest)) > rarity:
+                if noise[i, j] > max_noise:
+                    max_noise, choice = noise[i, j], j
+        action_out[i, 0] = choice
+        if n_allowed > 0 and n_allowed * math.exp(-np.float64(max_noise)) > threshold:
             continue
-        if i >= known:
+        if i >= n_computed:
             first = i - i % ROWS
-            known = first + ROWS
-            outs = _forward(x[first:known], shift, clip, widths, params, bend, scratch)
+            n_computed = first + ROWS
+            outs = _forward(x[first:n_computed], obs_stats, clip, widths, params, activation, scratch)
         out = outs[i % ROWS]
         best, choice = _LEAST, 0
         for j in range(n_actions):
             if (not len(mask) or mask[i, j]) and out[j] > best:
                 best, choice = out[j], j
-        rows_out[i, 0] = choice
+        action_out[i, 0] = choice
 
 
 @_compiled
 def sample_normals(
     x: Array,
-    shift: Array,
+    obs_stats: Array,
     clip: Any,
     widths: Array,
     params: Array,
-    bend: int,
+    activation: int,
     scratch: Array,
     log_std: Array,
     squashed: Array,
     noise: Array,
-    rows_out: Array,
+    action_out: Array,
     log_prob_out: Array,
 ) -> None:
-    """Mean plus noise per dimension; the log-probability is that of the squashed action where one is."""
+    """Mean plus noise in each dimension; with log-probabilities of the squashed action in squashed dimensions."""
     for i in range(len(x)):
         if i % ROWS == 0:
-            outs = _forward(x[i : i + ROWS], shift, clip, widths, params, bend, scratch)
+            outs = _forward(x[i : i + ROWS], obs_stats, clip, widths, params, activation, scratch)
         out = outs[i % ROWS]
         log_prob = _ZERO
         for j in range(len(log_std)):
             value = out[j] + noise[i, j] * math.exp(log_std[j])
             log_prob -= _HALF * noise[i, j] * noise[i, j] + log_std[j] + _LOG_SQRT_2PI
             if squashed[j]:
-                far = abs(value)
-                # log(1 - tanh²) of |x|, in the form that never overflows.
-                log_prob -= F(2) * (_LOG_2 - far - math.log1p(math.exp(-F(2) * far)))
-            rows_out[i, j] = value
+                size = abs(value)
+                # log(1 - tanh²(x)) in a form that does not overflow.
+                log_prob -= F(2) * (_LOG_2 - size - math.log1p(math.exp(-F(2) * size)))
+            action_out[i, j] = value
         log_prob_out[i] = log_prob
 
 
 @_brief
 def sample_few_categories(
-    x: Array, shift: Array, clip: Any, widths: Array, params: Array, bend: int, scratch: Array,
-    nvec: Array, mask: Array, noise: Array, rows_out: Array, log_prob_out: Array,
+    x: Array, obs_stats: Array, clip: Any, widths: Array, params: Array, activation: int, scratch: Array,
+    nvec: Array, mask: Array, noise: Array, action_out: Array, log_prob_out: Array,
 ) -> None:  # fmt: skip
-    """`sample_categories` for a few rows."""
+    """`sample_categories` for a few observations."""
     sample_categories(
-        x, shift, clip, widths, params, bend, scratch, nvec, mask, noise, rows_out, log_prob_out
+        x, obs_stats, clip, widths, params, activation, scratch, nvec, mask, noise, action_out, log_prob_out
     )
 
 
 @_brief
-def pick_few_greedily(
-    x: Array, shift: Array, clip: Any, widths: Array, params: Array, bend: int, scratch: Array,
-    epsilon: Array, mask: Array, noise: Array, rows_out: Array, log_prob_out: Array,
+def sample_few_greedy(
+    x: Array, obs_stats: Array, clip: Any, widths: Array, params: Array, activation: int, scratch: Array,
+    epsilon: Array, mask: Array, noise: Array, action_out: Array, log_prob_out: Array,
 ) -> None:  # fmt: skip
-    """`pick_greedily` for a few rows."""
-    pick_greedily(x, shift, clip, widths, params, bend, scratch, epsilon, mask, noise, rows_out, log_prob_out)
+    """`sample_greedy` for a few observations."""
+    sample_greedy(
+        x,
+        obs_stats,
+        clip,
+        widths,
+        params,
+        activation,
+        scratch,
+        epsilon,
+        mask,
+        noise,
+        action_out,
+        log_prob_out,
+    )
 
 
 @_brief
 def sample_few_normals(
-    x: Array, shift: Array, clip: Any, widths: Array, params: Array, bend: int, scratch: Array,
-    log_std: Array, squashed: Array, noise: Array, rows_out: Array, log_prob_out: Array,
+    x: Array, obs_stats: Array, clip: Any, widths: Array, params: Array, activation: int, scratch: Array,
+    log_std: Array, squashed: Array, noise: Array, action_out: Array, log_prob_out: Array,
 ) -> None:  # fmt: skip
-    """`sample_normals` for a few rows."""
+    """`sample_normals` for a few observations."""
     sample_normals(
-        x, shift, clip, widths, params, bend, scratch, log_std, squashed, noise, rows_out, log_prob_out
+        x,
+        obs_stats,
+        clip,
+        widths,
+        params,
+        activation,
+        scratch,
+        log_std,
+        squashed,
+        noise,
+        action_out,
+        log_prob_out,
     )

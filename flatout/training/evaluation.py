@@ -63,7 +63,7 @@ def evaluate(
             rows = model.mode(obs)
         else:
             rows, _ = model.sample(obs, noise.draw(t, 1)[0].to(device))
-        actions = layout.to_env(model.head.to_action(rows).cpu().numpy())
+        actions = layout.to_env(model.head.squash(rows).cpu().numpy())
         now = step(executor, actions)
         t += 1
         for episode in now.ended:

@@ -1,7 +1,8 @@
-"""Spaces as leaves and rows: nothing is lost on the way in or out."""
+"""Spaces as arrays: nothing is lost on the way in or out."""
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import gymnasium as gym
@@ -9,7 +10,14 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
-from flatout.envs.spaces import ActionLayout, ObsLayout, space_from_json, space_to_json
+from flatout.envs.spaces import (
+    ActionLayout,
+    FastDiscrete,
+    ObsLayout,
+    fast_contains,
+    space_from_json,
+    space_to_json,
+)
 from flatout.errors import FlatoutError
 from tests.known import action_space, observation_space
 
@@ -18,7 +26,7 @@ ACTIONS = ["discrete", "discrete_from_3", "multidiscrete", "multibinary", "box",
 
 
 @pytest.mark.parametrize("kind", OBS)
-def test_observations_survive_the_way_through_leaves(kind: str) -> None:
+def test_observations_become_arrays_without_loss(kind: str) -> None:
     space = observation_space(kind)
     space.seed(1)
     layout = ObsLayout(space)
@@ -26,9 +34,9 @@ def test_observations_survive_the_way_through_leaves(kind: str) -> None:
     obs = [space.sample(), space.sample()]
     for i in range(2):
         layout.write(out, i, obs[i])
-    for leaf, array in zip(layout.specs, out, strict=True):
+    for spec, array in zip(layout.specs, out, strict=True):
         for i in range(2):
-            assert np.array_equal(array[i], np.asarray(leaf.pick(obs[i]), leaf.dtype))
+            assert np.array_equal(array[i], np.asarray(spec.pick(obs[i]), spec.dtype))
     batch, single = layout.batch(obs[0])
     assert single
     assert all(np.array_equal(a[0], b[0]) for a, b in zip(batch, out, strict=True))
@@ -76,3 +84,39 @@ def test_unsupported_spaces_are_named(space: gym.Space[Any]) -> None:
         ObsLayout(spaces.Dict({"a": space}))
     with pytest.raises(FlatoutError, match="not supported"):
         ActionLayout(space)
+
+
+VALUES: list[Any] = [
+    *(
+        kind(x)
+        for kind in (np.int64, np.int32, np.uint8, np.int8, int, float, np.float32)
+        for x in (0, 1, 4, 5)
+    ),
+    *(np.int64(-3), np.int64(7), -1, True, None, "1", [1], np.array(1), np.array([1]), np.bool_(True)),
+]
+
+
+@pytest.mark.parametrize(("n", "start"), [(2, 0), (5, 0), (3, 4), (4, -3)])
+def test_fast_discrete_has_the_same_members(n: int, start: int) -> None:
+    plain, fast = spaces.Discrete(n, start=start), FastDiscrete(n, start=start)
+    assert [fast.contains(x) for x in VALUES] == [plain.contains(x) for x in VALUES]
+    assert any(fast.contains(x) for x in VALUES)
+
+
+def test_an_env_with_fast_contains_keeps_its_space() -> None:
+    env = gym.make("CartPole-v1")
+    env.action_space.seed(3)
+    before = env.action_space
+    twin = spaces.Discrete(2, seed=3)
+    assert fast_contains(env) is env
+    assert env.action_space is before
+    assert isinstance(before, FastDiscrete)
+    assert before == twin == pickle.loads(pickle.dumps(before))
+    assert [before.sample() for _ in range(20)] == [twin.sample() for _ in range(20)]
+    fast_contains(env)
+
+
+def test_other_spaces_are_left_alone() -> None:
+    env = gym.make("Pendulum-v1")
+    fast_contains(env)
+    assert type(env.action_space) is spaces.Box

@@ -80,7 +80,7 @@ def test_squashed_gaussian_equals_the_transformed_distribution() -> None:
     rows, log_prob = head.sample(out, torch.randn(5, 3), None)
     transformed = TransformedDistribution(Normal(out, torch.full((3,), np.exp(0.3))), [TanhTransform(1)])
     torch.testing.assert_close(log_prob, transformed.log_prob(rows.tanh()).sum(-1), rtol=1e-3, atol=1e-3)
-    assert (head.to_action(rows).abs() <= 1).all()
+    assert (head.squash(rows).abs() <= 1).all()
 
 
 def test_squashed_log_prob_stays_finite_far_out() -> None:
