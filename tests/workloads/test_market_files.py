@@ -93,16 +93,16 @@ def without(column: str) -> tuple[list[str], list[list[Any]]]:
         (cell(3, "close", "nan"), "bad.csv row 5: close is nan"),
         (cell(3, "volume", ""), "bad.csv row 5: volume is '', not a number"),
         (cell(4, "open", "1.2.3"), "bad.csv row 6: open is '1.2.3', not a number"),
-        (cell(4, "low", -2.0), "bad.csv row 6: low is -2; prices are above 0"),
+        (cell(4, "low", -2.0), "bad.csv row 6: low is -2; prices must be above 0"),
         (cell(4, "high", 0.5), "bad.csv row 6: high is 0.5, with open"),
-        (cell(4, "volume", -1), "bad.csv row 6: volume is -1; volumes are 0 or more"),
+        (cell(4, "volume", -1), "bad.csv row 6: volume is -1; volumes must be 0 or more"),
         (cell(4, "time", DAYS[1]), "bad.csv row 6: time of 'A1' repeats that of row 4"),
         (cell(4, "time", DAYS[0]), "bad.csv row 6: time of 'A1' is before that of row 4"),
         (cell(4, "time", "yesterday"), "bad.csv row 6: time is 'yesterday'; give dates"),
         (cell(4, "time", "12"), "bad.csv row 6: time is '12'; give dates"),
-        (cell(5, "asset", "A3"), "do not have the same times"),
-        ((HEADER, rows_by_time()[:-1]), "do not have the same times"),
-        ((HEADER, [*rows_by_time()[:2], ["2020-01-02"]]), "bad.csv row 4: 1 cells under a header of 7"),
+        (cell(5, "asset", "A3"), "have different times"),
+        ((HEADER, rows_by_time()[:-1]), "have different times"),
+        ((HEADER, [*rows_by_time()[:2], ["2020-01-02"]]), "bad.csv row 4: 1 cells, but the header has 7"),
         ((HEADER, []), "bad.csv has no rows of data"),
         (([], []), "bad.csv has no column 'time'; it has nothing"),
         ((HEADER, rows_by_time()[:200]), "bad.csv has 100 bars, 75 of them for train; window 20 needs 81"),
@@ -153,5 +153,5 @@ def test_the_command_line_refuses_a_bad_file(tmp_path: Path) -> None:
         [sys.executable, "-m", "flatout", *argv], cwd=tmp_path, capture_output=True, text=True
     )
     assert done.returncode == 2
-    assert done.stderr.strip() == "flatout: bad.csv row 11: close is nan, not a number to trade on"
+    assert done.stderr.strip() == "flatout: bad.csv row 11: close is nan, it must be finite"
     assert not (tmp_path / "runs").exists()
