@@ -153,5 +153,5 @@ def test_the_command_line_refuses_a_bad_file(tmp_path: Path) -> None:
         [sys.executable, "-m", "flatout", *argv], cwd=tmp_path, capture_output=True, text=True
     )
     assert done.returncode == 2
-    assert done.stderr.strip() == "flatout: bad.csv row 11: close is nan, it must be finite"
+    assert done.stderr.strip() == "flatout: bad.csv row 11: close is nan; it must be finite"
     assert not (tmp_path / "runs").exists()
