@@ -16,7 +16,6 @@ import flatout
 from flatout.algorithms.dqn.learner import DQNLearner
 from flatout.config.run_config import RunConfig, resolve
 from flatout.training.checkpoint import read, write
-from flatout.training.saved import SavedArrays, write_arrays
 from tests.batched import MatchTensors
 from tests.known import LENGTH, Match, OnlyTheMaskTells
 
@@ -199,19 +198,6 @@ def test_a_replay_of_another_checkpoint_is_not_taken(tmp_path: Path) -> None:
     again = flatout.load(tmp_path / "a.flatout", Chain)
     again.learn(96)
     assert again.summary["updates"] == 54  # as before: it collects first
-
-
-def test_arrays_are_read_where_they_lie(tmp_path: Path) -> None:
-    ring = np.arange(60, dtype=np.float32).reshape(3, 10, 2)
-    write_arrays(tmp_path / "x.replay", {"a.0": ring[:, :4], "b": np.array([7]), "c": np.zeros((0, 3))})
-    saved = SavedArrays(tmp_path / "x.replay")
-    assert isinstance(saved["a.0"], np.memmap)
-    assert np.array_equal(saved["a.0"], ring[:, :4])
-    assert saved["b"][0] == 7
-    assert saved["c"].shape == (0, 3)
-    (tmp_path / "x.replay").write_bytes(b"nothing")
-    with pytest.raises(flatout.FlatoutError, match="delete it to go on without"):
-        len(SavedArrays(tmp_path / "x.replay"))
 
 
 def test_checkpoints_without_replay_have_no_second_file(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
-"""Checkpoints: tensors and JSON state in, one safetensors file out, and never half of one.
+"""Checkpoints: tensors and JSON state in one safetensors file, with the replay in a file beside it.
 
-A kill at any moment leaves the older files whole; a file is trusted only when its checksum matches.
+A kill at any moment leaves the older files whole. A file is used only if its checksum matches.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from safetensors.torch import save_file
 
 from flatout.envs.spaces import Array
 from flatout.errors import FlatoutError
-from flatout.training.durable import replacing, sweep
-from flatout.training.saved import SavedArrays, write_arrays
+from flatout.training.durable import SavedArrays, replacing, sweep, write_arrays
 
 FORMAT_VERSION = 1
 FORMAT = f"flatout-{FORMAT_VERSION}"
@@ -34,22 +33,22 @@ REPLAY_SUFFIX = ".replay"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Checkpoint:
-    """All that a run needs to go on."""
+    """Everything a run needs to continue."""
 
     tensors: dict[str, torch.Tensor]
-    """CPU tensors by name; those that share memory come back apart"""
+    """CPU tensors by name; tensors that share memory are saved as separate ones."""
     state: dict[str, Any]
-    """plain JSON: string keys, no NaN or infinity; tuples come back as lists"""
+    """Plain JSON: string keys, no NaN or infinity; tuples are read back as lists."""
     replay: Mapping[str, Array] | None = None
-    """what was stored to be learned from again; in a file of its own beside the checkpoint's"""
+    """Contents of the replay buffer, in a file of its own."""
 
 
 def write(path: Path, checkpoint: Checkpoint) -> None:
-    """Put `checkpoint` at `path` durably, or raise and leave what was there; missing folders are made."""
+    """Write `checkpoint` to `path` durably, or raise and leave what was there; missing folders are made."""
     tensors, state = _plain_tensors(checkpoint.tensors), _canonical_json(checkpoint.state)
     metadata = {"format": FORMAT, "state": state, "checksum": _checksum(tensors, state)}
     try:
-        if checkpoint.replay is not None:  # first, so that a checkpoint never waits for its replay
+        if checkpoint.replay is not None:  # first, so that no checkpoint is ever without its replay
             with replacing(path.with_suffix(REPLAY_SUFFIX)) as part:
                 write_arrays(part, checkpoint.replay)
         with replacing(path) as part:
@@ -62,7 +61,7 @@ def write(path: Path, checkpoint: Checkpoint) -> None:
 
 
 def read(path: Path) -> Checkpoint:
-    """The checkpoint at `path`, its format and checksum verified; nothing is unpickled."""
+    """The checkpoint at `path`, with verified format and checksum; nothing is unpickled."""
     try:
         _require_file(path)
         tensors, metadata = _load(path)
@@ -89,8 +88,7 @@ class CheckpointFolder:
         path = self.path / f"step-{env_steps:012d}{SUFFIX}"
         write(path, checkpoint)
         steps = self._steps()
-        # Steps above this one belong to a line of training that was abandoned by resuming from before them;
-        # left in place, the next resume would take them for the newest.
+        # Later steps were abandoned by resuming from before them; the next resume would take them for the newest.
         kept = {env_steps, max((step for step in steps if step < env_steps), default=env_steps)}
         for step in steps.keys() - kept:
             try:
@@ -101,15 +99,15 @@ class CheckpointFolder:
         return path
 
     def save_best(self, checkpoint: Checkpoint) -> Path:
-        """Write `checkpoint` as the best so far, in place of the one before."""
+        """Write `checkpoint` as the best so far."""
         path = self.path / f"best{SUFFIX}"
-        write(path, dataclasses.replace(checkpoint, replay=None))  # nobody goes on from it
+        write(path, dataclasses.replace(checkpoint, replay=None))  # training never resumes from it
         return path
 
     def newest(self) -> tuple[Path, Checkpoint, list[str]]:
-        """The newest step that loads, and a sentence for each newer one that does not."""
+        """The newest checkpoint that loads, and a sentence for each newer one that does not."""
         skipped: dict[Path, str] = {}
-        # List again after each failure: a run that is still saving deletes files while we read.
+        # List again after each failure: a run that is still saving may delete files meanwhile.
         while candidates := [path for path in self._steps().values() if path not in skipped]:
             try:
                 return candidates[-1], read(candidates[-1]), list(skipped.values())
@@ -124,7 +122,7 @@ class CheckpointFolder:
         )
 
     def _steps(self) -> dict[int, Path]:
-        """The files of single steps, oldest first."""
+        """The checkpoints by env steps, oldest first."""
         try:
             names = os.listdir(self.path)
         except FileNotFoundError:
@@ -137,14 +135,14 @@ class CheckpointFolder:
 
 
 def _plain_tensors(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors as safetensors wants them, contiguous and apart, copying only those that are not."""
+    """The tensors contiguous and in separate memory, as safetensors requires; copies only where needed."""
     plain: dict[str, torch.Tensor] = {}
     storages: set[int] = set()
     for name, tensor in tensors.items():
         assert tensor.device.type == "cpu", (
             f"tensor {name!r} is on {tensor.device}; checkpoints hold CPU tensors"
         )
-        assert name != "__metadata__", "safetensors keeps the name '__metadata__' for itself"
+        assert name != "__metadata__", "safetensors reserves the name '__metadata__'"
         tensor = tensor.detach().contiguous()
         if tensor.untyped_storage().data_ptr() in storages:
             tensor = tensor.clone()
@@ -191,7 +189,7 @@ def _require_file(path: Path) -> None:
 
 def _load(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     try:
-        # pread, not mmap: the tensors must not change or fault when the file does.
+        # pread, not mmap: the tensors must not change or fault if the file changes.
         with safe_open(path, framework="pt", backend="pread") as file:
             metadata = file.metadata() or {}
             _require_format(path, metadata)
@@ -213,16 +211,14 @@ def _require_format(path: Path, metadata: dict[str, str]) -> None:
 
 
 def _why_unreadable(path: Path, error: Exception) -> str:
-    """One line for a file that safetensors refused, judged by its first bytes."""
+    """One line about a file that safetensors refused, by its first bytes."""
     with path.open("rb") as file:
         head = file.read(9)
     if head.startswith(b"PK\x03\x04"):
         if _is_torch_zip(path):
-            return (
-                f"{str(path)!r} is a file of torch.save, not a flatout checkpoint; flatout loads no pickles"
-            )
+            return f"{str(path)!r} was written by torch.save and is not a flatout checkpoint; flatout loads no pickles"
         return f"{str(path)!r} is a zip, not a flatout checkpoint; Stable-Baselines3's zip files cannot be loaded"
-    # safetensors begins with the header's length in 8 bytes, the high ones zero; pickle with 0x80 and its version.
+    # safetensors begins with the header's length in 8 bytes, the high ones zero; a pickle with 0x80 and its version.
     if head[:1] == b"\x80" and any(head[2:8]):
         return f"{str(path)!r} is a pickle, not a flatout checkpoint; flatout loads no pickles"
     if len(head) < 9 or head.endswith(b"{"):
@@ -243,7 +239,7 @@ def _advice(path: Path) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """Why, in one line; safetensors wraps the system's words in its own."""
+    """The system's reason in one line, without what safetensors puts around it."""
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     text = re.sub(r"^Error while [\w ]+: (I/O error: )?", "", " ".join(text.split()))
     return text.partition(" (os error")[0]

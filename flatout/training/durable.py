@@ -1,4 +1,8 @@
-"""Files that are there whole or not at all: temporary file in the same folder, fsync, rename, fsync folder."""
+"""Files that are written whole or not at all, and large arrays in one of them.
+
+A write goes to a temporary file in the same folder, then fsync, rename, fsync of the folder. Arrays are an
+uncompressed npz: written array by array, read as memory maps, without a second copy in memory and without pickles.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +11,30 @@ import fcntl
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+import zipfile
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import cached_property
 from pathlib import Path
 
+import numpy as np
+
+from flatout.envs.spaces import Array
+from flatout.errors import FlatoutError
+
 STAGING_SUFFIX = ".flatout-saving"
+LOCAL_HEADER = 30
+"""Bytes of a zip entry before its name; the last four are the lengths of the name and the extra field."""
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A new file to write, which durably takes the place of `path` at the end; missing folders are made."""
+    """A temporary file to write; at the end it durably replaces `path`. Missing folders are made."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with _staging(path.parent) as staging:
         part = staging / "part"
         yield part
-        # safetensors makes files that only their owner may read; the folder shows what the umask allows.
+        # safetensors makes files that only their owner may read; the folder's mode follows the umask.
         part.chmod(staging.stat().st_mode & 0o666)
         _fsync(part)
         os.replace(part, path)
@@ -32,8 +45,8 @@ def replacing(path: Path) -> Iterator[Path]:
 def _staging(folder: Path) -> Iterator[Path]:
     """A new folder inside `folder`, locked while its writer lives and removed at the end.
 
-    A folder, because safetensors writes to a temporary file whose name it invents: after a kill
-    `sweep` could not tell that file from a stranger's.
+    A folder, because safetensors writes to a temporary file of its own naming, which `sweep` could not recognise
+    after a kill.
     """
     staging, descriptor = _new_locked_folder(folder)
     try:
@@ -47,12 +60,12 @@ def _new_locked_folder(parent: Path) -> tuple[Path, int]:
     while True:
         folder = parent / f".{secrets.token_hex(8)}{STAGING_SUFFIX}"
         folder.mkdir()
-        # Another writer may sweep the folder in the moment before it is locked: then make another one.
+        # Another writer may sweep the folder before it is locked: then make another one.
         try:
             descriptor = os.open(folder, os.O_RDONLY)
         except FileNotFoundError:
             continue
-        with suppress(OSError):  # A file system without locks: nothing is swept there, saving still works.
+        with suppress(OSError):  # a file system without locks: saving works, nothing is swept
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         if folder.exists():
             return folder, descriptor
@@ -60,7 +73,7 @@ def _new_locked_folder(parent: Path) -> tuple[Path, int]:
 
 
 def sweep(folder: Path) -> None:
-    """Remove what killed writers left in `folder`; the lock tells the dead from the living."""
+    """Remove what killed writers left in `folder`: staging folders that nobody holds a lock on."""
     for staging in folder.glob(f".*{STAGING_SUFFIX}"):
         with suppress(OSError), _opened(staging) as descriptor:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -81,6 +94,49 @@ def _fsync(path: Path) -> None:
         try:
             os.fsync(descriptor)
         except OSError as error:
-            # Some network file systems cannot sync a folder and say so with EINVAL.
+            # Some network file systems refuse to sync a folder, with EINVAL.
             if error.errno != errno.EINVAL or not path.is_dir():
                 raise
+
+
+def write_arrays(path: Path, arrays: Mapping[str, Array]) -> None:
+    """Write arrays or views, without copying them as a whole."""
+    with path.open("wb") as file:
+        np.savez(file, allow_pickle=False, **arrays)
+
+
+class SavedArrays(Mapping[str, Array]):
+    """What `write_arrays` wrote, as memory maps."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @cached_property
+    def _entries(self) -> dict[str, zipfile.ZipInfo]:
+        try:
+            with zipfile.ZipFile(self.path) as archive:
+                return {entry.filename.removesuffix(".npy"): entry for entry in archive.infolist()}
+        except (OSError, zipfile.BadZipFile) as error:
+            raise FlatoutError(
+                f"{str(self.path)!r} is not a replay that flatout saved, or is damaged; delete it to resume without"
+            ) from error
+
+    def __getitem__(self, name: str) -> Array:
+        entry = self._entries[name]
+        with self.path.open("rb") as file:
+            file.seek(entry.header_offset + LOCAL_HEADER - 4)
+            n_name, n_extra = np.frombuffer(file.read(4), "<u2").tolist()
+            file.seek(n_name + n_extra, 1)
+            version = np.lib.format.read_magic(file)
+            read = np.lib.format.read_array_header_1_0
+            shape, _, dtype = read(file) if version == (1, 0) else np.lib.format.read_array_header_2_0(file)
+            start = file.tell()
+        if 0 in shape:
+            return np.zeros(shape, dtype)
+        return np.memmap(self.path, dtype, "r", start, shape)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)

@@ -22,6 +22,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -31,7 +32,7 @@ from safetensors.torch import save_file
 from flatout.errors import FlatoutError
 from flatout.training import checkpoint as checkpoint_module
 from flatout.training.checkpoint import Checkpoint, CheckpointFolder, read, write
-from flatout.training.durable import STAGING_SUFFIX
+from flatout.training.durable import STAGING_SUFFIX, SavedArrays, write_arrays
 
 N_KILLS = 100
 REPOSITORY = Path(__file__).parents[2]
@@ -412,3 +413,16 @@ def test_a_writer_swept_before_it_has_its_lock_starts_again(
     assert_same(read(tmp_path / "a.flatout"), content(2))
     assert_same(read(tmp_path / "other.flatout"), content(1))
     assert staging_folders(tmp_path) == set()
+
+
+def test_saved_arrays_are_memory_maps(tmp_path: Path) -> None:
+    ring = np.arange(60, dtype=np.float32).reshape(3, 10, 2)
+    write_arrays(tmp_path / "x.replay", {"a.0": ring[:, :4], "b": np.array([7]), "c": np.zeros((0, 3))})
+    saved = SavedArrays(tmp_path / "x.replay")
+    assert isinstance(saved["a.0"], np.memmap)
+    assert np.array_equal(saved["a.0"], ring[:, :4])
+    assert saved["b"][0] == 7
+    assert saved["c"].shape == (0, 3)
+    (tmp_path / "x.replay").write_bytes(b"nothing")
+    with pytest.raises(FlatoutError, match="delete it to resume without"):
+        len(SavedArrays(tmp_path / "x.replay"))
