@@ -19,9 +19,9 @@ import torch
 from flatout.agent import Agent
 from flatout.buffers.rollout import Rollout
 from flatout.collect.collector import Collector
-from flatout.envs.awaitable import blocking
 from flatout.envs.check import EnvInfo
 from flatout.envs.spaces import ActionLayout
+from flatout.envs.wrappers import blocking
 from flatout.executors.serial import SerialExecutor
 from flatout.learning.compile import Recipe, kept, load
 from flatout.learning.learner import Learner

@@ -21,11 +21,10 @@ import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-from flatout.envs.awaitable import Blocking, blocking
 from flatout.envs.batched import BatchedEnvs, BatchedKind
 from flatout.envs.make import EnvFactory
-from flatout.envs.masks import MaskFromInfo, logit_sizes
-from flatout.envs.spaces import MASK_KEY
+from flatout.envs.spaces import MASK_KEY, logit_sizes
+from flatout.envs.wrappers import Blocking, MaskFromInfo, blocking
 from flatout.errors import EnvError, is_engine_file, one_line
 
 RETURNS = {"reset": ("obs", "info"), "step": ("obs", "reward", "terminated", "truncated", "info")}

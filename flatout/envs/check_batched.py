@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from flatout.envs.awaitable import blocking
 from flatout.envs.batched import BatchedEnvs, BatchedKind, batched_kind
 from flatout.envs.check import (
     EnvInfo,
@@ -30,6 +29,7 @@ from flatout.envs.check import (
 )
 from flatout.envs.make import EnvFactory
 from flatout.envs.spaces import MASK_KEY
+from flatout.envs.wrappers import blocking
 from flatout.errors import EnvError
 
 N_STEPS = 4

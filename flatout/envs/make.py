@@ -18,10 +18,9 @@ from gymnasium.envs.registration import EnvSpec, load_env_creator
 from gymnasium.error import DependencyNotInstalled
 from gymnasium.wrappers import HumanRendering, RenderCollection, TimeLimit
 
-from flatout.envs.awaitable import AsyncTimeLimit, is_async
 from flatout.envs.batched import BatchedEnvs, batched_kind
 from flatout.envs.loader import absolute, importable, is_file, load_module, load_object, type_name
-from flatout.envs.masks import mask_from_info
+from flatout.envs.wrappers import AsyncTimeLimit, is_async, mask_from_info
 from flatout.errors import EnvError, FlatoutError, did_you_mean, one_line, where
 
 Creator = Callable[..., gym.Env[Any, Any] | BatchedEnvs]

@@ -94,17 +94,16 @@ class ActionLayout:
 
     def __init__(self, space: gym.Space[Any]) -> None:
         self.space = space
-        self.nvec: tuple[int, ...] = ()
+        self.nvec = logit_sizes(space)
+        """Number of categories of each part; empty if continuous."""
         self._start: Array | int = 0
         if isinstance(space, spaces.Discrete):
-            self.nvec, self._start = (int(space.n),), int(space.start)
+            self._start = int(space.start)
         elif isinstance(space, spaces.MultiDiscrete):
-            self.nvec, self._start = _ints(space.nvec), np.asarray(space.start).reshape(-1)
-        elif isinstance(space, spaces.MultiBinary):
-            self.nvec = (2,) * int(np.prod(space.shape))
+            self._start = np.asarray(space.start).reshape(-1)
         elif isinstance(space, spaces.Box) and np.issubdtype(space.dtype, np.floating):
             self._bounds(space)
-        else:
+        elif not self.nvec:
             raise FlatoutError(
                 f"action space {space} is not supported; supported are Discrete, MultiDiscrete, MultiBinary "
                 "and Box of floats"
@@ -133,6 +132,19 @@ class ActionLayout:
         else:
             actions = actions + self._start
         return actions.astype(space.dtype, copy=False).reshape(-1, *(space.shape or ()))
+
+
+def logit_sizes(action_space: gym.Space[Any]) -> tuple[int, ...]:
+    """Number of categories of each part of a discrete action; empty for a Box, which cannot be masked."""
+    match action_space:
+        case spaces.Discrete():
+            return (int(action_space.n),)
+        case spaces.MultiDiscrete():
+            return _ints(action_space.nvec)
+        case spaces.MultiBinary():
+            return (2,) * int(np.prod(action_space.shape))
+        case _:
+            return ()
 
 
 def _array_specs(space: gym.Space[Any], path: Path) -> Iterator[ArraySpec]:

@@ -15,10 +15,10 @@ import numpy as np
 from gymnasium import spaces
 
 from flatout.device.machine import usable_cores
-from flatout.envs.awaitable import Blocking, blocking
 from flatout.envs.check import validate_spaces
 from flatout.envs.make import EnvFactory, EnvSource, env_factory
 from flatout.envs.spaces import ActionLayout, ObsLayout
+from flatout.envs.wrappers import Blocking, blocking
 from flatout.errors import EnvError, FlatoutError, did_you_mean, one_line
 from flatout.executors.base import Executor, Kind, Step
 from flatout.executors.coroutine import CoroutineExecutor

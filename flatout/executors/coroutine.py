@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 
-from flatout.envs.awaitable import LoopThread
+from flatout.envs.wrappers import LoopThread
 from flatout.errors import EnvError
 from flatout.executors.life import Life, Order
 from flatout.executors.waiting import WaitingExecutor

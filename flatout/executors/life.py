@@ -16,8 +16,8 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import gymnasium as gym
 
-from flatout.envs.awaitable import is_async
 from flatout.envs.spaces import ObsArrays, ObsLayout
+from flatout.envs.wrappers import is_async
 from flatout.errors import EnvError, FlatoutError, one_line
 
 Doing = Literal["constructor", "reset", "step"]

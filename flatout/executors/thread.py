@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from queue import SimpleQueue
 from time import perf_counter
 
-from flatout.envs.awaitable import CLOSE_SECONDS
+from flatout.envs.wrappers import CLOSE_SECONDS
 from flatout.executors.life import Life, Order
 from flatout.executors.waiting import WaitingExecutor
 

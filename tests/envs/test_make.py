@@ -19,7 +19,8 @@ from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
 
 from flatout.envs.loader import load_object
 from flatout.envs.make import env_factory
-from flatout.envs.masks import MaskFromInfo, logit_sizes
+from flatout.envs.spaces import logit_sizes
+from flatout.envs.wrappers import MaskFromInfo
 from flatout.errors import EnvError, FlatoutError, one_line, where
 
 ENV_FILE = """

@@ -14,7 +14,7 @@ import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-from flatout.envs.awaitable import LoopThread
+from flatout.envs.wrappers import LoopThread
 from flatout.errors import EnvError, FlatoutError
 from flatout.workloads.crawl import graph_image
 from flatout.workloads.crawl.access import Rules

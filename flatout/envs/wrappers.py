@@ -1,6 +1,6 @@
-"""Envs with `async def reset` and `async def step`: told apart, limited in time, and made to block.
+"""Env wrappers: action masks from `info`, a time limit for async envs, and async envs as blocking ones.
 
-Gymnasium's own wrappers unpack what `step` returns and so break on a coroutine; those here await it.
+Gymnasium's own wrappers unpack what `step` returns and so fail on a coroutine; the async ones here await it.
 """
 
 from __future__ import annotations
@@ -15,17 +15,84 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import gymnasium as gym
+import numpy as np
+from gymnasium import spaces
+from numpy.typing import NDArray
+
+from flatout.envs.spaces import MASK_KEY, logit_sizes
+from flatout.errors import EnvError
 
 CLOSE_SECONDS = 2.0
-"""How long whatever still runs may take to end when it is closed."""
+"""How long pending coroutines may take to end after they are cancelled."""
 
 T = TypeVar("T")
 
 
 def is_async(env: gym.Env[Any, Any]) -> bool:
-    """Whether the env, under its wrappers, has `async def reset` and `async def step`."""
-    bare = getattr(env, "unwrapped", env)  # envs that step N at once as tensors have no wrappers
+    """Whether the unwrapped env has `async def reset` and `async def step`."""
+    bare = getattr(env, "unwrapped", env)  # batched envs of tensors have no wrappers
     return inspect.iscoroutinefunction(bare.reset) and inspect.iscoroutinefunction(bare.step)
+
+
+class MaskFromInfo(gym.Wrapper[Any, Any, Any, Any]):
+    """Moves `info["action_mask"]` into the observation, the only place where the rest of flatout looks for masks."""
+
+    def __init__(self, env: gym.Env[Any, Any]) -> None:
+        super().__init__(env)
+        self._n_logits = sum(logit_sizes(env.action_space))
+        self.observation_space = spaces.Dict(
+            {"obs": env.observation_space, MASK_KEY: spaces.MultiBinary(self._n_logits)}
+        )
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        """Reset; the observation is `{"obs": ..., "action_mask": ...}`."""
+        obs, info = self.env.reset(seed=seed, options=options)
+        return {"obs": obs, MASK_KEY: self._mask(info, "reset")}, info
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        """Step; the observation is `{"obs": ..., "action_mask": ...}`."""
+        obs, reward, terminated, truncated, info = self.env.step(action)
+        return {"obs": obs, MASK_KEY: self._mask(info, "step")}, reward, terminated, truncated, info
+
+    def _mask(self, info: dict[str, Any], call: str) -> NDArray[np.int8]:
+        if MASK_KEY not in info:
+            raise EnvError(
+                f"{call}() gave no info['action_mask'], but the first reset() did; "
+                "give one after every reset and step"
+            )
+        mask = info[MASK_KEY]
+        # Gymnasium masks a MultiDiscrete with a tuple of arrays of different lengths.
+        parts = mask if isinstance(mask, tuple) else (mask,)
+        flat = np.concatenate([np.ravel(part) for part in parts])
+        if flat.size != self._n_logits:
+            raise EnvError(
+                f"{call}() gave an info['action_mask'] of {flat.size} values; "
+                f"the action space has {self._n_logits} choices"
+            )
+        return flat.astype(np.int8)
+
+
+class AsyncMaskFromInfo(MaskFromInfo):
+    """The same for an env with `async def reset` and `async def step`."""
+
+    async def reset(  # type: ignore[override]  # Gymnasium knows no async envs
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        obs, info = await self.env.reset(seed=seed, options=options)  # type: ignore[misc]
+        return {"obs": obs, MASK_KEY: self._mask(info, "reset")}, info
+
+    async def step(  # type: ignore[override]
+        self, action: Any
+    ) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        obs, reward, terminated, truncated, info = await self.env.step(action)  # type: ignore[misc]
+        return {"obs": obs, MASK_KEY: self._mask(info, "step")}, reward, terminated, truncated, info
+
+
+def mask_from_info(env: gym.Env[Any, Any]) -> MaskFromInfo:
+    """The env with the mask from its info in the observation; async if the env is."""
+    return AsyncMaskFromInfo(env) if is_async(env) else MaskFromInfo(env)
 
 
 class AsyncTimeLimit(gym.Wrapper[Any, Any, Any, Any]):
@@ -39,21 +106,21 @@ class AsyncTimeLimit(gym.Wrapper[Any, Any, Any, Any]):
     async def reset(  # type: ignore[override]  # Gymnasium knows no async envs
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Any, dict[str, Any]]:
-        """The env's own reset."""
+        """Reset the env and its step counter."""
         self._elapsed_steps = 0
         return await self.env.reset(seed=seed, options=options)  # type: ignore[misc,no-any-return]
 
     async def step(  # type: ignore[override]
         self, action: Any
     ) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
-        """The env's own step, truncated when the time is up."""
+        """Step the env; truncated after `max_episode_steps`."""
         obs, reward, terminated, truncated, info = await self.env.step(action)  # type: ignore[misc]
         self._elapsed_steps += 1
         return obs, reward, terminated, truncated or self._elapsed_steps >= self._max_episode_steps, info
 
 
 class Blocking(gym.Wrapper[Any, Any, Any, Any]):
-    """An async env that anyone can step: each call waits for its coroutine, which runs on a loop of the env's own."""
+    """An async env with blocking methods: each call waits for the coroutine, which runs on the env's own event loop."""
 
     def __init__(self, env: gym.Env[Any, Any], loop_thread: LoopThread) -> None:
         super().__init__(env)
@@ -70,7 +137,7 @@ class Blocking(gym.Wrapper[Any, Any, Any, Any]):
         return self._wait(lambda: self.env.step(action))  # type: ignore[no-any-return]
 
     def close(self) -> None:
-        """Wait for the env's close, then end its loop."""
+        """Wait for the env's close, then end its event loop."""
         try:
             self._wait(self.env.close)
         finally:
@@ -78,7 +145,7 @@ class Blocking(gym.Wrapper[Any, Any, Any, Any]):
 
     @property
     def unwrapped(self) -> gym.Env[Any, Any]:
-        """Itself: to those outside there is no async env underneath."""
+        """Itself: callers must not reach the async env."""
         return self
 
     def _wait(self, call: Callable[[], Any]) -> Any:
@@ -86,14 +153,14 @@ class Blocking(gym.Wrapper[Any, Any, Any, Any]):
 
 
 def blocking(factory: Callable[[], gym.Env[Any, Any]]) -> gym.Env[Any, Any]:
-    """The factory's env; where it is async, one that waits."""
+    """The factory's env; an async one is made blocking."""
     try:
         env = factory()
         if not is_async(env):
             return env
         made = env
     except Exception as error:
-        if "no running event loop" not in str(error):  # as clients say that are opened in a constructor
+        if "no running event loop" not in str(error):  # raised by a constructor that opens an async client
             raise
         made = None
     loop_thread = LoopThread("flatout-env-loop")
@@ -110,7 +177,7 @@ async def _awaited(call: Callable[[], Any]) -> Any:
 
 
 class LoopThread:
-    """An event loop in a daemon thread of its own; also works where a loop already runs, as in notebooks."""
+    """An event loop in a daemon thread; also works where a loop already runs, as in notebooks."""
 
     def __init__(self, name: str) -> None:
         self.loop = asyncio.new_event_loop()
@@ -122,7 +189,7 @@ class LoopThread:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result()
 
     def blocked_at(self, seconds: float = 1.0) -> str | None:
-        """`file.py:40` where something keeps the loop from turning for longer than this, None while it turns."""
+        """`file.py:40` of the code that has blocked the loop for longer than this; None if the loop responds."""
         turned = threading.Event()
         self.loop.call_soon_threadsafe(turned.set)
         if turned.wait(seconds):
@@ -134,10 +201,10 @@ class LoopThread:
         return f"{Path(last.filename).name}:{last.lineno}"
 
     def close(self) -> None:
-        """Cancel what is pending, stop the loop and end its thread; gives up on what does not let go."""
+        """Cancel pending coroutines, stop the loop and end its thread; gives up on a thread that does not end."""
         if self._thread.is_alive():
             self.loop.call_soon_threadsafe(self.loop.stop)
-            # The thread waits that long for what it has cancelled, then ends by itself.
+            # The thread itself waits CLOSE_SECONDS for what it has cancelled.
             self._thread.join(1.5 * CLOSE_SECONDS)
 
     def _run(self) -> None:
@@ -151,7 +218,7 @@ class LoopThread:
                 task.cancel()
             if tasks:
                 _, stubborn = loop.run_until_complete(asyncio.wait(tasks, timeout=CLOSE_SECONDS))
-                for task in stubborn:  # ignores being cancelled: nothing is left to do or to say about it
+                for task in stubborn:  # ignored its cancellation: suppress asyncio's warning
                     task._log_destroy_pending = False  # type: ignore[attr-defined]
             loop.run_until_complete(loop.shutdown_asyncgens())
             loop.close()

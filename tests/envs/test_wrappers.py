@@ -15,10 +15,9 @@ import pytest
 from gymnasium import spaces
 from gymnasium.wrappers import TimeLimit
 
-from flatout.envs.awaitable import Blocking, blocking, is_async
 from flatout.envs.check import check
 from flatout.envs.make import env_factory
-from flatout.envs.masks import AsyncMaskFromInfo
+from flatout.envs.wrappers import AsyncMaskFromInfo, Blocking, blocking, is_async
 from flatout.errors import EnvError
 
 ENV_ID = "AsyncWalkTest-v0"
