@@ -197,7 +197,7 @@ def test_what_an_async_env_does_wrong_is_told_as_of_any_other() -> None:
     def variant(step: Any) -> Any:
         return type("Variant", (AsyncWalk,), {"step": step})
 
-    assert "raised in step 1: KeyError: 'x' (test_awaitable.py:" in failure(variant(raising))
+    assert "raised in step 1: KeyError: 'x' (test_wrappers.py:" in failure(variant(raising))
     assert "step() returned 4 values; Gymnasium's step returns 5" in failure(variant(four))
     assert "step() is async; give both reset and step an async def" in failure(HalfAsync)
 
