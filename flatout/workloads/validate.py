@@ -53,7 +53,7 @@ def read_json(file: str | Path, name: str) -> Any:
         raise FlatoutError(f"{name} {file}: not text, byte {error.start}") from error
     except json.JSONDecodeError as error:
         place = f"line {error.lineno} column {error.colno}"
-        raise FlatoutError(f"{name} {file} is not JSON, {place}: {error.msg}") from error
+        raise FlatoutError(f"{name} {file}: not JSON, {place}: {error.msg}") from error
 
 
 def _shown(number: float) -> str:

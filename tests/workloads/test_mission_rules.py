@@ -14,8 +14,8 @@ from flatout.workloads.mission.grid import (
     breaches,
     distances,
     prices,
+    shortest_path,
     visible,
-    walk,
 )
 from tests.workloads.missions import game, play
 
@@ -89,9 +89,9 @@ def test_distances_are_those_of_a_plain_search() -> None:
 
 def test_a_walk_is_shortest_and_stays_on_the_floor() -> None:
     mission = game("#######", "#S#O..#", "#B#.#.#", "#C..#.#", "#######")
-    way = walk(mission.walls, (1, 1), (1, 5))
+    way = shortest_path(mission.walls, (1, 1), (1, 5))
     assert way == [(1, 1), (2, 1), (3, 1), (3, 2), (3, 3), (2, 3), (1, 3), (1, 4), (1, 5)]
-    assert walk(mission.walls | (np.arange(7) == 2), (1, 1), (1, 5)) == []
+    assert shortest_path(mission.walls | (np.arange(7) == 2), (1, 1), (1, 5)) == []
     assert breaches(mission.walls | (np.arange(7) == 2), (1, 5), (1, 1)) == 1
 
 

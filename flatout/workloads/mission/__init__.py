@@ -1,4 +1,4 @@
-"""Mission: a squad crosses a map with walls and patrols to hold an objective. Plain Python and NumPy on purpose."""
+"""Mission: a squad crosses a map with walls and patrols and holds an objective. Plain Python and NumPy on purpose."""
 
 from __future__ import annotations
 

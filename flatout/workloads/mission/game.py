@@ -1,9 +1,7 @@
-"""A patrol: walks its route to and fro, runs after whom it sees, and goes back when it has lost them.
+"""The rules of the game: what units and patrols may do, what happens in a step, and how an episode ends.
 
-The rules: who may do what, what happens in a step, and how it ends.
-
-A step is: the squad acts, the patrols move, whoever they reach is captured, they look, the objective is held,
-the squad looks.
+Order of a step: the squad acts, the patrols move, units within reach are captured, the patrols look, the objective counts as
+held or not, the squad looks.
 """
 
 from __future__ import annotations
@@ -29,32 +27,32 @@ from flatout.workloads.mission.grid import (
 from flatout.workloads.mission.scenario import Route, Scenario
 
 WALKS_EVERY = 2
-"""A patrol takes a step on its route every so many steps; running, it takes one in each."""
+"""A patrol on its route moves every this many steps; in a chase it moves every step."""
 
 
 class Patrol:
-    """Where one patrol is, where it looks and what it is after."""
+    """Position, direction and mode of one patrol: on its route, chasing, or returning to the route."""
 
     def __init__(self, route: Route, radius: int, patience: int) -> None:
         self._route, self._post = route.cells, route.facing
-        self._index, self._way = 0, 1
+        self._index, self._step = 0, 1
         self._radius = radius
         self._patience, self._looks = patience, 0
         self.unaware = True
-        """Whether it has run after no one yet."""
+        """Whether it has not chased anyone yet."""
         self._target = route.cells[0]
         self.at = route.cells[0]
         self.facing = self._post if len(route.cells) == 1 else _direction(*route.cells[:2])
         self.mode: Literal["route", "chase", "return"] = "route"
 
     def move(self, walls: Walls, time: int) -> None:
-        """One step, if it is time for one."""
+        """Move one cell, if it moves in this step."""
         if self.mode != "chase" and time % WALKS_EVERY:
             return
         if self.mode == "route":
             self._go(self._next_on_route())
             return
-        if self.at == self._target:  # whoever was here is gone
+        if self.at == self._target:  # the unit it chased is gone
             self.mode, self._target = "return", self._route[self._index]
         self._go(downhill(distances(prices(walls, FAR), self._target), self.at))
         if self.mode == "return" and self.at == self._target:
@@ -63,19 +61,19 @@ class Patrol:
                 self.facing = self._post
 
     def cone(self, sight: Sight) -> Walls:
-        """A map of the cells it sees."""
+        """A map of the cells that it sees."""
         return sight.view(self.at, self._radius, self.facing)
 
     def next_cone(self, sight: Sight) -> Walls:
-        """The same, one step ahead."""
+        """The same after its next step straight ahead."""
         down, right = DIRECTIONS[self.facing]
         ahead = (self.at[0] + down, self.at[1] + right)
         return sight.view(self.at if sight.walls[ahead] else ahead, self._radius, self.facing)
 
     def notice(self, seen: Sequence[Cell]) -> bool:
-        """Look at those it sees; when it has seen someone often enough in a row, run after the nearest.
+        """Take in the units it sees; after `patience` consecutive sightings, chase the nearest.
 
-        True the first time that it begins to run.
+        Returns True when its first chase starts.
         """
         self._looks = self._looks + 1 if seen else 0
         if not seen or (self.mode != "chase" and self._looks < self._patience):
@@ -87,19 +85,19 @@ class Patrol:
 
     @property
     def alarm(self) -> float:
-        """0 while it has seen no one, 1 when it runs after someone."""
+        """From 0, sees no one, to 1, chases."""
         return 1.0 if self.mode == "chase" else self._looks / self._patience
 
     def reaches(self, cell: Cell) -> bool:
-        """Whether it captures someone there: whom it walks into, and when it runs, whom it is next to."""
+        """Whether it captures a unit in this cell: its own cell and, in a chase, the four next to it."""
         return abs(cell[0] - self.at[0]) + abs(cell[1] - self.at[1]) <= (self.mode == "chase")
 
     def _next_on_route(self) -> Cell:
         if len(self._route) == 1:
             return self.at
-        if not 0 <= self._index + self._way < len(self._route):
-            self._way = -self._way
-        self._index += self._way
+        if not 0 <= self._index + self._step < len(self._route):
+            self._step = -self._step
+        self._index += self._step
         return self._route[self._index]
 
     def _go(self, cell: Cell) -> None:
@@ -114,9 +112,9 @@ def _direction(a: Cell, b: Cell) -> int:
 
 SCOUT, BREACHER, CARRIER = 0, 1, 2
 SIGHT = (6, 4, 4)
-"""How far scout, breacher and carrier see, all round."""
+"""How far scout, breacher and carrier see, in all directions."""
 N_ACTIONS = (9, 9, 5)
-"""Stay, one cell north, east, south, west; then the scout's moves by two cells and the breacher's breaches."""
+"""Stay; move one cell N, E, S, W; then the scout's moves by two cells, or the walls that the breacher breaks."""
 
 SOON, WATCHED = 0.25, 0.5
 
@@ -125,7 +123,7 @@ Outcome: TypeAlias = Literal["success", "captured", "unreachable"]
 
 @dataclass(slots=True)
 class Sighting:
-    """Where the squad last saw a patrol."""
+    """The last sighting of a patrol."""
 
     at: Cell
     facing: int
@@ -135,16 +133,16 @@ class Sighting:
 
 @dataclass(frozen=True, slots=True)
 class Events:
-    """What a step brought."""
+    """What happened in a step."""
 
     captured: tuple[int, ...]
     noticed: tuple[int, ...]
-    """Patrols that ran after someone for the first time in this episode."""
+    """Patrols whose first chase started."""
     breached: Cell | None
 
 
 class Game:
-    """One episode's state."""
+    """The state of an episode."""
 
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
@@ -153,9 +151,9 @@ class Game:
         self.known = np.full(self.walls.shape, scenario.known_map)
         self.units: list[Cell] = list(scenario.units)
         self.free = [True, True, True]
-        """Which units are not captured."""
+        """Whether each unit is still free."""
         self.tired = False
-        """Whether the carrier has just moved, and so has to rest for a step."""
+        """Whether the carrier moved in the last step and must rest in this one."""
         self.charges = scenario.charges
         self.held = 0
         self.time = 0
@@ -165,13 +163,13 @@ class Game:
         self.sightings: dict[int, Sighting] = {}
         self.in_sight = np.zeros(self.walls.shape, bool)
         self.danger = np.zeros(self.walls.shape, np.float32)
-        """Known cells that patrols in sight watch: now, in their next step, and those next to them."""
+        """Danger from patrols in sight, on known cells: 1 next to them, less where they look now or next."""
         self._look()
         self.allowed = self._allowed()
-        """1 for each action that would do something, staying included; the three units' one after the other."""
+        """The action mask of the three units, concatenated; staying is always allowed."""
 
     def step(self, actions: Sequence[int]) -> Events:
-        """Everyone's turn; what is not allowed is a stay."""
+        """Play one step; an action that is not allowed is a stay."""
         self.time += 1
         offsets = (0, N_ACTIONS[0], N_ACTIONS[0] + N_ACTIONS[1])
         breached = None
@@ -186,7 +184,7 @@ class Game:
                 continue
             self.units[unit] = _beyond(self.units[unit], action, 2 if action > 4 else 1)
             self.tired = unit == CARRIER
-        captured, noticed = self._patrols_turn()
+        captured, noticed = self._move_patrols()
         self._hold(changed=bool(captured) or breached is not None)
         self._look()
         self.allowed = self._allowed()
@@ -210,7 +208,7 @@ class Game:
         further_row, further_column = _beyond((row, column), action, 1)
         return not walls[row][column] and not walls[further_row][further_column]
 
-    def _patrols_turn(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def _move_patrols(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         for patrol in self.patrols:
             patrol.move(self.walls, self.time)
         captured = tuple(
@@ -251,9 +249,9 @@ class Game:
         for i, patrol in enumerate(self.patrols):
             if self.in_sight[patrol.at]:
                 self.sightings[i] = Sighting(patrol.at, patrol.facing, patrol.alarm)
-        self._fear()
+        self._mark_danger()
 
-    def _fear(self) -> None:
+    def _mark_danger(self) -> None:
         self.danger[:] = 0.0
         in_sight = [i for i, patrol in enumerate(self.patrols) if self.in_sight[patrol.at]]
         for i in in_sight:

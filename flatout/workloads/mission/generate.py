@@ -1,9 +1,7 @@
-"""Missions from a seed: a map, a squad on one side, an objective on the other, patrols between.
+"""Generated missions: a random map with the squad on one side, the objective on the other, and patrols between.
 
-What is given can be done: solve.py has found a way that no patrol sees.
-
-
-Whether a mission can be done: a search over cells and time for ways that no patrol ever sees."""
+Every generated mission can be solved: a search has found paths that no patrol sees.
+"""
 
 from __future__ import annotations
 
@@ -12,81 +10,68 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from flatout.workloads.mission.game import CARRIER, WALKS_EVERY, Patrol
-from flatout.workloads.mission.grid import DIRECTIONS, Cell, Sight, Walls, breaches, distances, prices, walk
+from flatout.workloads.mission.grid import (
+    Cell,
+    Sight,
+    Walls,
+    breaches,
+    distances,
+    first_wall,
+    prices,
+    shortest_path,
+)
 from flatout.workloads.mission.scenario import Route, Scenario
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Level:
-    """How hard the missions of a level are."""
+    """The difficulty of generated missions."""
 
     size: int
-    """Rows and columns, the outer ring included."""
+    """Rows and columns, including the outer ring."""
     n_segments: int
-    """Pieces of wall strewn over the map."""
+    """Pieces of wall on the map."""
     n_patrols: int
-    sealed: bool
-    """Whether the objective lies in a room without a door."""
-    known_map: bool
     patrol_sight: int
     patience: int
     time_limit: int
-    hold: int
-    charges: int
+    sealed: bool = True
+    """Whether the objective is in a room without a door."""
+    known_map: bool = True
+    hold: int = 3
+    charges: int = 3
 
 
 LEVELS = {
     1: Level(
-        size=11,
-        n_segments=5,
-        n_patrols=1,
-        sealed=False,
-        known_map=True,
-        patrol_sight=2,
-        patience=5,
-        time_limit=80,
-        hold=3,
-        charges=1,
+        size=11, n_segments=5, n_patrols=1, patrol_sight=2, patience=5, time_limit=80, sealed=False, charges=1
     ),
-    2: Level(
-        size=13,
-        n_segments=8,
-        n_patrols=2,
-        sealed=True,
-        known_map=True,
-        patrol_sight=3,
-        patience=4,
-        time_limit=120,
-        hold=3,
-        charges=3,
-    ),
+    2: Level(size=13, n_segments=8, n_patrols=2, patrol_sight=3, patience=4, time_limit=120),
     3: Level(
         size=17,
         n_segments=14,
         n_patrols=3,
-        sealed=True,
-        known_map=False,
         patrol_sight=4,
         patience=2,
         time_limit=180,
+        known_map=False,
         hold=4,
-        charges=3,
     ),
 }
 ATTEMPTS = 1_000
 
 
 def generate(level: int, rng: np.random.Generator) -> Scenario:
-    """A mission of a level, different for each state of the random generator, and always one that can be done."""
+    """A random solvable mission of a level."""
     for _ in range(ATTEMPTS):
         scenario = _draft(LEVELS[level], f"level {level}", rng)
         if scenario is not None and solvable(scenario):
-            return _turned(scenario, int(rng.integers(4)))
+            return _rotated(scenario, int(rng.integers(4)))
     raise AssertionError(f"no mission of level {level} in {ATTEMPTS} attempts")
 
 
 def _draft(level: Level, name: str, rng: np.random.Generator) -> Scenario | None:
-    """The squad in the west, the objective in the east; None if the walls came out wrong."""
+    """A random scenario with the squad in the west and the objective in the east; None if the walls do not fit."""
     size = level.size
     walls = np.ones((size, size), bool)
     walls[1:-1, 1:-1] = False
@@ -132,19 +117,19 @@ def _segment(walls: Walls, rng: np.random.Generator) -> None:
 
 
 def _route(walls: Walls, grounds: Walls, rng: np.random.Generator) -> list[Cell]:
-    """Between two cells of the grounds, some way apart; empty if luck found none."""
+    """A route between two distant cells of the grounds; empty if none was found."""
     cells = np.argwhere(grounds)
     for _ in range(8):
         (a, b), (c, d) = rng.choice(cells, 2, replace=False).tolist()
         if abs(a - c) + abs(b - d) >= len(walls) // 3:
-            route = walk(walls, (a, b), (c, d))
+            route = shortest_path(walls, (a, b), (c, d))
             if route:
                 return route
     return []
 
 
-def _turned(scenario: Scenario, turns: int) -> Scenario:
-    """The same mission with the map turned by quarters."""
+def _rotated(scenario: Scenario, turns: int) -> Scenario:
+    """The same mission with the map rotated by `turns` quarters."""
     last = len(scenario.walls) - 1
 
     def turned(cell: Cell) -> Cell:
@@ -163,20 +148,20 @@ def _turned(scenario: Scenario, turns: int) -> Scenario:
 
 
 LAST_RESORT = 1_000
-"""A breach's price when walls are only to be broken where there is no other way."""
+"""Price of a wall that is only broken where there is no other path."""
 
 
 def solvable(scenario: Scenario) -> bool:
-    """Whether all three can stay unseen while the carrier reaches the objective and holds it, within the time.
+    """Whether the carrier can reach and hold the objective in time while no unit is ever seen.
 
-    All cells that each unit could be in are followed step by step, the patrols being on their routes as long as they
-    see no one. True is a proof; False may be wrong where walls could be broken elsewhere.
+    The search follows the set of cells that each unit could be in, step by step; patrols that see no one stay on their
+    routes. True is a proof. False may be wrong where breaking other walls would help.
     """
     sight = Sight(scenario.walls)
     walls = sight.walls
     patrols = [Patrol(route, scenario.patrol_sight, 1) for route in scenario.routes]
     cells = np.stack([_only(walls, unit) for unit in scenario.units] + [np.zeros_like(walls)])
-    """Where scout, breacher, carrier and a carrier that has to rest may be."""
+    """Cells where the scout, the breacher, the carrier, and a carrier that must rest may be."""
     wall, charges, held = _next_wall(scenario, walls), scenario.charges, 0
     safe = _unwatched(patrols, sight)
     for time in range(1, scenario.time_limit + 1):
@@ -187,7 +172,7 @@ def solvable(scenario: Scenario) -> bool:
             sight.open(wall)
             cells[1], charges, breached = beside, charges - 1, True
             wall = _next_wall(scenario, walls)
-        if breached or time % WALKS_EVERY == 0:  # else the patrols stand and see as before
+        if breached or time % WALKS_EVERY == 0:  # otherwise the patrols have not moved
             for patrol in patrols:
                 patrol.move(walls, time)
             safe = _unwatched(patrols, sight)
@@ -201,7 +186,7 @@ def solvable(scenario: Scenario) -> bool:
 
 
 def _unwatched(patrols: list[Patrol], sight: Sight) -> Walls:
-    """The cells that no patrol sees or is next to."""
+    """Cells that no patrol sees or is next to."""
     safe = np.ones_like(sight.walls)
     for patrol in patrols:
         row, column = patrol.at
@@ -211,7 +196,7 @@ def _unwatched(patrols: list[Patrol], sight: Sight) -> Walls:
 
 
 def _spread(cells: Walls, walls: Walls) -> Walls:
-    """These cells and their neighbours, but for walls; any number of such maps at once."""
+    """The cells and their neighbours, without walls; works on a stack of maps."""
     out = cells.copy()
     out[..., 1:, :] |= cells[..., :-1, :]
     out[..., :-1, :] |= cells[..., 1:, :]
@@ -227,13 +212,9 @@ def _only(walls: Walls, cell: Cell) -> Walls:
 
 
 def _next_wall(scenario: Scenario, walls: Walls) -> Cell | None:
-    """The first wall that the carrier cannot go round."""
-    at, goal = scenario.units[CARRIER], scenario.objective
-    if not breaches(walls, goal, at):
+    """The first wall on the carrier's path that it cannot go around."""
+    carrier, goal = scenario.units[CARRIER], scenario.objective
+    if not breaches(walls, goal, carrier):
         return None
     price = prices(walls, LAST_RESORT)
-    field = distances(price, goal)
-    while not walls[at]:
-        around = [(at[0] + down, at[1] + right) for down, right in DIRECTIONS]
-        at = min(around, key=lambda cell: int(field[cell] + price[cell]))
-    return at
+    return first_wall(walls, distances(price, goal), price, carrier, goal)

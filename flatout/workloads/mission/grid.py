@@ -1,4 +1,4 @@
-"""What can be seen and how far it is: lines of sight and routes on a map whose outer ring is wall.
+"""Lines of sight and shortest paths on a map whose outer ring is wall.
 
 Cells are (row, column). Maps are boolean arrays, true where there is a wall.
 """
@@ -14,30 +14,30 @@ from numpy.typing import NDArray
 Cell: TypeAlias = tuple[int, int]
 Offsets: TypeAlias = NDArray[np.intp]
 Walls: TypeAlias = NDArray[np.bool_]
-"""A map of yes and no; most often of walls."""
+"""A boolean map, most often of walls."""
 Field: TypeAlias = NDArray[np.int32]
 
 DIRECTIONS: tuple[Cell, ...] = ((-1, 0), (0, 1), (1, 0), (0, -1))
 """North, east, south, west."""
 NAMES = "NESW"
 FAR = 9_999
-"""A distance that no route has: there is no way."""
+"""Infinite distance: no path."""
 
 
 class Sight:
-    """What is seen from where, worked out once for each place as long as the walls stand."""
+    """Views from cells, cached until a wall is removed."""
 
     def __init__(self, walls: Walls) -> None:
         self.walls = walls.copy()
         self._known: dict[tuple[Cell, int, int | None], Walls] = {}
 
     def open(self, cell: Cell) -> None:
-        """Take a wall away."""
+        """Remove a wall."""
         self.walls[cell] = False
         self._known.clear()
 
     def view(self, eye: Cell, radius: int, facing: int | None = None) -> Walls:
-        """A map of the cells seen from `eye`, walls included: all round, or in the quarter that lies ahead."""
+        """A map of the cells seen from `eye`, walls included: in all directions, or in the quadrant ahead."""
         key = (eye, radius, facing)
         if key not in self._known:
             self._known[key] = visible(self.walls, eye, radius, facing)
@@ -47,13 +47,13 @@ class Sight:
 def visible(walls: Walls, eye: Cell, radius: int, facing: int | None = None) -> Walls:
     """A map of the cells seen from `eye`.
 
-    A cell is seen where one of the straight lines to it is free of walls. Sight is mutual: if a sees b, b sees a.
+    A cell is seen if a straight line to it crosses no wall. Sight is symmetric: if a sees b, b sees a.
     """
     n_rows, n_columns = walls.shape
     down, right, between = _lines(radius, facing, n_columns)
     rows, columns = down + eye[0], right + eye[1]
     inside = (rows >= 0) & (rows < n_rows) & (columns >= 0) & (columns < n_columns)
-    # Only lines to cells outside have cells outside, so what those are taken for does not matter.
+    # Only lines to cells outside the map leave it, and those cells are dropped, so clipping is safe.
     hidden = walls.ravel().take(between + (eye[0] * n_columns + eye[1]), mode="clip").any(0).all(0)
     seen = inside & ~hidden
     view = np.zeros_like(walls)
@@ -63,9 +63,9 @@ def visible(walls: Walls, eye: Cell, radius: int, facing: int | None = None) -> 
 
 @cache
 def _lines(radius: int, facing: int | None, n_columns: int) -> tuple[Offsets, Offsets, Offsets]:
-    """The offsets in sight, rows and columns, and of the cells between as flat offsets, (step, side, offset).
+    """Row and column offsets in range, and flat offsets of the cells between, (step, side, offset).
 
-    Where a line passes exactly between two cells, its two sides are different cells: either may be free.
+    Where a line passes exactly between two cells, `side` holds both; it is enough if one of them is free.
     """
     ends, between = [], []
     for row in range(-radius, radius + 1):
@@ -74,7 +74,7 @@ def _lines(radius: int, facing: int | None, n_columns: int) -> tuple[Offsets, Of
                 continue
             n = max(abs(row), abs(column), 1)
             steps = np.arange(1, n)[:, None] * np.array([[row, column]]) / n
-            # All lines have as many cells in the table: the eye's own cell, never a wall, fills the shorter ones.
+            # Shorter lines are padded with the eye's own cell, which is never a wall.
             sides = [np.zeros((radius, 2), np.intp) for _ in range(2)]
             sides[0][: n - 1], sides[1][: n - 1] = np.ceil(steps - 0.5), np.floor(steps + 0.5)
             ends.append((row, column))
@@ -92,9 +92,9 @@ def _ahead(row: int, column: int, facing: int | None) -> bool:
 
 
 def distances(price: NDArray[np.integer], goal: Cell) -> Field:
-    """What the cheapest way from each cell to the goal costs; entering a cell costs its price, FAR: never.
+    """The cost of the cheapest path from each cell to the goal; entering a cell costs its price, FAR: blocked.
 
-    The outer ring has to be FAR.
+    The outer ring must be FAR.
     """
     width = price.shape[1]
     prices: list[int] = price.ravel().tolist()
@@ -119,7 +119,7 @@ def distances(price: NDArray[np.integer], goal: Cell) -> Field:
 
 
 def prices(walls: Walls, breach: int) -> Field:
-    """Prices for `distances`: a floor cell 1, a wall 1 + `breach`, the outer ring and, if that is FAR, any wall FAR."""
+    """Prices for `distances`: floor 1, walls 1 + `breach` (FAR: blocked), the outer ring FAR."""
     price = np.where(walls, min(1 + breach, FAR), 1).astype(np.int32)
     price[[0, -1], :] = FAR
     price[:, [0, -1]] = FAR
@@ -127,25 +127,39 @@ def prices(walls: Walls, breach: int) -> Field:
 
 
 def breaches(walls: Walls, goal: Cell, start: Cell) -> int:
-    """How many walls at least have to be broken between two cells."""
+    """The smallest number of walls on a path between two cells."""
     price = walls.astype(np.int32)
     price[[0, -1], :] = FAR
     price[:, [0, -1]] = FAR
     return int(distances(price, goal)[start])
 
 
-def walk(walls: Walls, a: Cell, b: Cell) -> list[Cell]:
-    """A shortest way from a to b, both included; empty if there is none."""
+def shortest_path(walls: Walls, a: Cell, b: Cell) -> list[Cell]:
+    """A shortest path from a to b, both included; empty if there is none."""
     field = distances(prices(walls, FAR), b)
     if field[a] >= FAR:
         return []
-    way = [a]
-    while way[-1] != b:
-        way.append(downhill(field, way[-1]))
-    return way
+    path = [a]
+    while path[-1] != b:
+        path.append(downhill(field, path[-1]))
+    return path
+
+
+def neighbours(cell: Cell) -> list[Cell]:
+    """The cells to the north, east, south and west."""
+    return [(cell[0] + down, cell[1] + right) for down, right in DIRECTIONS]
+
+
+def first_wall(walls: Walls, field: Field, price: Field, start: Cell, goal: Cell) -> Cell | None:
+    """The first wall on the cheapest path; `field` holds the distances to the goal at these prices."""
+    at = start
+    while at != goal:
+        at = min(neighbours(at), key=lambda cell: int(field[cell] + price[cell]))
+        if walls[at]:
+            return at
+    return None
 
 
 def downhill(field: Field, cell: Cell) -> Cell:
-    """The neighbour that is nearest to the field's goal; the cell itself if none is nearer."""
-    around = [(cell[0] + down, cell[1] + right) for down, right in DIRECTIONS]
-    return min([cell, *around], key=lambda at: int(field[at]))
+    """The neighbour nearest to the goal of the field, or the cell itself if none is nearer."""
+    return min([cell, *neighbours(cell)], key=lambda at: int(field[at]))

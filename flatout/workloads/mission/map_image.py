@@ -1,4 +1,4 @@
-"""The map as text and as a picture: what the squad does not see lies in the dark, patrols are shown all the same."""
+"""The map as text and as an image. Cells out of sight are dark; patrols are always shown."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from flatout.workloads.mission.game import CARRIER, Game
 from flatout.workloads.mission.grid import DIRECTIONS, Cell
 
 CELL = 28
-"""Pixels of a cell's side in the picture."""
+"""Pixels per cell."""
 SCALE = 3
-"""It is drawn so much larger and then reduced, which smooths the edges."""
+"""Supersampling factor, for smooth edges."""
 BAR = 12
-"""Pixels of the strip under the map: the time left, and how long the objective has been held."""
+"""Height in pixels of the bar under the map, which shows the time left."""
 
 BACKGROUND, FLOOR, WALL, WALL_TOP = (17, 20, 27), (226, 222, 211), (62, 70, 84), (84, 94, 111)
 GOLD, RED, ORANGE = (233, 176, 44), (201, 52, 48), (236, 132, 52)
@@ -24,7 +24,7 @@ ARROWS = "^>v<"
 
 
 def text(game: Game) -> str:
-    """Rows of characters: S, B and C the squad, O the objective, ^>v< patrols, ! where they look, ? unknown."""
+    """The map as text: S, B, C the squad, O the objective, ^>v< patrols, ! where they look, ? unknown."""
     rows = np.where(game.walls, "#", ".").astype("<U1")
     for cone in game.cones:
         rows[cone & ~game.walls] = "!"
@@ -39,7 +39,7 @@ def text(game: Game) -> str:
     return "\n".join(["".join(row) for row in rows] + [f"{state}  {game.outcome or ''}".rstrip()]) + "\n"
 
 
-def picture(game: Game) -> NDArray[np.uint8]:
+def image(game: Game) -> NDArray[np.uint8]:
     """An RGB image, (height, width, 3)."""
     n_rows, n_columns = game.walls.shape
     size = CELL * SCALE
@@ -115,7 +115,7 @@ def _patrol(
 
 
 def _units(draw: ImageDraw.ImageDraw, game: Game, size: int) -> None:
-    """Who shares a cell is drawn side by side; who is captured, as a cross."""
+    """Units in one cell are drawn side by side; captured ones as crosses."""
     for unit, cell in enumerate(game.units):
         together = [other for other in range(3) if game.units[other] == cell]
         shift = (together.index(unit) - (len(together) - 1) / 2) * 0.26 * size

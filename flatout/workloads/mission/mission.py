@@ -1,4 +1,4 @@
-"""Mission as a Gymnasium env: one joint decision for the squad per step."""
+"""Mission as a Gymnasium env: one joint action of the squad per step."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-from flatout.errors import FlatoutError
 from flatout.workloads.mission.game import CARRIER, N_ACTIONS, Events, Game
 from flatout.workloads.mission.generate import LEVELS, generate
-from flatout.workloads.mission.map_image import picture, text
+from flatout.workloads.mission.map_image import image, text
 from flatout.workloads.mission.observe import SIZE, Navigator, Observer
 from flatout.workloads.mission.scenario import Scenario, load_scenario
+from flatout.workloads.validate import check_choice
 
 Observation: TypeAlias = dict[str, NDArray[Any]]
 
 SUCCESS, PROGRESS, SLOWNESS, NOTICED, LOST, LOST_CARRIER = 10.0, 2.0, -1.0, -0.5, -0.5, -2.0
-"""What success is worth, the whole way, the whole time, being noticed by every patrol, a lost unit, the carrier."""
+"""Rewards of: success, the carrier's whole path, the whole time limit, a chase by every patrol, a lost unit, the carrier."""
 SOLVED = 5.0
-"""A return above this is a success: whatever else happens, successes end above 9 and the rest below 3."""
+"""A return above this is a success: returns of successes are above 9, all others below 3."""
 
 
 class Mission(gym.Env[Any, NDArray[np.int64]]):
-    """A squad with limited sight crosses a map with walls and patrols; its carrier has to hold the objective.
+    """A squad with limited sight crosses a map with walls and patrols; its carrier must hold the objective.
 
-    `level` 1 to 3 makes a new map for each episode, from the seed; `scenario` plays that JSON file instead.
+    `level` 1 to 3 generates a new map for each episode from the seed; `scenario` is a JSON file to play instead.
     """
 
     metadata = {"render_modes": ["rgb_array", "ansi"], "render_fps": 6}  # noqa: RUF012  # declared so by Gymnasium
@@ -36,10 +36,8 @@ class Mission(gym.Env[Any, NDArray[np.int64]]):
     def __init__(
         self, level: int = 1, scenario: str | Path | None = None, render_mode: str | None = None
     ) -> None:
-        if level not in LEVELS:
-            raise FlatoutError(f"level is {level!r}; it must be one of {', '.join(map(str, LEVELS))}")
-        if render_mode is not None and render_mode not in self.metadata["render_modes"]:
-            raise FlatoutError(f"render_mode is {render_mode!r}; it must be rgb_array or ansi")
+        check_choice("level", level, tuple(LEVELS))
+        check_choice("render_mode", render_mode, (None, *self.metadata["render_modes"]))
         self.level = level
         self.render_mode = render_mode
         self._scenario = None if scenario is None else load_scenario(scenario)
@@ -54,14 +52,13 @@ class Mission(gym.Env[Any, NDArray[np.int64]]):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Observation, dict[str, Any]]:
-        """A new mission."""
         del options
         super().reset(seed=seed)
         self.start(self._scenario or generate(self.level, self.np_random))
         return self._observation(), self._info()
 
     def start(self, scenario: Scenario) -> None:
-        """Begin this scenario."""
+        """Start this scenario."""
         self.game = Game(scenario)
         self._navigator = Navigator(self.game)
         self._observer = Observer(self.game, self._navigator)
@@ -70,7 +67,7 @@ class Mission(gym.Env[Any, NDArray[np.int64]]):
     def step(
         self, action: NDArray[np.int64]
     ) -> tuple[Observation, SupportsFloat, bool, bool, dict[str, Any]]:
-        """What scout, breacher and carrier do; see docs/mission.md for the numbers."""
+        """The actions of scout, breacher and carrier; docs/mission.md lists them."""
         events = self.game.step([int(a) for a in action])
         self._navigator.update()
         reward = self._reward(events)
@@ -79,10 +76,10 @@ class Mission(gym.Env[Any, NDArray[np.int64]]):
         return self._observation(), reward, terminated, truncated, self._info()
 
     def render(self) -> NDArray[np.uint8] | str | None:
-        """The map as it is, with the squad's fog over it."""
+        """The map; what the squad does not see is dark."""
         if self.render_mode == "ansi":
             return text(self.game)
-        return picture(self.game) if self.render_mode == "rgb_array" else None
+        return image(self.game) if self.render_mode == "rgb_array" else None
 
     def _reward(self, events: Events) -> float:
         game = self.game

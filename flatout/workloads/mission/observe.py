@@ -1,8 +1,6 @@
-"""The squad's way to the objective on the map as it knows it; unknown cells are taken for floor.
+"""The observation: routes to the objective and, for each unit, what it sees around it and what the squad knows.
 
-What the squad's leader is told: one vector of what each unit sees around it and all know together.
-
-Nothing in it comes from cells that no unit has seen, but for where the objective is.
+It shows only cells that a unit has seen, except for the position of the objective. Routes assume that unknown cells are floor.
 """
 
 from __future__ import annotations
@@ -11,54 +9,73 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flatout.workloads.mission.game import BREACHER, CARRIER, Game
-from flatout.workloads.mission.grid import DIRECTIONS, FAR, Cell, Field, distances, prices
+from flatout.workloads.mission.grid import (
+    DIRECTIONS,
+    FAR,
+    Cell,
+    Field,
+    distances,
+    first_wall,
+    neighbours,
+    prices,
+)
 
 BREACH_PRICE = 6
-"""How many cells of a detour a breach is worth."""
+"""Breaking a wall costs as much as a detour of this many cells."""
 DANGER_PRICE = 12
-"""The same for a cell next to a patrol in sight; half of it where it looks, a quarter where it will look next."""
+"""The same for danger 1: a cell next to a patrol in sight."""
+REACH = 3
+"""A unit's window shows this many cells on each side."""
+WINDOW = 2 * REACH + 1
+N_PATROLS = 2
+"""Number of patrols in the observation, nearest first."""
+FORGET = 12
+"""Steps after which a sighting is forgotten."""
+N_UNIT = 2 * WINDOW**2 + 12 + 6 * N_PATROLS
+SIZE = 3 * N_UNIT + 5
+
+UNKNOWN = 0.5
 
 
 class Navigator:
-    """Routes, worked out again only when what is known has changed."""
+    """Routes to the objective on the known map, recomputed only when what is known changes."""
 
     def __init__(self, game: Game) -> None:
         self._game = game
         self._plan()
-        self._feared: tuple[bytes, tuple[bytes, bool], Cell | None] | None = None
+        self._careful_for: tuple[bytes, tuple[bytes, bool], Cell | None] | None = None
         self._avoid()
         self._whole = max(1.0, self._left())
 
     def update(self) -> None:
-        """Take in what the last step showed."""
-        if self._facts_now() != self._facts:
+        """Recompute what the last step has changed."""
+        if self._read_facts() != self._facts:
             self._plan()
         elif self._game.units[CARRIER] != self._carrier:
-            self._task()
+            self._find_wall()
         self._avoid()
 
     def progress(self) -> float:
-        """1 when the carrier is there, 0 at the start, less than that further away, never below -1."""
+        """0 at the start, 1 when the carrier is on the objective, at least -1."""
         return max(1.0 - self._left() / self._whole, -1.0)
 
     def arrows(self, unit: int) -> list[float]:
-        """For each direction 1 if the next cell is on a shortest way to the unit's goal; then the same for the
-        way that is best if danger is worth a detour."""
-        ways = (self._way(unit), self._careful[unit == BREACHER and self.wall is not None])
-        row, column = self._game.units[unit]
-        around = [(row + down, column + right) for down, right in DIRECTIONS]
+        """For each direction 1 if the next cell is on a shortest path to the unit's goal; then the same for the path
+        that avoids danger."""
+        routes = (self._route(unit), self._careful[unit == BREACHER and self.wall is not None])
+        here = self._game.units[unit]
         return [
-            float(field[row, column] < FAR and field[at] + price[at] <= field[row, column])
-            for field, price in ways
-            for at in around
+            float(field[here] < FAR and field[at] + price[at] <= field[here])
+            for field, price in routes
+            for at in neighbours(here)
         ]
 
     def left(self, unit: int) -> int:
-        """What the rest of a unit's way costs."""
-        return int(self._way(unit)[0][self._game.units[unit]])
+        """Cost of the rest of a unit's path."""
+        return int(self._route(unit)[0][self._game.units[unit]])
 
-    def _way(self, unit: int) -> tuple[Field, Field]:
-        """Distances and prices on the way to a unit's goal: the wall to break for a breacher that has one."""
+    def _route(self, unit: int) -> tuple[Field, Field]:
+        """Distances and prices to a unit's goal: the objective or, for the breacher, the wall to break."""
         if unit == BREACHER and self.wall is not None:
             return self._to_wall, self._floor
         return self._field, self._price
@@ -67,65 +84,45 @@ class Navigator:
         return self.left(CARRIER) + (0.5 * self.left(BREACHER) if self.wall is not None else 0.0)
 
     def _avoid(self) -> None:
-        """The ways to the objective and to the wall with the danger in sight taken into account."""
+        """Recompute the paths to the objective and to the wall that avoid danger."""
         facts = (self._game.danger.tobytes(), self._facts, self.wall)
-        if facts == self._feared:
+        if facts == self._careful_for:
             return
-        self._feared = facts
-        ways = [self._way(CARRIER), self._way(BREACHER)]
-        self._careful = ways
+        self._careful_for = facts
+        routes = [self._route(CARRIER), self._route(BREACHER)]
+        self._careful = routes
         if self._game.danger.any():
             detour = (DANGER_PRICE * self._game.danger).astype(np.int32)
             goals = (self._game.scenario.objective, self.wall)
-            dearer = [(price + detour, goal) for (_, price), goal in zip(ways, goals, strict=True) if goal]
-            self._careful = [(distances(price, goal), price) for price, goal in dearer]
+            avoiding = [
+                (price + detour, goal) for (_, price), goal in zip(routes, goals, strict=True) if goal
+            ]
+            self._careful = [(distances(price, goal), price) for price, goal in avoiding]
 
-    def _facts_now(self) -> tuple[bytes, bool]:
+    def _read_facts(self) -> tuple[bytes, bool]:
         game = self._game
         return (game.walls & game.known).tobytes(), game.free[BREACHER] and game.charges > 0
 
     def _plan(self) -> None:
         game = self._game
-        self._facts = self._facts_now()
+        self._facts = self._read_facts()
         self._walls = game.walls & game.known
         self._price = prices(self._walls, BREACH_PRICE if self._facts[1] else FAR)
         self._field = distances(self._price, game.scenario.objective)
         self.wall: Cell | None = None
-        """The first wall on the carrier's way, which the breacher is to break."""
-        self._task()
+        """The first wall on the carrier's path, for the breacher to break."""
+        self._find_wall()
 
-    def _task(self) -> None:
+    def _find_wall(self) -> None:
         self._carrier = self._game.units[CARRIER]
-        wall = self._first_wall()
+        goal, wall = self._game.scenario.objective, None
+        if self._field[self._carrier] < FAR:
+            wall = first_wall(self._walls, self._field, self._price, self._carrier, goal)
         if wall is not None and wall != self.wall:
             self._floor = prices(self._walls, FAR)
             self._floor[wall] = 1
             self._to_wall = distances(self._floor, wall)
         self.wall = wall
-
-    def _first_wall(self) -> Cell | None:
-        at = self._carrier
-        if self._field[at] >= FAR:
-            return None
-        while at != self._game.scenario.objective:
-            around = [(at[0] + down, at[1] + right) for down, right in DIRECTIONS]
-            at = min(around, key=lambda cell: int(self._field[cell] + self._price[cell]))
-            if self._walls[at]:
-                return at
-        return None
-
-
-REACH = 3
-"""A unit's window shows so many cells to each side."""
-WINDOW = 2 * REACH + 1
-N_PATROLS = 2
-"""How many patrols are told of, the nearest first."""
-FORGET = 12
-"""Steps after which a patrol that was seen is forgotten."""
-N_UNIT = 2 * WINDOW**2 + 12 + 6 * N_PATROLS
-SIZE = 3 * N_UNIT + 5
-
-UNKNOWN = 0.5
 
 
 class Observer:
@@ -139,14 +136,14 @@ class Observer:
         self._inside = (slice(REACH, -REACH), slice(REACH, -REACH))
 
     def observation(self) -> NDArray[np.float32]:
-        """The vector: for scout, breacher and carrier windows, own state and patrols; then what concerns all."""
+        """For scout, breacher and carrier: windows, routes, own state and patrols; then values of the whole squad."""
         game, navigator = self._game, self._navigator
         self._blocked[self._inside] = np.where(game.known, game.walls, UNKNOWN)
         self._danger[self._inside] = game.danger
         out = np.zeros(SIZE, np.float32)
         for unit in range(3):
             if game.free[unit]:
-                self._tell(unit, out[unit * N_UNIT : (unit + 1) * N_UNIT])
+                self._write_unit(unit, out[unit * N_UNIT : (unit + 1) * N_UNIT])
         out[-5:] = (
             1.0 - game.time / game.scenario.time_limit,
             game.held / game.scenario.hold,
@@ -156,8 +153,8 @@ class Observer:
         )
         return out
 
-    def _tell(self, unit: int, out: NDArray[np.float32]) -> None:
-        """A unit's windows, arrows to its goal, own state and patrols."""
+    def _write_unit(self, unit: int, out: NDArray[np.float32]) -> None:
+        """Write a unit's windows, route arrows, position and nearest patrols."""
         game, navigator = self._game, self._navigator
         row, column = game.units[unit]
         window = (slice(row, row + WINDOW), slice(column, column + WINDOW))
@@ -191,5 +188,5 @@ class Observer:
 
 
 def _near(offset: int) -> float:
-    """An offset in cells, within ±1, finest close by."""
+    """An offset in cells squashed to ±1, with most resolution near 0."""
     return offset / (4 + abs(offset))
