@@ -131,7 +131,7 @@ def test_other_executors_are_refused_and_batched_where_nothing_is_batched() -> N
     with pytest.raises(FlatoutError, match=r"^--executor batched is for envs that step N at once; this"):
         flatout.PPO("CartPole-v1", executor="batched").learn(100)
     assert flatout.PPO(MatchBatch(4), executor="batched", n_steps=32).learn(100).summary["env_steps"] == 128
-    with pytest.raises(FlatoutError, match="this batched env is made already"):
+    with pytest.raises(FlatoutError, match="a batched env that is made already"):
         flatout.PPO(MatchBatch(4), env_kwargs={"mode": "NextStep"})
 
 
@@ -140,8 +140,8 @@ def test_other_executors_are_refused_and_batched_where_nothing_is_batched() -> N
     [
         (MatchBatch, "four", "step() returned 4 values; Gymnasium's step returns 5"),
         (MatchBatch, "nan", "env 1 gave a NaN observation at step 1"),
-        (MatchBatch, "obs", "observation at step 1 has shape (3, 4); its 4 envs make (4, 4)"),
-        (MatchBatch, "reward", "reward at step 1 has shape (4, 1); its 4 envs make (4,)"),
+        (MatchBatch, "obs", "observation at step 1 has shape (3, 4); for 4 envs it must be (4, 4)"),
+        (MatchBatch, "reward", "reward at step 1 has shape (4, 1); for 4 envs it must be (4,)"),
         (MatchBatch, "flags", "terminated at step 1 is not an array of bools"),
         (MatchBatch, "raise", "raised in step 1: ValueError: no more"),
         (MatchBatch, "space", "single_action_space is a Text; supported are"),
@@ -162,7 +162,7 @@ def test_a_broken_batched_env_is_refused_in_one_line(
 def test_what_needs_envs_that_step_alone_refuses_batched_ones() -> None:
     for source in (MatchBatch, MatchBatch(4), lambda: MatchTensors(4)):
         with pytest.raises(
-            FlatoutError, match=r"made a batched Match(Batch|Tensors); here one that steps alone"
+            FlatoutError, match=r"made a batched Match(Batch|Tensors); a single env is needed"
         ):
             flatout.make_vec(source, n_envs=2)
 

@@ -1,4 +1,4 @@
-"""Envs that step N at once: what counts as one, in NumPy or in tensors. Knows torch by name only."""
+"""Batched envs, which step N envs at once: Gymnasium's VectorEnv, or the same with tensors. Does not import torch."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ BatchedKind = Literal["numpy", "tensor"]
 
 
 class TensorEnvs(Protocol):
-    """N envs as one object that takes and gives tensors on `device`, N rows each.
+    """N envs in one object that takes and returns tensors on `device`, with N as their first dimension.
 
-    Autoreset is SAME_STEP: where an episode ended, `obs` is the next one's first observation, and
-    `info["final_obs"]`, structured like `obs`, holds the ended one's last in that row (other rows are not read).
-    Dict and Tuple observations are dicts and tuples of tensors. What it returns may be its own buffers, reused.
+    Autoreset is SAME_STEP: where an episode ended, `obs` is the first observation of the next one, and
+    `info["final_obs"]`, structured like `obs`, holds the last one of the ended episode; for other envs it is not read.
+    Dict and Tuple observations are dicts and tuples of tensors. The env may return the same buffers at every step.
     """
 
     @property
     def num_envs(self) -> int:
-        """N."""
+        """Number of envs, N."""
         ...
 
     @property
@@ -39,11 +39,11 @@ class TensorEnvs(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where its tensors are and actions must be."""
+        """Device of observations, rewards and actions."""
         ...
 
     def reset(self, seed: int | None = None) -> tuple[Any, dict[str, Any]]:
-        """Begin an episode in every env; returns observations and an info."""
+        """Start an episode in every env; returns observations and an info."""
         ...
 
     def step(self, actions: Tensor) -> tuple[Any, Tensor, Tensor, Tensor, dict[str, Any]]:
@@ -53,13 +53,20 @@ class TensorEnvs(Protocol):
 
 BatchedEnvs: TypeAlias = VectorEnv[Any, Any, Any] | TensorEnvs
 
-_OF_TENSOR_ENVS = ("num_envs", "single_observation_space", "single_action_space", "device", "reset", "step")
+_TENSOR_ENVS_MEMBERS = (
+    "num_envs",
+    "single_observation_space",
+    "single_action_space",
+    "device",
+    "reset",
+    "step",
+)
 
 
 def batched_kind(envs: object) -> BatchedKind | None:
-    """How an object steps N envs at once; None for anything else, classes of such objects too."""
+    """Whether an object is a batched env, of NumPy arrays or of tensors; None if not, also for classes of such."""
     if isinstance(envs, VectorEnv):
         return "numpy"
     if isinstance(envs, gym.Env | type):
         return None
-    return "tensor" if all(hasattr(envs, name) for name in _OF_TENSOR_ENVS) else None
+    return "tensor" if all(hasattr(envs, name) for name in _TENSOR_ENVS_MEMBERS) else None

@@ -1,7 +1,6 @@
-"""Tries an env out before training: spaces, reset, and some random steps against Gymnasium's API.
+"""Checks an env before training: its spaces, reset, and some random steps, against Gymnasium's API.
 
-In: an `EnvFactory`. Out: an `EnvInfo`, or an EnvError that says in one line what broke and where.
-What still works but is not clean becomes a warning.
+An env that breaks the API is refused with an EnvError of one line; smaller flaws become warnings.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ from flatout.envs.wrappers import Blocking, MaskFromInfo, blocking
 from flatout.errors import EnvError, is_engine_file, one_line
 
 RETURNS = {"reset": ("obs", "info"), "step": ("obs", "reward", "terminated", "truncated", "info")}
-OBS_LEAVES = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
-# A value may be cast to a wider kind of number (bool to int to float), never to a narrower one.
+SIMPLE_SPACES = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
+# A value may be cast to a wider kind of number (bool to int to float), not to a narrower one.
 KIND_WIDTH = {"b": 0, "u": 1, "i": 1, "f": 2}
 
 
@@ -44,11 +43,11 @@ class EnvInfo:
     is_async: bool = False
     """Whether its reset and step are coroutine functions."""
     batched: BatchedKind | None = None
-    """How it steps all its envs at once, if it does; the spaces above are then those of one of them."""
+    """For a batched env: what its arrays are. The spaces above are then those of a single env."""
     n_envs: int | None = None
-    """How many a batched env steps at once."""
+    """Number of envs of a batched env."""
     device: str = "cpu"
-    """Where its observations are."""
+    """Device of its observations."""
 
 
 def check(
@@ -59,8 +58,7 @@ def check(
     max_steps: int = 200,
     max_seconds: float = 1.0,
 ) -> EnvInfo:
-    """Steps one env, the one given or a new one, at random for a moment; raises EnvError on the first break of
-    Gymnasium's API."""
+    """Take random steps in one env, the given or a new one; raises EnvError at the first break of Gymnasium's API."""
     notes: list[str] = []
     with warnings.catch_warnings(record=True) as raised:
         warnings.simplefilter("always")
@@ -69,7 +67,7 @@ def check(
             deadline = time.perf_counter() + max_seconds
             validate_spaces(env)
             env, obs = _start(env, seed, notes)
-            _walk(env, obs, notes, max_steps, deadline)
+            _random_steps(env, obs, notes, max_steps, deadline)
         except EnvError as error:
             raise EnvError(f"{factory.name}: {error}") from error.__cause__
         finally:
@@ -84,13 +82,12 @@ def check(
 
 
 def nan_message(what: str, env_index: int, step: int, kind: str = "a NaN") -> str:
-    """`env 3 gave a NaN observation at step 117`: the same words wherever it is found."""
+    """`env 3 gave a NaN observation at step 117`."""
     return f"env {env_index} gave {kind} {what} at step {step}"
 
 
 def validate_spaces(env: gym.Env[Any, Any] | BatchedEnvs, prefix: str = "") -> None:
-    """Raises EnvError unless the env has both spaces, of kinds that can be learned from; `single_` are a batched
-    env's."""
+    """Raise EnvError unless the env has both spaces, of supported kinds; `prefix` is `single_` for a batched env."""
     obs_name, action_name = f"{prefix}observation_space", f"{prefix}action_space"
     for name in (obs_name, action_name):
         space = getattr(env, name, None)
@@ -102,7 +99,7 @@ def validate_spaces(env: gym.Env[Any, Any] | BatchedEnvs, prefix: str = "") -> N
             )
     observation_space, action_space = getattr(env, obs_name), getattr(env, action_name)
     _validate_obs_space(observation_space, obs_name)
-    if not isinstance(action_space, OBS_LEAVES):
+    if not isinstance(action_space, SIMPLE_SPACES):
         kinds = "Discrete, MultiDiscrete, MultiBinary and Box"
         raise EnvError(f"{action_name} is a {type(action_space).__name__}; supported are {kinds}")
     _refuse_empty(action_space, action_name)
@@ -111,25 +108,25 @@ def validate_spaces(env: gym.Env[Any, Any] | BatchedEnvs, prefix: str = "") -> N
 
 
 def validate_obs(space: gym.Space[Any], obs: object, *, env_index: int = 0, step: int = 0) -> list[str]:
-    """Warnings about an observation; raises EnvError, without the env's name, on the first that breaks its space."""
+    """Warnings about an observation; raises EnvError if it does not fit its space."""
     notes = []
-    for leaf, value, path in space_leaves(space, obs, "observation", step):
-        array = _as_declared(leaf, value, path, step)
+    for part, value, path in simple_parts(space, obs, "observation", step):
+        array = _as_declared(part, value, path, step)
         if array.dtype.kind == "f" and not np.isfinite(array).all():
             kind = "a NaN" if np.isnan(array).any() else "an infinite"
             raise EnvError(nan_message(path, env_index, step, kind))
-        low, high = _bounds(leaf)
+        low, high = _bounds(part)
         if np.any(array < low) or np.any(array > high):
-            # A discrete value out of range has no one-hot code; a Box's is only badly scaled.
-            if not isinstance(leaf, spaces.Box):
-                raise EnvError(f"{path} at step {step} is {_shorten(value)}, outside {_describe(leaf)}")
-            notes.append(f"{path} leaves the bounds that its space declares")
-        notes += _cast_note(leaf, value, array, path)
+            # A discrete value out of range has no one-hot code; a Box value is only badly scaled.
+            if not isinstance(part, spaces.Box):
+                raise EnvError(f"{path} at step {step} is {_shorten(value)}, outside {_describe(part)}")
+            notes.append(f"{path} is outside the bounds that its space declares")
+        notes += _cast_note(part, value, array, path)
     return notes
 
 
 def _start(env: gym.Env[Any, Any], seed: int, notes: list[str]) -> tuple[gym.Env[Any, Any], Any]:
-    """The env, wrapped when its mask comes in the info, and its first observation."""
+    """The env, wrapped if its mask is in the info, and its first observation."""
     env.action_space.seed(seed)
     obs, info = _reset(env, 0, notes, seed)
     if MASK_KEY not in info or has_mask(env.observation_space):
@@ -141,7 +138,9 @@ def _start(env: gym.Env[Any, Any], seed: int, notes: list[str]) -> tuple[gym.Env
     return env, _reset(env, 0, notes, seed)[0]
 
 
-def _walk(env: gym.Env[Any, Any], obs: Any, notes: list[str], max_steps: int, deadline: float) -> None:
+def _random_steps(
+    env: gym.Env[Any, Any], obs: Any, notes: list[str], max_steps: int, deadline: float
+) -> None:
     for step in range(1, max_steps + 1):
         mask = obs[MASK_KEY] if has_mask(env.observation_space) else None
         action = sample_action(env.action_space, mask, step - 1)
@@ -173,7 +172,7 @@ def _step(env: gym.Env[Any, Any], action: Any, step: int, notes: list[str]) -> t
 
 
 def call(method: Callable[[], Any], name: str, step: int) -> tuple[Any, ...]:
-    """Calls reset or step and returns its tuple of the right length."""
+    """Call reset or step and return its tuple of the right length."""
     try:
         result = method()
     except EnvError:
@@ -199,7 +198,7 @@ def _raised(error: Exception, name: str, step: int) -> str:
     keyword = re.search(r"reset\(\) got an unexpected keyword argument '(seed|options)'", text)
     if name == "reset" and keyword:
         return f"reset() does not accept '{keyword[1]}'; write def reset(self, *, seed=None, options=None)"
-    # A wrapper between us and the env (TimeLimit, for one) trips first over a tuple of the wrong length.
+    # A tuple of the wrong length fails first in a wrapper such as TimeLimit.
     if is_engine_file(traceback.extract_tb(error.__traceback__)[-1].filename):
         count = re.search(rf"values to unpack \(expected {len(RETURNS[name])}(?:, got (\d+))?\)", text)
         single = re.search(r"cannot unpack non-iterable (\w+) object", text)
@@ -213,7 +212,7 @@ def _raised(error: Exception, name: str, step: int) -> str:
 
 
 def require_dict(info: object, name: str) -> None:
-    """Raises EnvError unless the info is a dict."""
+    """Raise EnvError unless the info is a dict."""
     if not isinstance(info, dict):
         raise EnvError(f"{name}() returned an info that is a {type(info).__name__}; it must be a dict")
 
@@ -222,7 +221,7 @@ def _validate_reward(reward: object, step: int) -> None:
     try:
         array = np.asarray(reward)
     except Exception:
-        array = np.asarray(None)  # whatever it is, it is no number
+        array = np.asarray(None)  # not a number
     if array.dtype.kind not in KIND_WIDTH:
         raise EnvError(f"reward at step {step} is {_shorten(reward)}; return a number")
     if array.shape != ():
@@ -235,13 +234,13 @@ def _validate_flag(name: str, value: object, step: int) -> list[str]:
     if isinstance(value, bool | np.bool_):
         return []
     if isinstance(value, int | np.integer) and value in (0, 1):
-        return [f"{name} is the int {value} where Gymnasium wants a bool; return bool({name})"]
+        return [f"{name} is the int {value} where Gymnasium expects a bool; return bool({name})"]
     got = f"an array of shape {value.shape}" if isinstance(value, np.ndarray) else _shorten(value)
     raise EnvError(f"{name} at step {step} is {got}; return bool({name})")
 
 
 def sample_action(space: gym.Space[Any], mask: Any, step: int) -> Any:
-    """A random action, one that the mask allows when there is one."""
+    """A random action that the mask, if any, allows."""
     if mask is None:
         return space.sample()
     mask = np.ravel(mask)
@@ -285,7 +284,7 @@ def _validate_obs_space(space: gym.Space[Any], path: str) -> None:
             raise EnvError(f"{path} is an empty {type(space).__name__}")
         for key, child in children.items():
             _validate_obs_space(child, f"{path}[{key!r}]")
-    elif isinstance(space, OBS_LEAVES):
+    elif isinstance(space, SIMPLE_SPACES):
         _refuse_empty(space, path)
     else:
         kinds = "Box, Discrete, MultiDiscrete, MultiBinary, and Dict and Tuple of those"
@@ -301,10 +300,10 @@ def _children(space: spaces.Dict | spaces.Tuple[Any]) -> dict[Any, gym.Space[Any
     return dict(space.spaces) if isinstance(space, spaces.Dict) else dict(enumerate(space.spaces))
 
 
-def space_leaves(
+def simple_parts(
     space: gym.Space[Any], value: Any, path: str, step: int
 ) -> Iterator[tuple[gym.Space[Any], Any, str]]:
-    """Each simple space in `space` with its part of the observation and the name of that part."""
+    """Each simple space in `space`, its part of the observation, and the name of that part."""
     if not isinstance(space, spaces.Dict | spaces.Tuple):
         yield space, value, path
         return
@@ -321,7 +320,7 @@ def space_leaves(
         if odd:
             raise EnvError(f"{path} at step {step} {what} {', '.join(sorted(map(repr, odd)))}")
     for key, child in children.items():
-        yield from space_leaves(child, value[key], f"{path}[{key!r}]", step)
+        yield from simple_parts(child, value[key], f"{path}[{key!r}]", step)
 
 
 def _as_declared(space: gym.Space[Any], value: object, path: str, step: int) -> NDArray[Any]:
@@ -378,11 +377,11 @@ def _close(env: gym.Env[Any, Any], notes: list[str]) -> None:
 
 
 def plain_warnings(raised: list[warnings.WarningMessage]) -> list[str]:
-    """Python's warnings as sentences, one for each line of code that gave some."""
+    """Python warnings as text, one for each line of code that raised some."""
     by_place: dict[str, str] = {}
     for warning in raised:
         if not issubclass(warning.category, DeprecationWarning | PendingDeprecationWarning):
-            # Gymnasium colours its warnings and puts WARN in front.
+            # Gymnasium adds colour codes and the prefix WARN.
             text = re.sub(r"\x1b\[[0-9;]*m|WARN: ", "", str(warning.message))
             place = f"{Path(warning.filename).name}:{warning.lineno}"
             by_place.setdefault(place, f"{' '.join(text.split())} ({place})")

@@ -1,7 +1,4 @@
-"""Tries any env out before training; of batched ones the shapes, flags and values of a few steps.
-
-In: an `EnvFactory`. Out: an `EnvInfo`, or an EnvError that says in one line what broke and where.
-"""
+"""Checks any env before training: single ones with `check`, batched ones by shapes, dtypes and values of a few steps."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ from flatout.envs.check import (
     plain_warnings,
     require_dict,
     sample_action,
-    space_leaves,
+    simple_parts,
     validate_spaces,
 )
 from flatout.envs.make import EnvFactory
@@ -33,14 +30,14 @@ from flatout.envs.wrappers import blocking
 from flatout.errors import EnvError
 
 N_STEPS = 4
-"""Enough to see shapes; whether episodes end well is watched all through the run."""
+"""Enough to see shapes; NaN and wrong episode ends are checked all through the run."""
 
 
 def check_env(factory: EnvFactory, *, seed: int = 0, n_envs: int = 1) -> EnvInfo:
-    """Tries the env out, whichever kind the factory makes; `n_envs` at once where it is batched and lets choose."""
+    """Check an env of either kind; a batched one is made with `n_envs` envs if it takes `num_envs`."""
     with warnings.catch_warnings(record=True) as raised:
         warnings.simplefilter("always")
-        made: Any = blocking(partial(factory.make, n_envs))  # type: ignore[arg-type]  # batched ones as they are
+        made: Any = blocking(partial(factory.make, n_envs))  # type: ignore[arg-type]  # a batched env is returned as it is
         kind = batched_kind(made)
         info = _check_batched(factory, made, kind, seed) if kind else check(factory, env=made, seed=seed)
     return replace(info, warnings=tuple(dict.fromkeys((*info.warnings, *plain_warnings(raised)))))
@@ -50,17 +47,17 @@ def _check_batched(factory: EnvFactory, envs: BatchedEnvs, kind: BatchedKind, se
     try:
         n_envs = envs.num_envs
         if not isinstance(n_envs, int | np.integer) or n_envs < 1:
-            raise EnvError(f"num_envs is {n_envs!r}; a batched env has at least 1")
+            raise EnvError(f"num_envs is {n_envs!r}; it must be at least 1")
         validate_spaces(envs, "single_")
         notes = _Trial(envs, kind, seed).run()
-        if factory.is_instance:  # left as the run would find it anyway: in new episodes
+        if factory.is_instance:  # the run continues with this one: leave it in new episodes
             call(lambda: envs.reset(seed=seed), "reset", N_STEPS)
     except EnvError as error:
         raise EnvError(f"{factory.name}: {error}") from error.__cause__
     finally:
         if not factory.is_instance:
             with suppress(Exception):
-                envs.close()  # type: ignore[union-attr]  # not every one has it
+                envs.close()  # type: ignore[union-attr]  # optional
     return EnvInfo(
         factory=factory,
         observation_space=envs.single_observation_space,
@@ -73,7 +70,7 @@ def _check_batched(factory: EnvFactory, envs: BatchedEnvs, kind: BatchedKind, se
 
 
 class _Trial:
-    """A few random steps of a batched env, each looked at."""
+    """A few checked random steps of a batched env."""
 
     def __init__(self, envs: BatchedEnvs, kind: BatchedKind, seed: int) -> None:
         self._envs, self._seed, self._n_envs = envs, seed, int(envs.num_envs)
@@ -82,7 +79,7 @@ class _Trial:
         self._step = 0
 
     def run(self) -> list[str]:
-        """Warnings; raises EnvError on the first thing that is wrong."""
+        """Take the steps; returns warnings, or raises EnvError."""
         self._action_space.seed(self._seed)
         obs, info = call(lambda: self._envs.reset(seed=self._seed), "reset", 0)
         require_dict(info, "reset")
@@ -104,15 +101,15 @@ class _Trial:
                 raise EnvError(f"{name} at step {self._step} is not an array of bools")
         if self._device is not None:
             if "final_obs" not in info:
-                raise EnvError("step() gave no info['final_obs']; a batched env of tensors must, always")
+                raise EnvError(
+                    "step() gave no info['final_obs']; a batched env of tensors must give it at every step"
+                )
             self._validate_obs(info["final_obs"], "final_obs", finite=False)
 
     def _notes(self, info: dict[str, Any]) -> list[str]:
         notes = []
         if self._device is None and "autoreset_mode" not in self._envs.metadata:  # type: ignore[union-attr]
-            notes.append(
-                "metadata['autoreset_mode'] is missing; episodes are taken to begin a step late (NEXT_STEP)"
-            )
+            notes.append("metadata['autoreset_mode'] is missing; Gymnasium's default NEXT_STEP is assumed")
         if MASK_KEY in info and not has_mask(self._space):
             notes.append("info['action_mask'] of a batched env is ignored; put it into a Dict observation")
         return notes
@@ -123,19 +120,19 @@ class _Trial:
         return actions if self._device is None else torch.from_numpy(actions).to(self._device)
 
     def _validate_obs(self, obs: Any, path: str, finite: bool = True) -> None:
-        for leaf, values, name in space_leaves(self._space, obs, path, self._step):
-            self._validate(values, name, leaf.shape or (), finite)
+        for part, values, name in simple_parts(self._space, obs, path, self._step):
+            self._validate(values, name, part.shape or (), finite)
 
     def _validate(self, values: Any, name: str, shape: tuple[int, ...], finite: bool = True) -> None:
         if self._device is not None:
             self._refuse_other_device(values, name)
         array = _to_numpy(values)
         if array.dtype.kind not in "buif":
-            raise EnvError(f"{name} at step {self._step} is no array of numbers")
+            raise EnvError(f"{name} at step {self._step} is not an array of numbers")
         if array.shape != (self._n_envs, *shape):
             raise EnvError(
                 f"{name} at step {self._step} has shape {array.shape}; "
-                f"its {self._n_envs} envs make {(self._n_envs, *shape)}"
+                f"for {self._n_envs} envs it must be {(self._n_envs, *shape)}"
             )
         bad = ~np.isfinite(array.reshape(self._n_envs, -1)).all(axis=1)
         if finite and bad.any():
@@ -150,7 +147,7 @@ class _Trial:
 
 
 def same_device(a: torch.device | str, b: torch.device | str | None) -> bool:
-    """Whether two names mean one device; `cuda` is any of them."""
+    """Whether two names mean the same device; `cuda` without an index matches every CUDA device."""
     one, other = torch.device(a), torch.device(b or "cpu")
     return one.type == other.type and (one.index == other.index or None in (one.index, other.index))
 

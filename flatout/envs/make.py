@@ -1,7 +1,6 @@
-"""Envs by name: an id, a file's factory, a class or a function becomes an `EnvFactory`.
+"""Makes envs: an id, `file.py:factory`, a class or a function becomes an `EnvFactory`.
 
-In: what the user typed or passed. Out: a picklable callable that makes one `gym.Env`, or N at once.
-Whatever a user can get wrong here ends in one line, the original exception being its cause.
+Every mistake of a user raises an error of one line, with the original exception as its cause.
 """
 
 from __future__ import annotations
@@ -29,39 +28,39 @@ EnvSource = str | Creator | BatchedEnvs
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvFactory:
-    """Makes one env at each call; picklable when its source is."""
+    """Makes envs; picklable if its source is."""
 
     name: str
     source: EnvSource
     kwargs: dict[str, Any] = field(default_factory=dict)
     mask_in_info: bool = False
     device: str | None = None
-    """Where batched envs are made that step as tensors and let choose; None: where they like."""
+    """Device for batched envs of tensors whose creator takes `device`; None: their default."""
 
     def __call__(self, render_mode: str | None = None) -> gym.Env[Any, Any]:
-        """A new env, or a FlatoutError of one line that says why there is none."""
+        """A new env that steps alone."""
         kwargs = dict(self.kwargs)
         if render_mode is not None:
             kwargs["render_mode"] = render_mode
         env = self._make(kwargs, None)
         if not isinstance(env, gym.Env):
             raise EnvError(
-                f"env '{self.name}' made a batched {type(env).__name__}; here one that steps alone is needed"
+                f"env '{self.name}' made a batched {type(env).__name__}; a single env is needed here"
             )
         return env
 
     def make(self, n_envs: int) -> gym.Env[Any, Any] | BatchedEnvs:
-        """A new env; of a source that makes batched ones, `n_envs` of them at once if it lets choose."""
+        """A new env, or a batched one; with `n_envs` envs if its creator takes `num_envs`."""
         return self._make(dict(self.kwargs), n_envs)
 
     @property
     def is_instance(self) -> bool:
-        """Whether there is only this one batched env, made and kept by the user."""
+        """Whether the source is a batched env itself: there is only this one."""
         return batched_kind(self.source) is not None
 
     @property
     def n_envs(self) -> int | None:
-        """How many envs that one steps at once; None where it is still to be made."""
+        """Number of envs of that batched env; None for other sources."""
         return self.source.num_envs if _is_batched(self.source) else None
 
     def _make(self, kwargs: dict[str, Any], n_envs: int | None) -> gym.Env[Any, Any] | BatchedEnvs:
@@ -74,22 +73,22 @@ class EnvFactory:
 
 
 def env_factory(source: EnvSource, kwargs: Mapping[str, Any] | None = None) -> EnvFactory:
-    """The factory for an id, `module:Id`, `file.py:factory`, a gym.Env class, a function that makes envs, or a
-    batched env itself."""
+    """The factory for an id, `module:Id`, `file.py:factory`, a gym.Env class, a function, or a batched env itself."""
     if isinstance(source, str):
         source = env_id(source)
-    elif _is_batched(source):
-        if kwargs:
-            raise FlatoutError("env_kwargs go to what makes an env; this batched env is made already")
-    elif isinstance(source, gym.Env) or not callable(source):
-        raise FlatoutError(
-            f"an env is given as an id, 'file.py:factory', a gym.Env class or a function that makes one, "
-            f"because several copies are made, or as a batched env; got {type_name(source)}"
-        )
-    if isinstance(source, str):
         with importable(source):
             _resolve(source)
         return EnvFactory(name=source, source=absolute(source), kwargs=dict(kwargs or {}))
+    if _is_batched(source):
+        if kwargs:
+            raise FlatoutError(
+                "env_kwargs have no effect on a batched env that is made already; leave them out"
+            )
+    elif isinstance(source, gym.Env) or not callable(source):
+        raise FlatoutError(
+            "give the env as an id, 'file.py:factory', a gym.Env class or a function that makes one (several copies "
+            f"are made), or as a batched env; got {type_name(source)}"
+        )
     return EnvFactory(name=_callable_name(source), source=source, kwargs=dict(kwargs or {}))
 
 
@@ -111,7 +110,7 @@ def _resolve(source: EnvSource) -> EnvSpec | Creator | BatchedEnvs:
         return load_object(source, "env", wanted=made_by)  # type: ignore[no-any-return]  # `_verified` checks what it makes
     if source.endswith(".py"):
         raise FlatoutError(
-            f"env '{source}' is a file; add what makes the env, a function or gym.Env class: '{source}:name'"
+            f"env '{source}' is a file; add the function or gym.Env class that makes the env: '{source}:name'"
         )
     return _from_module(source) if ":" in source else _registered(source)
 
@@ -120,7 +119,7 @@ def _registered(env_id: str) -> EnvSpec:
     if env_id not in gym.registry:
         raise FlatoutError(_unknown(env_id))
     spec = gym.spec(env_id)
-    # Both wrappers cost time at every step and find nothing that the check has not found.
+    # Both wrappers cost time at every step, and flatout checks the env before training.
     return replace(spec, order_enforce=False, disable_env_checker=True)
 
 
@@ -159,7 +158,7 @@ def _create(
     try:
         if isinstance(target, EnvSpec) and target.entry_point is None:
             if n_envs is None:
-                raise FlatoutError(f"env '{name}' is batched only; here one that steps alone is needed")
+                raise FlatoutError(f"env '{name}' is batched only; a single env is needed here")
             env: object = gym.make_vec(
                 target, num_envs=n_envs, vectorization_mode="vector_entry_point", **kwargs
             )
@@ -176,8 +175,8 @@ def _create(
             _refuse_bad_kwargs(creator, {**target.kwargs, **kwargs}, name, _MAKE_KWARGS)
             env = _awaitable(gym.make(target, **kwargs), target)
         else:
-            if n_envs is not None and _lets_choose(target, kwargs, "num_envs"):
-                if device is not None and _lets_choose(target, kwargs, "device"):
+            if n_envs is not None and _takes(target, kwargs, "num_envs"):
+                if device is not None and _takes(target, kwargs, "device"):
                     kwargs = {**kwargs, "device": device}
                 kwargs = {**kwargs, "num_envs": n_envs}
             _refuse_bad_kwargs(target, kwargs, name)
@@ -189,19 +188,19 @@ def _create(
     return _verified(env, name)
 
 
-def _lets_choose(creator: Creator, kwargs: dict[str, Any], setting: str) -> bool:
-    """Whether the creator asks for a setting, such as how many envs to step at once, and nobody has told it yet."""
-    told = kwargs | (creator.keywords if isinstance(creator, functools.partial) else {})
-    if setting in told:
+def _takes(creator: Creator, kwargs: dict[str, Any], name: str) -> bool:
+    """Whether the creator has a parameter of this name that is not set yet."""
+    given = kwargs | (creator.keywords if isinstance(creator, functools.partial) else {})
+    if name in given:
         return False
     try:
-        return setting in inspect.signature(creator).parameters
+        return name in inspect.signature(creator).parameters
     except (TypeError, ValueError):
         return False
 
 
 def _awaitable(env: gym.Env[Any, Any], spec: EnvSpec) -> gym.Env[Any, Any]:
-    """A registered env as it is, unless it is async: then without Gymnasium's wrappers, which cannot await."""
+    """A registered env; an async one without Gymnasium's wrappers, which cannot await."""
     if not is_async(env):
         return env
     if spec.additional_wrappers:
@@ -224,7 +223,7 @@ def _refuse_bad_kwargs(
     try:
         parameters = inspect.signature(creator).parameters.values()  # type: ignore[arg-type]
     except (TypeError, ValueError):
-        return  # written in C: the call itself will tell
+        return  # written in C: has no signature
     by_keyword = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     accepted = [p.name for p in by_keyword] + list(also_accepted)
     open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters)
@@ -247,7 +246,7 @@ def _creation_failure(error: Exception, name: str) -> str:
             f"env '{name}' needs the package '{package}', which is not installed ({where(error)}); "
             f"pip install {package}"
         )
-    # gym.make re-raises a TypeError with its own text around it; the constructor's own is the clearer one.
+    # gym.make wraps a TypeError in its own text; the constructor's is clearer.
     if isinstance(error, TypeError) and isinstance(error.__cause__, TypeError):
         error = error.__cause__
     return f"env '{name}' could not be created: {one_line(error)}"

@@ -273,7 +273,7 @@ def test_nan_is_found_at_its_step_even_in_unbounded_spaces() -> None:
     [
         (spaces.Box(-9, 9, (2,)), np.zeros(2), "observation is float64 where its space says float32"),
         (spaces.Box(-9, 9, (2,)), [0.0, 1.0], "observation is a list, not a NumPy array"),
-        (spaces.Box(-1, 1, (2,)), np.full(2, 3, np.float32), "observation leaves the bounds"),
+        (spaces.Box(-1, 1, (2,)), np.full(2, 3, np.float32), "observation is outside the bounds"),
         (
             spaces.Box(0, 255, (2,), np.uint8),
             np.full(2, 3),
@@ -329,7 +329,7 @@ def test_any_scalar_number_is_a_reward(reward: Any) -> None:
 def test_flags_may_be_ints_with_a_warning(flag: Any, n_warnings: int) -> None:
     found = passed(variant(step_part=(3, flag))).warnings
     assert len(found) == n_warnings
-    assert all("truncated is the int 0 where Gymnasium wants a bool" in warning for warning in found)
+    assert all("truncated is the int 0 where Gymnasium expects a bool" in warning for warning in found)
 
 
 def test_exception_in_step_names_the_step_and_the_line() -> None:
