@@ -322,7 +322,7 @@ def test_what_is_not_a_gymnasium_env_is_refused() -> None:
     assert "made an object of type" in refusal(BoundToNothing)
     assert "made None; return an instance of gymnasium.Env" in refusal(lambda: None)
     assert "port it to gymnasium" in refusal(type("OldEnv", (old,), {}))
-    assert "made a batched CartPoleVectorEnv; here one" in refusal(lambda: gym.make_vec("CartPole-v1", 2))
+    assert "made a batched CartPoleVectorEnv; a single env" in refusal(lambda: gym.make_vec("CartPole-v1", 2))
 
 
 def test_mask_moves_from_info_into_the_observation() -> None:
