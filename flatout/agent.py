@@ -29,7 +29,6 @@ from flatout.integrations.tensorboard import TensorBoardWriter
 from flatout.models.policy import Policy
 from flatout.runlog.folder import RunFolder, default_run_name, write_json
 from flatout.runlog.recorder import Recorder, Sink
-from flatout.runlog.summary import summary_text
 from flatout.training.checkpoint import Checkpoint, CheckpointFolder
 from flatout.training.checkpoint import read as read_checkpoint
 from flatout.training.checkpoint import write as write_checkpoint
@@ -37,9 +36,9 @@ from flatout.training.evaluation import Evaluation, evaluate
 from flatout.training.loop import Callback, identity, summarize, train
 from flatout.training.stop import StopRequest
 from flatout.training.trainer import EVAL_SEED, MAX_EVAL_ENVS, Trainer, eval_executor
-from flatout.views.build import write_report
 from flatout.views.display import make_display
-from flatout.views.text import report_text
+from flatout.views.report import write_report
+from flatout.views.text import report_text, summary_text
 
 
 class Agent:

@@ -13,7 +13,8 @@ import torch
 
 import flatout
 from flatout import timing
-from flatout.timing import DeviceClock, Phase, PhaseClock, Span, SpanFile
+from flatout.runlog.spans import SpanFile
+from flatout.timing import DeviceClock, Phase, PhaseClock, Span
 from tests.executors.slow import AsyncCartPole, Counter, Script
 
 

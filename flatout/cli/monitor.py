@@ -18,7 +18,7 @@ from flatout.cli.parser import Parser
 from flatout.cli.resume import run_path
 from flatout.errors import FlatoutError
 from flatout.runlog.folder import RunFolder
-from flatout.runlog.stream import SafeStream
+from flatout.views.display import SafeStream
 from flatout.views.monitor import Monitor
 from flatout.views.screen import cells_for, screen
 

@@ -11,10 +11,9 @@ from pathlib import Path
 from flatout.cli.parser import Parser
 from flatout.cli.resume import run_path
 from flatout.runlog.folder import write_text
-from flatout.views.build import report_page
-from flatout.views.records import read_run
-from flatout.views.text import report_text
-from flatout.views.verdict import verdict
+from flatout.runlog.records import read_run
+from flatout.views.report import report_page
+from flatout.views.text import report_text, run_findings, verdict
 
 
 def run(argv: Sequence[str]) -> int:
@@ -34,19 +33,20 @@ def run(argv: Sequence[str]) -> int:
     )
     args = parser.parse(argv)
     records = read_run(run_path(args.run, args.runs_dir))
+    findings = run_findings(records)
     out = None if args.text else args.out or records.path / "report.html"
     if out is not None:
-        write_text(out, report_page(records))
+        write_text(out, report_page(records, findings))
     if args.json:
         figures = {
             "verdict": verdict(records),
             "idle_seconds": records.idle,
             "problems": records.problems,
-            "findings": [asdict(finding) for finding in records.findings],
+            "findings": [asdict(finding) for finding in findings],
         }
         print(json.dumps({**records.summary, **figures, "report": out and str(out)}))
         return 0
-    print(report_text(records, width=min(100, shutil.get_terminal_size((100, 24)).columns)))
+    print(report_text(records, findings, width=min(100, shutil.get_terminal_size((100, 24)).columns)))
     if out is not None:
         print(f"{'report':<14}{out}")
     return 0

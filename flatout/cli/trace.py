@@ -8,10 +8,10 @@ from pathlib import Path
 from flatout.cli.parser import Parser
 from flatout.cli.resume import run_path
 from flatout.errors import FlatoutError
-from flatout.runlog.chrome import trace_json
 from flatout.runlog.folder import RunFolder, write_text
 from flatout.runlog.samples import read_samples
 from flatout.runlog.spans import read_spans
+from flatout.views.chrome_trace import trace_json
 
 
 def run(argv: Sequence[str]) -> int:

@@ -11,8 +11,9 @@ from typing import Protocol
 
 from flatout.runlog.folder import RunFolder, write_json
 from flatout.runlog.metrics import MetricsLog, Progress
-from flatout.runlog.sampler import Figures, Sampler
-from flatout.timing import Lane, SpanFile
+from flatout.runlog.samples import Figures, Sampler
+from flatout.runlog.spans import SpanFile
+from flatout.timing import Lane
 
 MIN_SECONDS = 0.1
 """Rows of metrics.csv are at least this far apart: a fast run has hundreds of iterations a second."""
@@ -122,7 +123,12 @@ class Recorder:
                 file.write(f"{datetime.now():%Y-%m-%d %H:%M:%S} {note}\n{traceback_text}")
 
     def close(self) -> None:
-        """Flush and close every file and sink."""
-        for part in (self._metrics, self._spans, self._sampler, *self._sinks):
-            if part is not None:
-                part.close()
+        """Flush and close every file, report what could not be written, and close the sinks."""
+        for file in (self._metrics, self._spans, self._sampler):
+            if file is not None:
+                file.close()
+        for writer in (self._spans, self._sampler):
+            if writer is not None and writer.problem is not None:
+                self.note(writer.problem)
+        for sink in self._sinks:
+            sink.close()

@@ -1,184 +1,262 @@
-"""samples.jsonl read back as columns, whatever state a killed run left it in.
-
-In: the file. Out: Samples on the run's own time, over all its resumes, and the problems met on the way.
-"""
+"""samples.jsonl, what the machine and the GPU did: written from a thread while a run trains, read back as columns."""
 
 from __future__ import annotations
 
 import json
 import math
+import threading
+import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, BinaryIO
 
 import numpy as np
-import numpy.typing as npt
 
-Column: TypeAlias = npt.NDArray[np.float64]
-Row: TypeAlias = dict[str, Any]
+from flatout.runlog.jsonl import Record, end_last_line, number, plural, read_records
+from flatout.runlog.meters import GpuMeter, HostMeter, open_gpu
+from flatout.runlog.spans import Floats
+
+VERSION = 1
+CLOSE_SECONDS = 0.3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GpuSamples:
-    """A value per sample; NaN where the card did not tell it."""
+class Figures:
+    """A run's samples in one number each, as in summary.json; None for what is not known."""
 
-    utilization: Column
-    memory: Column
-    memory_total: Column
-    power: Column
-    energy: Column
-    """Joules since the run began, its earlier parts included."""
-    sm_clock: Column
-    temperature: Column
-    n_processes: Column
-    throttled: list[list[str]]
+    device_utilization: float | None = None
+    """Mean share of time in which any kernel ran, 0 to 1."""
+    device_energy_joules: float | None = None
+    """Of the whole card since the run began."""
+    device_memory_bytes: int | None = None
+    """Peak use of the card's memory, by all processes."""
+    memory_bytes: int | None = None
+    """Peak use of the machine's memory, by all processes."""
+    run_memory_bytes: int | None = None
+    """Peak memory of the run's processes."""
+    cores_percent: float | None = None
+    """Mean load of the machine's cores."""
+
+
+@dataclass(slots=True)
+class _Totals:
+    """Means and peaks of the samples so far."""
+
+    sums: dict[str, tuple[int, float]] = field(default_factory=dict)
+    peaks: dict[str, float] = field(default_factory=dict)
+
+    def add(self, row: Record) -> None:
+        gpu = _gpu_of(row)
+        for load in _core_loads(row):
+            self._sum("cores", load)
+        self._sum("utilization", _value(gpu.get("utilization")))
+        for name, value in (
+            ("device_memory", gpu.get("memory")),
+            ("energy", gpu.get("energy")),
+            ("memory", row.get("memory")),
+            ("run_memory", row.get("run_memory")),
+        ):
+            if (known := number(value)) is not None:
+                self.peaks[name] = max(known, self.peaks.get(name, known))
+
+    def figures(self) -> Figures:
+        return Figures(
+            device_utilization=self._mean("utilization"),
+            device_energy_joules=self.peaks.get("energy"),
+            device_memory_bytes=self._bytes("device_memory"),
+            memory_bytes=self._bytes("memory"),
+            run_memory_bytes=self._bytes("run_memory"),
+            cores_percent=self._mean("cores"),
+        )
+
+    def _sum(self, name: str, value: float) -> None:
+        if math.isfinite(value):
+            n, total = self.sums.get(name, (0, 0.0))
+            self.sums[name] = n + 1, total + value
+
+    def _mean(self, name: str) -> float | None:
+        n, total = self.sums.get(name, (0, 0.0))
+        return total / n if n else None
+
+    def _bytes(self, name: str) -> int | None:
+        return int(self.peaks[name]) if name in self.peaks else None
+
+
+class Sampler:
+    """Samples from its creation until `close`, in a thread that can never fail the run."""
+
+    def __init__(self, path: Path, *, began: float, offset: float, device: str, hertz: float = 5) -> None:
+        """`began` is in unix seconds; `offset` is the run's wall time before it was resumed."""
+        self._path, self._period, self._device = path, 1 / hertz, device
+        self._header = {"began": began, "offset": offset, "version": VERSION}
+        # Taken once: setting the system's clock during the run moves no sample.
+        self._zero = time.perf_counter() - (time.time() - began)
+        self._totals = _Totals()
+        self._joules_before = 0.0
+        self._figures = Figures()
+        self._ending = threading.Event()
+        self.problem: str | None = None
+        """Why sampling stopped early, or why the GPU is not sampled, in one line."""
+        self._thread = threading.Thread(target=self._run, name="flatout-sampler", daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            self.problem = f"nothing is sampled: {error}"
+
+    def figures(self) -> Figures:
+        """The figures so far, with those of earlier parts of a resumed run; safe from any thread."""
+        return self._figures
+
+    def close(self) -> None:
+        """Stop sampling; returns soon even when the driver or the disk hangs."""
+        self._ending.set()
+        if self._thread.ident is not None:
+            self._thread.join(CLOSE_SECONDS)
+
+    def _run(self) -> None:
+        gpu = None
+        try:
+            gpu, reason = open_gpu(self._device)
+            if gpu is None and self._device.startswith("cuda"):
+                self.problem = f"the GPU is not sampled: {reason}"
+            self._add_earlier_parts()
+            end_last_line(self._path)
+            with self._path.open("ab", buffering=0) as file:
+                file.write(_line(self._header))
+                self._sample(file, HostMeter(), gpu)
+        except OSError as error:
+            self.problem = f"sampling stopped: {self._path.name}: {error.strerror or error}"
+        except Exception as error:  # a run is worth more than its samples
+            self.problem = f"sampling stopped: {type(error).__name__}: {error}"
+        finally:
+            if gpu is not None:
+                gpu.close()
+
+    def _add_earlier_parts(self) -> None:
+        """Count the samples up to the checkpoint that the run was resumed from."""
+        if self._header["offset"] <= 0 or not self._path.exists():
+            return
+        for row in _read_rows(self._path)[0]:
+            if row["t"] <= self._header["offset"]:
+                self._totals.add(row)
+        self._joules_before = self._totals.peaks.get("energy", 0.0)
+        self._figures = self._totals.figures()
+
+    def _sample(self, file: BinaryIO, host: HostMeter, gpu: GpuMeter | None) -> None:
+        while not self._ending.wait(self._period):
+            row = self._row(host, gpu)
+            file.write(_line(row))
+            if (card := row["gpu"]) is not None and card["energy"] is not None:
+                row["gpu"] = {**card, "energy": self._joules_before + card["energy"]}
+            self._totals.add(row)
+            self._figures = self._totals.figures()
+
+    def _row(self, host: HostMeter, gpu: GpuMeter | None) -> Record:
+        now = host.read()
+        card = gpu.read() if gpu is not None else None
+        if gpu is not None and card is None:
+            self.problem = "the GPU does not answer any more"
+        return {
+            "t": round(time.perf_counter() - self._zero, 3),
+            **asdict(now),
+            "run_cpu": None if now.run_cpu is None else round(now.run_cpu, 1),
+            "gpu": None if card is None else asdict(card),
+        }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Samples:
     """A value per sample; NaN where it is not known."""
 
-    t: Column
-    """Seconds of the run's wall time, its earlier parts included."""
-    cores: Column
+    t: Floats
+    """Seconds of the run's wall time, across resumes."""
+    cores: Floats
     """Percent, a row per sample and a column per core."""
-    memory: Column
-    run_memory: Column
-    run_cpu: Column
-    n_processes: Column
-    gpu: GpuSamples | None
-    """None when no sample has one."""
+    memory: Floats
+    run_memory: Floats
+    run_cpu: Floats
+    gpu: Mapping[str, Floats]
+    """utilization (0 to 1), power (W) and energy (J since the run began); empty when no sample has a GPU."""
     problems: list[str]
-    """What could not be read, a line each; empty for a sound file."""
+    """What could not be read."""
+
+    def cores_in_use(self) -> Floats:
+        """The mean load of the cores, 0 to 1; NaN where none is known."""
+        known = np.isfinite(self.cores)
+        loads, counts = np.where(known, self.cores, 0.0).sum(axis=1), known.sum(axis=1)
+        means: Floats = np.divide(loads, 100 * counts, out=np.full(len(loads), np.nan), where=counts > 0)
+        return means
 
 
 def read_samples(path: Path) -> Samples:
-    """The samples of a run; none, and a problem, where there is no file."""
-    rows, problems = read_rows(path)
+    """The samples of a run; what cannot be read is left out and named in `problems`."""
+    rows, problems = _read_rows(path)
+    gpus = [_gpu_of(row) for row in rows]
+    names = ("utilization", "power", "energy")
     return Samples(
-        t=_column(rows, "t"),
+        **{name: _column(rows, name) for name in ("t", "memory", "run_memory", "run_cpu")},
         cores=_cores(rows),
-        memory=_column(rows, "memory"),
-        run_memory=_column(rows, "run_memory"),
-        run_cpu=_column(rows, "run_cpu"),
-        n_processes=_column(rows, "n_processes"),
-        gpu=_gpu(rows),
+        gpu={name: _column(gpus, name) for name in names} if any(gpus) else {},
         problems=problems,
     )
 
 
-def read_rows(path: Path) -> tuple[list[Row], list[str]]:
-    """The sample lines with time and energy made continuous, and the problems met."""
-    try:
-        lines = path.read_bytes().splitlines(keepends=True)
-    except OSError as error:
-        return [], [f"{path.name}: {error.strerror or error}"]
-    parts, bad = _Parts(), []
-    for nth, line in enumerate(lines, 1):
-        if not parts.take(_object(line)):
-            bad.append(nth)
-    return parts.rows, [f"{path.name}: {problem}" for problem in _problems(bad, lines, parts.headers)]
-
-
-class _Parts:
-    """Joins what the run wrote each time it was started."""
-
-    def __init__(self) -> None:
-        self.rows: list[Row] = []
-        self.headers = 0
-        self._offset = self._joules = 0.0
-
-    def take(self, line: Row) -> bool:
-        """Add a line; False for one that is neither a header nor a sample."""
-        if math.isfinite(number(line.get("began"))):
-            self._begin(number(line.get("offset")))
-        elif math.isfinite(t := number(line.get("t"))):
-            line["t"] = self._offset + t
-            if isinstance(gpu := line.get("gpu"), dict) and math.isfinite(
-                energy := number(gpu.get("energy"))
-            ):
-                gpu["energy"] = self._joules + energy
-            self.rows.append(line)
+def _read_rows(path: Path) -> tuple[list[Record], list[str]]:
+    """The sample records with time and energy made continuous across resumes, and the problems met."""
+    records, problems = read_records(path)
+    rows: list[Record] = []
+    offset = joules = 0.0
+    n_headers = n_wrong = 0
+    for record in records:
+        if "began" in record:
+            n_headers += 1
+            offset = number(record.get("offset")) or 0.0
+            # A resumed run repeats what came after its checkpoint.
+            while rows and rows[-1]["t"] > offset:
+                rows.pop()
+            spent = (number(_gpu_of(row).get("energy")) for row in reversed(rows))
+            joules = next((value for value in spent if value is not None), 0.0)
+        elif (t := number(record.get("t"))) is not None:
+            record["t"] = offset + t
+            if (energy := number(_gpu_of(record).get("energy"))) is not None:
+                record["gpu"]["energy"] = joules + energy
+            rows.append(record)
         else:
-            return False
-        return True
-
-    def _begin(self, offset: float) -> None:
-        """Start a part; what came after its checkpoint in the part before was lost, and is left out."""
-        self._offset = offset if math.isfinite(offset) else 0.0
-        while self.rows and self.rows[-1]["t"] > self._offset:
-            self.rows.pop()
-        spent = (number(gpu_of(row).get("energy")) for row in reversed(self.rows))
-        self._joules = next((joules for joules in spent if math.isfinite(joules)), 0.0)
-        self.headers += 1
+            n_wrong += 1
+    if rows and not n_headers:
+        problems.append(f"{path.name} has no header; times are as written")
+    if n_wrong:
+        problems.append(f"{path.name} has {plural(n_wrong, 'record')} without a valid sample")
+    return rows, problems
 
 
-def gpu_of(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The GPU's part of a sample line, empty where it has none."""
+def _line(row: Record) -> bytes:
+    return json.dumps(row).encode() + b"\n"
+
+
+def _gpu_of(row: Mapping[str, Any]) -> dict[str, Any]:
     gpu = row.get("gpu")
     return gpu if isinstance(gpu, dict) else {}
 
 
-def number(value: object) -> float:
-    """A JSON number as float; NaN for anything else."""
-    try:
-        return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
-    except OverflowError:
-        return math.nan
-
-
-def core_loads(row: Mapping[str, Any]) -> list[float]:
-    """The loads of the cores in a sample line, empty where it has none."""
+def _core_loads(row: Mapping[str, Any]) -> list[float]:
     cores = row.get("cores")
-    return [number(load) for load in cores] if isinstance(cores, list) else []
+    return [_value(load) for load in cores] if isinstance(cores, list) else []
 
 
-def _object(line: bytes) -> Row:
-    try:
-        value = json.loads(line)
-    except (ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
+def _value(value: object) -> float:
+    known = number(value)
+    return math.nan if known is None else known
 
 
-def _problems(bad: list[int], lines: list[bytes], headers: int) -> Iterable[str]:
-    if lines and not headers:
-        yield "no header; times are as written"
-    if bad and bad[-1] == len(lines) and not lines[-1].endswith(b"\n"):
-        yield "the last line is cut"
-        bad = bad[:-1]
-    if bad:
-        yield f"{len(bad)} of {len(lines)} lines could not be read, the first is line {bad[0]}"
+def _column(rows: Iterable[Mapping[str, Any]], name: str) -> Floats:
+    return np.array([_value(row.get(name)) for row in rows], dtype=np.float64)
 
 
-def _column(rows: Iterable[Mapping[str, Any]], name: str) -> Column:
-    return np.array([number(row.get(name)) for row in rows], dtype=np.float64)
-
-
-def _cores(rows: list[Row]) -> Column:
-    loads = [core_loads(row) for row in rows]
+def _cores(rows: list[Record]) -> Floats:
+    loads = [_core_loads(row) for row in rows]
     table = np.full((len(rows), max(map(len, loads), default=0)), np.nan)
     for nth, row in enumerate(loads):
         table[nth, : len(row)] = row
     return table
-
-
-def _gpu(rows: list[Row]) -> GpuSamples | None:
-    gpus = [gpu_of(row) for row in rows]
-    if not any(gpus):
-        return None
-    names = [name for name in GpuSamples.__slots__ if name != "throttled"]
-    reasons = [gpu.get("throttled") for gpu in gpus]
-    return GpuSamples(
-        **{name: _column(gpus, name) for name in names},
-        throttled=[[str(word) for word in words] if isinstance(words, list) else [] for words in reasons],
-    )
-
-
-def cores_in_use(samples: Samples) -> Column:
-    """The mean load of the cores as a share of all of them; NaN where none is known."""
-    known = np.isfinite(samples.cores)
-    loads, counts = np.where(known, samples.cores, 0.0).sum(axis=1), known.sum(axis=1)
-    means: Column = np.divide(loads, 100 * counts, out=np.full(len(loads), np.nan), where=counts > 0)
-    return means

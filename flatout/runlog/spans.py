@@ -1,24 +1,97 @@
-"""spans.jsonl as arrays per lane, on one continuous clock from the start of the run.
+"""spans.jsonl, what each lane did and when: written while a run trains, read back whole or as it grows.
 
-In: a file that may be missing, cut, broken or still growing. Out: what is there, and in plain words what is not.
+Read spans lie on one continuous clock from the start of the run, across resumes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+import math
+import threading
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from time import perf_counter, time
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from flatout.runlog.lines import number, read_lines
+from flatout import timing
+from flatout.runlog.jsonl import Record, Tail, end_last_line, json_object, number, plural, read_records
 
-Floats = npt.NDArray[np.float64]
+Floats: TypeAlias = npt.NDArray[np.float64]
+Row: TypeAlias = tuple[float, float, Mapping[str, float]]
+"""Start, end, and seconds per phase."""
 CLOCKS = ("host", "device")
+VERSION = 1
+WRITE_SECONDS = 0.5
 _ROUNDING = 1e-4
 """Spans may overlap by this much before it counts as a problem."""
+
+
+class SpanFile:
+    """Writes the lanes' spans to spans.jsonl from a thread, so that no lane waits for the disk.
+
+    The first line, and one more each time the run is resumed, says when its times begin. A disk error ends the trace,
+    not the run.
+    """
+
+    def __init__(
+        self, path: Path, lanes: Callable[[], Sequence[timing.Lane]], *, offset: float = 0.0
+    ) -> None:
+        """`offset`: wall seconds of the run before it was resumed."""
+        self._lanes, self._zero, self.began = lanes, perf_counter(), time()
+        self.problem: str | None = None
+        self._ended = threading.Event()
+        self._n_seen: dict[str, int] = {}
+        end_last_line(path)
+        self._file = path.open("a", encoding="utf-8")
+        self._write([json.dumps({"began": self.began, "offset": round(offset, 6), "version": VERSION})])
+        self._thread = threading.Thread(target=self._work, name="flatout spans", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Write what is left."""
+        self._ended.set()
+        self._thread.join()
+        self._drain()
+        with suppress(OSError):
+            self._file.close()
+
+    def _work(self) -> None:
+        while not self._ended.wait(WRITE_SECONDS):
+            self._drain()
+
+    def _drain(self) -> None:
+        for lane in self._lanes():
+            n_spans = lane.n_spans
+            spans = [lane.spans.popleft() for _ in range(len(lane.spans))]
+            clock = "device" if lane.lane == "device" else "host"
+            self._write(self._line(lane.lane, clock, span) for span in spans)
+            lost = n_spans - self._n_seen.get(lane.lane, 0) - len(spans)
+            self._n_seen[lane.lane] = n_spans if lost > 0 else self._n_seen.get(lane.lane, 0) + len(spans)
+            if lost > 0:
+                self._write([json.dumps({"dropped": lost, "lane": lane.lane})])
+
+    def _line(self, lane: str, clock: str, span: timing.Span) -> str:
+        phases = ", ".join(f'"{name}": {seconds:.6f}' for name, seconds in span.phases.items())
+        start, end = span.start - self._zero, span.end - self._zero
+        return (
+            f'{{"lane": "{lane}", "clock": "{clock}", "start": {start:.6f}, "end": {end:.6f}, '
+            f'"phases": {{{phases}}}}}'
+        )
+
+    def _write(self, lines: Iterable[str]) -> None:
+        if self.problem is not None:
+            return
+        try:
+            self._file.write("".join(f"{line}\n" for line in lines))
+            self._file.flush()
+        except OSError as error:
+            self.problem = f"the trace ends early: {error.strerror or error}"
 
 
 @dataclass(frozen=True)
@@ -72,34 +145,78 @@ class Spans:
         return [lane for name, lane in self.lanes.items() if name.startswith("collector")]
 
 
-Row = tuple[float, float, Mapping[str, float]]
+class _Rows:
+    """The spans of each lane so far, from records in the order of the file."""
+
+    def __init__(self) -> None:
+        self._rows: dict[tuple[str, str], list[Row]] = {}
+        self._offset = 0.0
+        self.began: float | None = None
+        self.n_dropped = self.n_wrong = 0
+
+    def take(self, record: Record) -> None:
+        if "began" in record:
+            self._offset = max(0.0, number(record.get("offset")) or 0.0)
+            if self.began is None and (began := number(record["began"])) is not None:
+                self.began = began - self._offset
+            # A resumed run repeats what came after its checkpoint.
+            self._rows = {key: _clip(rows, 0.0, self._offset) for key, rows in self._rows.items()}
+        elif "dropped" in record:
+            self.n_dropped += int(number(record["dropped"]) or 0)
+        elif (row := _row(record, self._offset)) is None:
+            self.n_wrong += 1
+        else:
+            self._rows.setdefault((record["lane"], record.get("clock", "host")), []).append(row)
+
+    def lanes(self, seconds: float | None = None) -> tuple[dict[str, Lane], int]:
+        """The lanes, over the last seconds if given, and how many spans overlapped an earlier one."""
+        end = max((rows[-1][1] for rows in self._rows.values() if rows), default=0.0)
+        since = 0.0 if seconds is None else max(0.0, end - seconds)
+        lanes, n_cut = {}, 0
+        for name, clock in sorted(self._rows, key=_lane_order):
+            rows = self._rows[name, clock]
+            first = bisect_right(rows, since, key=lambda row: row[1]) if since > 0 else 0
+            lane, n = make_lane(name, clock, _clip(rows[first:], since, math.inf))
+            n_cut += n
+            if len(lane.start):
+                lanes[name] = lane
+        return lanes, n_cut
 
 
 def read_spans(path: Path) -> Spans:
-    """The spans of a run; what cannot be read is left out and told."""
-    lines = read_lines(path)
-    rows: dict[tuple[str, str], list[Row]] = {}
-    n_dropped = n_wrong = 0
-    for offset, records in lines.parts:
-        # A resumed run walks again what came after its checkpoint; those spans are no part of it.
-        rows = {key: before(lane, offset) for key, lane in rows.items()}
-        for record in records:
-            if "dropped" in record:
-                n_dropped += int(number(record["dropped"]) or 0)
-            elif (row := span_row(record, offset)) is None:
-                n_wrong += 1
-            else:
-                rows.setdefault((record["lane"], record.get("clock", "host")), []).append(row)
-    problems = list(lines.problems)
-    if n_wrong:
-        problems.append(f"{path.name} has {n_wrong:,} line{'s'[: n_wrong > 1]} that say no span")
-    if n_dropped:
-        problems.append(f"{n_dropped:,} span{'s were' if n_dropped > 1 else ' was'} lost in writing")
-    lanes = {name: make_lane(name, clock, rows[name, clock]) for name, clock in sorted(rows, key=lane_order)}
-    overlapping = sum(n for _, n in lanes.values())
-    if overlapping:
-        problems.append(f"{overlapping:,} spans lay over others of their lane and were cut")
-    return Spans({name: lane for name, (lane, _) in lanes.items() if len(lane.start)}, lines.began, problems)
+    """The spans of a run; what cannot be read is left out and named in `problems`."""
+    rows = _Rows()
+    records, problems = read_records(path)
+    for record in records:
+        rows.take(record)
+    lanes, n_cut = rows.lanes()
+    if rows.n_wrong:
+        problems.append(f"{path.name} has {plural(rows.n_wrong, 'record')} without a valid span")
+    if rows.n_dropped:
+        problems.append(f"{plural(rows.n_dropped, 'span')} lost in writing")
+    if n_cut:
+        problems.append(f"{plural(n_cut, 'span')} cut where they overlap others of their lane")
+    return Spans(lanes, rows.began, problems)
+
+
+class SpanFollower:
+    """Follows the spans of a run that is still training; each read parses only what is new."""
+
+    def __init__(self, path: Path) -> None:
+        self._tail, self._rows = Tail(path), _Rows()
+
+    def read(self) -> bool:
+        """Take in what is new; whether anything was."""
+        restarted, lines = self._tail.read()
+        if restarted:
+            self._rows = _Rows()
+        for line in lines:
+            self._rows.take(json_object(line) or {})
+        return restarted or bool(lines)
+
+    def last(self, seconds: float | None = None) -> Spans:
+        """The spans of the last seconds; of the whole run unless given."""
+        return Spans(self._rows.lanes(seconds)[0])
 
 
 def make_lane(name: str, clock: str, rows: Sequence[Row]) -> tuple[Lane, int]:
@@ -118,7 +235,7 @@ def make_lane(name: str, clock: str, rows: Sequence[Row]) -> tuple[Lane, int]:
     return replace(lane, start=lane.start[kept], end=end[kept], seconds=lane.seconds[kept]), n_cut
 
 
-def span_row(record: Mapping[str, Any], offset: float) -> Row | None:
+def _row(record: Record, offset: float) -> Row | None:
     """The start, end and phases of a span line on the run's clock; None if it is not one."""
     start, end = number(record.get("start")), number(record.get("end"))
     phases, lane, clock = record.get("phases"), record.get("lane"), record.get("clock", "host")
@@ -136,19 +253,20 @@ def span_row(record: Mapping[str, Any], offset: float) -> Row | None:
     return offset + start, offset + end, known
 
 
-def before(rows: Sequence[Row], limit: float) -> list[Row]:
-    """The spans up to `limit`; one across it is cut, with its part of the seconds."""
+def _clip(rows: Iterable[Row], since: float, until: float) -> list[Row]:
+    """The spans between two times; one across a limit is cut, with its share of the seconds."""
     kept: list[Row] = []
     for start, end, seconds in rows:
-        if end <= limit:
+        low, high = max(start, since), min(end, until)
+        if low == start and high == end:
             kept.append((start, end, seconds))
-        elif start < limit:
-            share = (limit - start) / (end - start)
-            kept.append((start, limit, {phase: value * share for phase, value in seconds.items()}))
+        elif low < high:
+            share = (high - low) / (end - start)
+            kept.append((low, high, {phase: value * share for phase, value in seconds.items()}))
     return kept
 
 
-def lane_order(key: tuple[str, str]) -> tuple[int, int, str]:
+def _lane_order(key: tuple[str, str]) -> tuple[int, int, str]:
     """Sorts lanes given as (name, clock): learner, device, collectors by number."""
     name = key[0]
     number_in_name = name.rpartition(" ")[2]

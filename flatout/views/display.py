@@ -1,17 +1,18 @@
-"""What a person sees while a run goes: a live view in a terminal, plain lines elsewhere, or nothing.
+"""What a person sees while a run trains: a live view in a terminal, plain lines elsewhere, or nothing.
 
-In: Progress after each iteration, and notes. Out: text on standard error, which leaves standard output to `--json`.
+Everything goes to standard error, which leaves standard output to `--json`.
 """
 
 from __future__ import annotations
 
+import io
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Protocol, TextIO
 
 from flatout.runlog.metrics import Progress
 from flatout.runlog.recorder import Sink
-from flatout.runlog.stream import SafeStream
 from flatout.views.figures import (
     count,
     duration,
@@ -22,6 +23,57 @@ from flatout.views.figures import (
     seconds_left,
     share_done,
 )
+
+# One character for one, so that no line grows past the terminal's edge.
+_ASCII = str.maketrans("±·–—…°╭╮╰╯│─━╸╺▁▂▃▄▅▆▇█", "~|--. ++++|-=-- .:-=+*#")
+
+
+class SafeStream(io.TextIOBase):
+    """Writes to `stream` until it breaks, in ASCII where it takes no more than that."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._broken = False
+        encoding = (getattr(stream, "encoding", None) or "utf-8").lower()
+        self._code = "utf-8" if encoding.startswith("utf") else "ascii"
+
+    def write(self, text: str) -> int:
+        """Write `text`; once the stream has failed, do nothing."""
+        if self._code == "ascii":
+            text = text.translate(_ASCII)
+        # Both ways, because a file name in a note may hold what no encoding takes.
+        self._attempt(self._stream.write, text.encode(self._code, "replace").decode(self._code))
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush the stream, if it still takes anything."""
+        self._attempt(self._stream.flush)
+
+    def isatty(self) -> bool:
+        """Whether a person may be looking: the stream is a terminal that can move its cursor."""
+        try:
+            return self._stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
+        except ValueError:
+            return False
+
+    def columns_and_lines(self) -> tuple[int, int]:
+        """The terminal's size now; 80 × 24 when it does not say."""
+        try:
+            size = os.get_terminal_size(self._stream.fileno())
+        except (OSError, ValueError):
+            return 80, 24
+        return size.columns or 80, size.lines or 24
+
+    def _attempt(self, call: Callable[..., object], *args: str) -> None:
+        if self._broken:
+            return
+        try:
+            call(*args)
+        except BlockingIOError:
+            # The terminal is behind, not gone: this frame is lost, the next may fit.
+            return
+        except (OSError, ValueError):
+            self._broken = True
 
 
 class Display(Sink, Protocol):

@@ -1,7 +1,4 @@
-"""Figures as people read them: counts, shares, durations, returns.
-
-Numbers in, short text out; None and numbers that are not finite come out as a dash or by name.
-"""
+"""Numbers as short text: counts, shares, durations, returns; a dash for None, NaN and infinity."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ def percent(share: float) -> str:
 
 
 def rate(per_second: float) -> str:
-    """Steps per second, with a decimal only where it says something: `18,200`, `3.4`."""
+    """Steps per second, with a decimal below 100: `18,200`, `3.4`."""
     if not math.isfinite(per_second):
         return NOTHING
     return f"{per_second:,.0f}" if per_second >= 100 else f"{per_second:.1f}"
@@ -40,7 +37,7 @@ def number(value: float | None) -> str:
 
 
 def mean_and_std(mean: float | None, std: float | None) -> str:
-    """A mean with its spread, both to the digits that suit the larger one: `143.2 ± 30.1`."""
+    """A mean with its standard deviation, to the digits of the larger one: `143.2 ± 30.1`."""
     if mean is None or std is None or not (math.isfinite(mean) and math.isfinite(std)):
         return number(mean)
     size = max(abs(mean), std)
@@ -64,13 +61,18 @@ def duration(seconds: float) -> str:
     return f"{whole // 86_400} d {whole % 86_400 // 3600} h"
 
 
+def seconds_text(seconds: float) -> str:
+    """Like `duration`, with a tenth below a minute, where it matters: `0.4 s`, `27.4 s`, `3 min 20 s`."""
+    return f"{seconds:.1f} s" if seconds < 59.95 else duration(seconds)
+
+
 def share_done(done: float, total: float) -> float:
-    """How far `done` is towards `total`, from 0 to 1."""
+    """`done` as a share of `total`, from 0 to 1."""
     return min(1.0, max(0.0, done / total)) if total > 0 else 0.0
 
 
 def seconds_left(done: float, total: float, per_second: float) -> float:
-    """Seconds until `total` at this rate; infinite while the rate is not known."""
+    """Seconds until `total` at this rate; infinite while the rate is 0."""
     return max(0.0, total - done) / per_second if per_second > 0 else math.inf
 
 

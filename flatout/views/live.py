@@ -1,26 +1,56 @@
-"""The live view in a terminal: a panel redrawn four times a second by a thread of its own.
+"""The live view in a terminal: a panel that a thread redraws four times a second.
 
-In: the latest Progress. Out: escape codes on the given stream. The training loop only leaves its figures here.
+The training loop only leaves its latest figures here. A narrow terminal shows fewer figures per row.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from time import perf_counter
 from typing import TextIO, cast
 
+from rich import box
 from rich.console import Console, ConsoleDimensions, RenderableType
 from rich.live import Live
+from rich.panel import Panel
 from rich.text import Text
 
 from flatout.runlog.metrics import Progress
-from flatout.runlog.stream import SafeStream
-from flatout.views.view import History, Snapshot, panel
+from flatout.views.display import SafeStream
+from flatout.views.figures import (
+    count,
+    duration,
+    mean_and_std,
+    number,
+    percent,
+    rate,
+    seconds_left,
+    share_done,
+)
 
 REFRESHES_PER_SECOND = 4
+WIDEST = 100
+LEVELS = "▁▂▃▄▅▆▇█"
+_LABEL_CELLS = 9
+_ROOMY = 80
+_FIRST_CELLS = 16
+
+# What tells whether learning is healthy, most telling first; a run shows those its algorithm has.
+# Metric, label, label where it is narrow, how to show it.
+_UPDATE_FIGURES: tuple[tuple[str, str, str, Callable[[float], str]], ...] = (
+    ("train/approx_kl", "KL", "KL", number),
+    ("train/clip_fraction", "clipped", "clip", percent),
+    ("train/entropy_loss", "entropy", "entropy", lambda loss: number(-loss)),
+    ("train/explained_variance", "explained variance", "EV", number),
+    ("rollout/exploration_rate", "explore", "explore", percent),
+    ("train/loss", "loss", "loss", number),
+    ("train/learning_rate", "learning rate", "lr", number),
+)
 
 
 class LiveDisplay:
@@ -120,3 +150,170 @@ if hasattr(os, "register_at_fork"):
 def _is_terminal(stream: TextIO | None) -> bool:
     # None when there is no console at all, as under pythonw.
     return stream is not None and stream.isatty()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Snapshot:
+    """What the view shows at one moment."""
+
+    progress: Progress | None
+    """The latest figures; None until the first iteration ends."""
+
+    waited: float
+    """Seconds since those figures came, or since the start."""
+
+    title: str
+    """What the learner does now, or how it ended."""
+
+    returns: Sequence[float]
+    """Mean return over the run, evenly spaced."""
+
+    evaluated: float | None
+    """The last evaluation's mean return."""
+
+
+class History:
+    """An even sample of a series of any length, in bounded memory."""
+
+    def __init__(self, capacity: int = 128) -> None:
+        self.values: list[float] = []
+        self._capacity = capacity
+        self._stride = 1
+        self._seen = 0
+
+    def add(self, value: float) -> None:
+        """Take the next value; when full, every second one is forgotten."""
+        if self._seen % self._stride == 0:
+            self.values.append(value)
+            if len(self.values) == self._capacity:
+                # A new list: the display's thread may be reading the old one.
+                self.values = self.values[::2]
+                self._stride *= 2
+        self._seen += 1
+
+
+def panel(snapshot: Snapshot, columns: int) -> Panel:
+    """The view, as wide as the terminal up to a limit."""
+    outer = min(columns, WIDEST)
+    lines = _lines(snapshot, outer - 4)
+    return Panel(
+        Text("\n", no_wrap=True, overflow="crop").join(lines),
+        title=Text(snapshot.title, "cyan"),
+        title_align="left",
+        box=box.ROUNDED,
+        border_style="dim",
+        width=outer,
+    )
+
+
+def _lines(snapshot: Snapshot, width: int) -> list[Text]:
+    progress = snapshot.progress
+    if progress is None:
+        return [Text(f"the first rollout is on its way: {duration(snapshot.waited)}")]
+    return [
+        _steps_row(progress, snapshot.waited, width),
+        _return_row(progress, snapshot, width),
+        _row("speed", _speed_figures(progress), width),
+        _row("update", _update_figures(progress, width), width),
+    ]
+
+
+def _steps_row(progress: Progress, waited: float, width: int) -> Text:
+    steps, total = progress.env_steps, progress.total_steps
+    share = share_done(steps, total)
+    figures = [Text.assemble((count(steps), "bold"), (f" / {count(total)} ({percent(share)})", ""))]
+    left = seconds_left(steps, total, progress.steps_per_second) - waited
+    if steps < total and math.isfinite(left):
+        figures.append(Text(f"{duration(left)} left"))
+    figures.append(Text(f"{duration(progress.seconds + waited)} gone", "dim"))
+    gap = _gap(width)
+    shown = fitting(figures, width - 10, gap)
+    bar_cells = width - sum(figure.cell_len + len(gap) for figure in shown)
+    return Text(gap).join([bar(share, max(bar_cells, 4)), *shown])
+
+
+def _return_row(progress: Progress, snapshot: Snapshot, width: int) -> Text:
+    figures = [Text(mean_and_std(progress.return_mean, progress.return_std), "bold green")]
+    if curve := sparkline(snapshot.returns, min(20, width // 4)):
+        figures.append(Text(curve, "green"))
+    if snapshot.evaluated is not None:
+        figures.append(figure("evaluated", number(snapshot.evaluated)))
+    if progress.length_mean is not None:
+        figures.append(figure("length", number(progress.length_mean)))
+    figures.append(figure("episodes", count(progress.episodes)))
+    return _row("return", figures, width)
+
+
+def _speed_figures(progress: Progress) -> list[Text]:
+    figures = [
+        Text.assemble((rate(progress.steps_per_second), "bold"), " steps/s"),
+        figure("learner busy", percent(progress.learner_busy)),
+    ]
+    wall = sum(progress.phases.values())
+    largest = sorted(progress.phases.items(), key=lambda item: -item[1])[:3]
+    shares = [(name, seconds / wall) for name, seconds in largest if wall > 0 and seconds / wall >= 0.005]
+    for nth, (name, share) in enumerate(shares):
+        figures.append(figure(name if nth else f"time in {name}", percent(share)))
+    return figures
+
+
+def _update_figures(progress: Progress, width: int) -> list[Text]:
+    metrics = progress.metrics
+    return [
+        figure(
+            label if width >= _ROOMY else short,
+            show(metrics[name]),
+            "" if math.isfinite(metrics[name]) else "bold red",
+        )
+        for name, label, short, show in _UPDATE_FIGURES
+        if name in metrics
+    ]
+
+
+def bar(share: float, cells: int) -> Text:
+    """A progress bar that can be read without colours: thick is done, thin is to come."""
+    halves = round(2 * cells * share)
+    done = "━" * (halves // 2) + "╸" * (halves % 2)
+    return Text.assemble((done, "cyan"), ("─" * (cells - len(done)), "dim"))
+
+
+def sparkline(values: Sequence[float], cells: int) -> str:
+    """The series from its first to its last value, scaled from its least to its greatest."""
+    finite = [value for value in values if math.isfinite(value)]
+    if len(finite) < 2 or cells < 2:
+        return ""
+    cells = min(cells, len(finite))
+    picked = [finite[round(i * (len(finite) - 1) / (cells - 1))] for i in range(cells)]
+    low, high = min(picked), max(picked)
+    scale = (len(LEVELS) - 1) / (high - low) if high > low else 0.0
+    return "".join(LEVELS[round((value - low) * scale)] for value in picked)
+
+
+def figure(label: str, value: str, style: str = "") -> Text:
+    """A value behind its dim label."""
+    return Text.assemble((f"{label} ", "dim"), (value, style))
+
+
+def _row(label: str, figures: Sequence[Text], width: int) -> Text:
+    if width >= _ROOMY and figures:
+        # Room to keep the rows in columns, so that they don't jump about as figures grow.
+        figures[0].pad_right(max(0, _FIRST_CELLS - figures[0].cell_len))
+    gap = _gap(width)
+    shown = fitting(figures, width - _LABEL_CELLS, gap)
+    return Text.assemble((f"{label:<{_LABEL_CELLS}}", "dim"), Text(gap).join(shown))
+
+
+def _gap(width: int) -> str:
+    return "   " if width >= _ROOMY else "  "
+
+
+def fitting(figures: Sequence[Text], width: int, gap: str) -> list[Text]:
+    """As many of the figures, from the first on, as fit side by side."""
+    shown: list[Text] = []
+    used = 0
+    for figure in figures:
+        used += figure.cell_len + (len(gap) if shown else 0)
+        if used > width:
+            break
+        shown.append(figure)
+    return shown

@@ -1,24 +1,224 @@
-"""All that goes on on this machine at one moment: its cores, memory and GPUs, and the runs.
-
-In: a folder of runs, or runs by path. Out: a Moment, whenever it is asked for.
-"""
+"""What runs on this machine now: its cores, memory and GPUs, and the runs, read again and again from their folders."""
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from time import time
 from typing import Any
 
+import numpy as np
 import psutil
 
-from flatout.runlog.nvml import open_gpu
-from flatout.views.job import Job, JobReader
-from flatout.views.life import goes_on
+from flatout.runlog.jsonl import Tail, json_object, last_record, number
+from flatout.runlog.lanes import idle_causes, lane_use, timeline
+from flatout.runlog.meters import open_gpu
+from flatout.runlog.records import is_running, run_status
+from flatout.runlog.spans import Floats, Lane, SpanFollower
+from flatout.views.figures import seconds_left
+from flatout.views.live import History
 
 _FIRST_SECONDS = 0.2
 """How long the first look at the cores' load takes; later ones are over the time between them."""
+WINDOW_SECONDS = 60.0
+"""How much of a run that goes on its strips show."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Strip:
+    """What one lane did over the time that is shown."""
+
+    lane: str
+    clock: str
+    busy: float
+    """Share of that time."""
+    phases: dict[str, float]
+    """Share of each phase, largest first."""
+    cells: list[str]
+    """The largest phase of each bin of time; empty where nothing is known."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """A run at one moment; None for what is not known."""
+
+    name: str
+    status: str
+    """`running`, `ended`, `killed`, `gone` (the folder is) or `unknown` (it has told nothing)."""
+    outcome: str = ""
+    """How it ended: `finished`, `stopped` or `failed`."""
+    env: str = ""
+    algo: str = ""
+    device: str = ""
+    executor: str = ""
+    collectors: float | None = None
+    overlap: bool | None = None
+    env_steps: float | None = None
+    total_steps: float | None = None
+    wall_seconds: float | None = None
+    seconds_left: float | None = None
+    seconds_silent: float | None = None
+    """Since its last word, for a run that goes on."""
+    steps_per_second: float | None = None
+    episodes: float | None = None
+    return_mean: float | None = None
+    return_std: float | None = None
+    returns: list[float] = field(default_factory=list)
+    """Mean return over the run, evenly spaced."""
+    learner_busy: float | None = None
+    seconds_shown: float = 0.0
+    """How much time the strips show."""
+    strips: list[Strip] = field(default_factory=list)
+    idle: dict[str, float] = field(default_factory=dict)
+    """The learner's idle time by cause, as shares of the time shown, largest first."""
+    finding: dict[str, str] | None = None
+    """What holds it back most, and what to change."""
+    gpu: dict[str, Any] | None = None
+    """The newest sample of its GPU, of a run that goes on."""
+
+
+class JobReader:
+    """Reads one run's folder again and again."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._spans = SpanFollower(path / "spans.jsonl")
+        self._curve = _Curve(path / "metrics.csv")
+        self._config: dict[str, Any] = {}
+        self._seen: tuple[str, int] | None = None
+        self._job = Job(name=_word(path.resolve().name), status="unknown")
+
+    def read(self, n_cells: int) -> Job:
+        """The run now, each strip with so many cells; never raises for what is in the folder, or not."""
+        if not self._path.is_dir():
+            self._job = replace(self._job, status="gone", seconds_left=None, gpu=None)
+            return self._job
+        status, record = run_status(self._path)
+        self._job = self._strips(status, n_cells)
+        self._job = replace(self._job, status=status, **self._figures(status, record))
+        return self._job
+
+    def _strips(self, status: str, n_cells: int) -> Job:
+        """The job with its lanes brought up to date, if there is anything new to them."""
+        if not self._spans.read() and self._seen == (status, n_cells):
+            return self._job
+        self._seen = status, n_cells
+        spans = self._spans.last(WINDOW_SECONDS if status == "running" else None)
+        learner = spans.lanes.get("learner")
+        wall = learner.wall if learner is not None else 0.0
+        edges = _edges(spans.end, status, n_cells)
+        return replace(
+            self._job,
+            seconds_shown=float(edges[-1] - edges[0]),
+            strips=[_strip(lane, edges) for lane in spans.lanes.values()] if spans.end > 0 else [],
+            idle={cause: seconds / wall for cause, seconds in idle_causes(spans).items()} if wall > 0 else {},
+        )
+
+    def _figures(self, status: str, record: Mapping[str, Any]) -> dict[str, Any]:
+        self._config = self._config or _config(self._path)
+        known = {**self._config, **record}
+        executor, overlap = _mapping(record.get("executor")), _mapping(record.get("overlap"))
+        names = ("env_steps", "wall_seconds", "steps_per_second", "episodes", "return_mean", "return_std")
+        figures = {name: number(record.get(name)) for name in (*names, "learner_busy", "total_steps")}
+        updated, total = number(record.get("updated")), number(self._config.get("timesteps"))
+        runs = status == "running"
+        silent = max(0.0, time() - updated) if runs and updated is not None else None
+        figures["total_steps"] = figures["total_steps"] or total
+        return {
+            **figures,
+            **{name: _word(known.get(name)) for name in ("env", "algo")},
+            "device": _word(record.get("device")),
+            "outcome": _word(record.get("status")) if status == "ended" else "",
+            "executor": _word(executor.get("kind")),
+            "collectors": number(executor.get("collectors")),
+            "overlap": on if isinstance(on := overlap.get("on"), bool) else None,
+            "seconds_silent": silent,
+            "seconds_left": _left(figures, silent or 0.0) if runs else None,
+            "returns": self._curve.read(),
+            "finding": _finding(record.get("findings")),
+            "gpu": self._gpu() if runs else None,
+        }
+
+    def _gpu(self) -> dict[str, Any] | None:
+        return _mapping(last_record(self._path / "samples.jsonl", "t").get("gpu")) or None
+
+
+class _Curve:
+    """The mean return over a run, from metrics.csv."""
+
+    def __init__(self, path: Path) -> None:
+        self._tail = Tail(path)
+        self._column, self._history = -1, History()
+
+    def read(self) -> list[float]:
+        restarted, lines = self._tail.read()
+        if restarted:
+            self._column, self._history = -1, History()
+        for line in lines:
+            cells = line.decode(errors="replace").split(",")
+            if self._column < 0:
+                name = "rollout/ep_rew_mean"
+                self._column = cells.index(name) if name in cells else len(cells)
+            elif self._column < len(cells) and (value := _float(cells[self._column])) is not None:
+                self._history.add(value)
+        return self._history.values
+
+
+def _edges(end: float, status: str, n_cells: int) -> Floats:
+    """Bins that stand still while time goes on: the next one begins when the last is full."""
+    if status != "running":
+        return np.linspace(0.0, max(end, 1e-3), n_cells + 1)
+    width = WINDOW_SECONDS / n_cells
+    n_bins = max(n_cells, math.ceil(end / width))
+    return width * np.arange(n_bins - n_cells, n_bins + 1, dtype=float)
+
+
+def _strip(lane: Lane, edges: Floats) -> Strip:
+    use, shares = lane_use(lane), timeline(lane, edges)
+    cells = [lane.phases[int(row.argmax())] if row.sum() > 0 else "" for row in shares]
+    largest_first = sorted(use.seconds.items(), key=lambda item: -item[1])
+    phases = {phase: seconds / use.wall for phase, seconds in largest_first if seconds > 0}
+    return Strip(lane=lane.name, clock=lane.clock, busy=use.busy, phases=phases, cells=cells)
+
+
+def _left(figures: Mapping[str, float | None], silent: float) -> float | None:
+    steps, total, speed = (figures[name] for name in ("env_steps", "total_steps", "steps_per_second"))
+    if steps is None or not total or not speed:
+        return None
+    return max(0.0, seconds_left(steps, total, speed) - silent)
+
+
+def _config(path: Path) -> dict[str, Any]:
+    try:
+        return json_object((path / "config.json").read_bytes()) or {}
+    except OSError:
+        return {}
+
+
+def _finding(findings: object) -> dict[str, str] | None:
+    first = _mapping(findings[0]) if isinstance(findings, Sequence) and findings else {}
+    texts = {key: _word(first.get(key)) for key in ("what", "change")}
+    return texts if texts["what"] else None
+
+
+def _mapping(value: object) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _word(value: object) -> str:
+    """Text that cannot disturb a terminal."""
+    text = "" if value is None else str(value)
+    return "".join(character if character.isprintable() else " " for character in text)
+
+
+def _float(text: str) -> float | None:
+    try:
+        return number(float(text))
+    except ValueError:
+        return None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,7 +278,7 @@ class Monitor:
         """Take up runs that go on; those taken up once stay until their folder goes."""
         self._readers = {path: reader for path, reader in self._readers.items() if path.is_dir()}
         for path in _folders(self._runs_dir):
-            if path not in self._readers and goes_on(path):
+            if path not in self._readers and is_running(path):
                 self._readers[path] = JobReader(path)
 
     def _note(self) -> str:

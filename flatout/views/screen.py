@@ -1,23 +1,21 @@
-"""The monitor's screen: gauges of the machine, then the runs, in as much detail as there is room for.
-
-In: a Moment and a terminal's size. Out: rich renderables.
-"""
+"""The monitor's screen: gauges of the machine, then the runs, in as much detail as there is room for."""
 
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rich import box
 from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.text import Text
 
+from flatout.runlog.jsonl import number
+from flatout.timing import Phase
 from flatout.views.figures import count, duration, mean_and_std, percent, rate, share_done
-from flatout.views.gauges import gauges
-from flatout.views.job import Job
-from flatout.views.monitor import Moment
-from flatout.views.strips import LABEL_CELLS, strip_cells, strip_lines
-from flatout.views.view import bar, figure, fitting, sparkline
+from flatout.views.live import LEVELS, bar, figure, fitting, sparkline
+from flatout.views.monitor import Job, Moment, Strip
 
 WIDEST = 140
 _SILENT_SECONDS = 10.0
@@ -25,6 +23,36 @@ _SILENT_SECONDS = 10.0
 _LANES = (6, 2, 1, 0)
 """How many lanes a job shows, from the most detail to the least; below that it is a line."""
 _COLOURS = {"running": "green", "ended": "cyan", "killed": "red", "gone": "red"}
+LABEL_CELLS = 13
+_GAUGE_LABEL_CELLS = 9
+_BUSY_CELLS = 11
+_LONGEST = 120
+
+# Capitals are work, small letters are waiting and overhead. Of the colours, green is what the learner is there for,
+# red is its waiting, blue is collecting, grey is nothing to do.
+_PHASES: dict[str, tuple[str, str]] = {
+    Phase.UPDATE: ("U", "black on green"),
+    Phase.ADVANTAGE: ("V", "black on green"),
+    Phase.WAIT: ("w", "white on red"),
+    Phase.STAGE: ("g", "black on magenta"),
+    Phase.COMPILE: ("c", "white on magenta"),
+    Phase.RECORD: ("r", "black on yellow"),
+    Phase.EVALUATE: ("e", "black on yellow"),
+    Phase.CHECKPOINT: ("k", "black on yellow"),
+    Phase.PUBLISH: ("p", "black on white"),
+    Phase.START: ("b", "bright_white on bright_black"),
+    Phase.ACT: ("A", "black on cyan"),
+    Phase.ENV: ("E", "white on blue"),
+    Phase.TAIL: ("t", "white on magenta"),
+    Phase.STORE: ("S", "black on white"),
+    Phase.SLOT: ("l", "bright_white on bright_black"),
+}
+_OTHER = ("?", "reverse")
+_MEANINGS: dict[str, str] = {
+    Phase.WAIT: "wait for data",
+    Phase.SLOT: "wait for the learner",
+    Phase.TAIL: "wait for the slowest env",
+}
 
 
 def cells_for(columns: int) -> int:
@@ -166,3 +194,119 @@ def _brief(job: Job, width: int) -> Text:
     if job.learner_busy is not None:
         figures.append(figure("busy", percent(job.learner_busy)))
     return Text("  ", no_wrap=True, overflow="crop").join(fitting(figures, width, "  "))
+
+
+def strip_cells(width: int) -> int:
+    """How many cells a strip has in a job of that width."""
+    return max(8, min(_LONGEST, width - LABEL_CELLS - _BUSY_CELLS))
+
+
+def strip_lines(job: Job, width: int, most: int) -> list[Text]:
+    """The first lanes, what is not shown of the others, and the legend."""
+    if not job.strips:
+        return []
+    shown, rest = job.strips[:most], job.strips[most:]
+    lines = [_strip_line(strip) for strip in shown]
+    if rest:
+        lines.append(_other_strips(rest))
+    return [*lines, *_legend(job, shown, width)]
+
+
+def _strip_line(strip: Strip) -> Text:
+    cells = [_PHASES.get(phase, _OTHER) if phase else ("·", "dim") for phase in strip.cells]
+    label = strip.lane if strip.clock == "host" else f"{strip.lane} clock"
+    return Text.assemble(
+        (f"{label:<{LABEL_CELLS}}"[:LABEL_CELLS], "dim"), *cells, f"  busy {percent(strip.busy)}"
+    )
+
+
+def _other_strips(strips: Sequence[Strip]) -> Text:
+    low, high = min(strip.busy for strip in strips), max(strip.busy for strip in strips)
+    busy = percent(low) if percent(low) == percent(high) else f"{percent(low)} to {percent(high)}"
+    return Text(f"{'':<{LABEL_CELLS}}… {len(strips)} more, busy {busy}", "dim")
+
+
+def _legend(job: Job, strips: Sequence[Strip], width: int) -> list[Text]:
+    """The letters that can be seen, in fewer words or two lines where it is narrow, and how much time is shown."""
+    seen = [phase for strip in strips for phase in strip.cells if phase]
+    phases = sorted(set(seen), key=lambda phase: -seen.count(phase))
+    room = width - LABEL_CELLS
+    words = [_explained(phase, _MEANINGS) for phase in phases]
+    if len(first := fitting(words, room, "  ")) < len(words):
+        words = [_explained(phase, {}) for phase in phases]
+        first = fitting(words, room, "  ")
+    second = fitting(words[len(first) :], room, "  ")
+    span = f"last {job.seconds_shown:.0f} s" if job.status == "running" else duration(job.seconds_shown)
+    rows = [(span, first), ("", second)] if second else [(span, first)]
+    return [
+        Text.assemble((f"{label:<{LABEL_CELLS}}"[:LABEL_CELLS], "dim"), Text("  ").join(shown))
+        for label, shown in rows
+    ]
+
+
+def _explained(phase: str, meanings: Mapping[str, str]) -> Text:
+    return Text.assemble(_PHASES.get(phase, _OTHER), f" {meanings.get(phase, phase)}")
+
+
+def gauges(moment: Moment, width: int) -> list[Text]:
+    """The machine in a few lines."""
+    share = share_done(moment.memory, moment.memory_total)
+    used = f"{_gigabytes(moment.memory)} of {_gigabytes(moment.memory_total)} ({percent(share)})"
+    return [
+        *_cores(moment.cores, width),
+        _gauge("memory", share, Text(used), width),
+        *([Text(moment.no_gpu, "dim", no_wrap=True, overflow="ellipsis")] if moment.no_gpu else []),
+        *(line for device, gpu in moment.gpus.items() for line in _gpu(device, gpu, width)),
+    ]
+
+
+def _cores(loads: list[float], width: int) -> list[Text]:
+    """A bar for each core or, where there are many, a block of its height."""
+    per_line = max(1, (width - _GAUGE_LABEL_CELLS) // 22)
+    if len(loads) > 2 * per_line:
+        mean = f" {percent(sum(loads) / len(loads))}"
+        blocks = "".join(LEVELS[round(7 * share_done(load, 1.0))] for load in loads)
+        room = max(1, width - _GAUGE_LABEL_CELLS - len(mean))
+        parts = [blocks[i : i + room] for i in range(0, len(blocks), room)]
+        parts[-1] += mean
+        return [_labelled("cores" if i == 0 else "", Text(part)) for i, part in enumerate(parts)]
+    n_lines = -(-len(loads) // per_line)
+    per_line = -(-len(loads) // max(1, n_lines))
+    room = (width - _GAUGE_LABEL_CELLS) // max(1, per_line)
+    bars = [Text.assemble(bar(min(load, 1.0), room - 8), f" {percent(load):<7}") for load in loads]
+    starts = range(0, len(bars), per_line)
+    return [_labelled("cores" if i == 0 else "", Text().join(bars[i : i + per_line])) for i in starts]
+
+
+def _gpu(device: str, gpu: Mapping[str, Any], width: int) -> list[Text]:
+    """What the card told last; what it does not tell is left out."""
+    known = {name: value for name in gpu if (value := number(gpu[name])) is not None}
+    memory, total, load = known.get("memory"), known.get("memory_total"), known.get("utilization")
+    figures = []
+    if load is not None:
+        # Not plain "busy": the driver counts any kernel, however little of the card it fills.
+        figures.append(Text(f"{percent(load)} of time in kernels"))
+    if memory is not None:
+        figures.append(Text(_gigabytes(memory) + (f" of {_gigabytes(total)}" if total else "")))
+    for name, unit in (("power", "W"), ("temperature", "°C")):
+        if name in known:
+            figures.append(Text(f"{known[name]:.0f} {unit}"))
+    shown = Text("  ").join(fitting(figures, width - _GAUGE_LABEL_CELLS - 6, "  "))
+    line = _labelled(device, shown) if load is None else _gauge(device, load, shown, width)
+    reasons = gpu.get("throttled")
+    if not isinstance(reasons, list) or not reasons:
+        return [line]
+    return [line, _labelled("", Text(f"slowed by {', '.join(map(str, reasons))}", "bold red"))]
+
+
+def _gauge(label: str, share: float, text: Text, width: int) -> Text:
+    room = max(4, min(width // 2, width - _GAUGE_LABEL_CELLS - text.cell_len - 2))
+    return _labelled(label, Text.assemble(bar(share_done(share, 1.0), room), "  ", text))
+
+
+def _labelled(label: str, text: Text) -> Text:
+    return Text.assemble((f"{label:<{_GAUGE_LABEL_CELLS}}", "dim"), text, no_wrap=True, overflow="crop")
+
+
+def _gigabytes(n_bytes: float) -> str:
+    return f"{n_bytes / 2**30:.1f} GB"

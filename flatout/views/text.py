@@ -1,35 +1,227 @@
-"""A run's report for the terminal: at most 15 lines, the verdict first.
-
-In: a run's folder or its records, and findings. Out: text; what is not known is left out or told.
-"""
+"""A run in plain text: its summary line by line, the verdict in two sentences, and the report for the terminal."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from flatout.perf.finding import Finding
-from flatout.runlog.summary import summary_lines
-from flatout.views.figures import percent, rate
-from flatout.views.records import RunRecords, read_run
-from flatout.views.verdict import busy_seconds, idle_base, verdict
+from flatout.perf.from_run import findings_of_run
+from flatout.runlog.jsonl import number as known_number
+from flatout.runlog.records import RunRecords, read_run
+from flatout.timing import LEARN_PHASES
+from flatout.views.figures import count, mean_and_std, number, percent, rate, seconds_text
+
+Summary = Mapping[str, Any]
+"""The fields of summary.json, any of which may be null or missing."""
 
 _LABEL_CELLS = 14
 _MOST_LINES = 15
-_SHOWN = ("run", "target", "pipeline", "executor", "recovered")
-"""Lines of the summary that the verdict does not tell already."""
+_IN_REPORT = ("run", "target", "pipeline", "executor", "recovered")
+"""Lines of the summary that the report shows below the verdict."""
+_RECOVERED = (
+    ("restarts", "worker restarts"),
+    ("oom_backoffs", "out-of-memory back-offs"),
+    ("nan_skips", "NaN updates skipped"),
+)
+_STATUS = {
+    "finished": "Finished",
+    "stopped": "Stopped early",
+    "failed": "Failed",
+    "running": "Still running",
+    "killed": "Killed",
+}
+_BUSY_ENOUGH = 0.85
+
+
+def summary_text(summary: Summary) -> str:
+    """The summary of a run that has just ended, without what is not known."""
+    return "\n".join(f"{label:<{_LABEL_CELLS}}{text}" for label, text in summary_lines(summary))
+
+
+def summary_lines(summary: Summary) -> list[tuple[str, str]]:
+    """The summary as pairs of a label and its text, without what is not known."""
+    lines = (
+        (str(summary.get("status") or "ended"), _steps_and_time(summary)),
+        ("run", _identity(summary)),
+        ("return", _return(summary)),
+        ("target", _target(summary)),
+        ("learner busy", _busy(summary)),
+        ("time went to", _phases(summary)),
+        ("pipeline", _pipeline(summary)),
+        ("executor", _executor(summary)),
+        ("policy lag", _lag(summary)),
+        ("recovered", _recovered(summary)),
+        ("folder", str(summary.get("folder") or "")),
+    )
+    return [(label, text) for label, text in lines if text]
+
+
+def _numbers(fields: Summary, *keys: str) -> tuple[float | None, ...]:
+    return tuple(known_number(fields.get(key)) for key in keys)
+
+
+def _steps_and_time(summary: Summary) -> str:
+    steps, wall, speed, startup = _numbers(
+        summary, "env_steps", "wall_seconds", "steps_per_second", "startup_seconds"
+    )
+    text = f"{count(steps or 0)} env steps"
+    text += f" in {seconds_text(wall)}" if wall is not None else ""
+    text += f", {rate(speed)} steps/s" if speed is not None else ""
+    return text + (f", after {seconds_text(startup)} to start" if startup is not None else "")
+
+
+def _identity(summary: Summary) -> str:
+    seed = summary.get("seed")
+    parts = [summary.get("env"), summary.get("algo"), summary.get("preset"), summary.get("device")]
+    known = [str(part) for part in parts if part]
+    return ", ".join([*known, f"seed {seed}"] if seed is not None else known)
+
+
+def _return(summary: Summary) -> str:
+    mean, std, episodes = _numbers(summary, "return_mean", "return_std", "episodes")
+    if mean is None:
+        return "not known: no episode ended"
+    text = mean_and_std(mean, std)
+    if episodes is None:
+        return text
+    return f"{text} over the last {count(min(100, episodes))} of {count(episodes)} episodes"
+
+
+def _target(summary: Summary) -> str:
+    target, seconds, steps = _numbers(
+        summary, "target_return", "target_reached_seconds", "target_reached_steps"
+    )
+    if target is None:
+        return ""
+    if seconds is None and steps is None:
+        return f"{number(target)} not reached"
+    after = [seconds_text(seconds)] if seconds is not None else []
+    after += [f"{count(steps)} env steps"] if steps is not None else []
+    return f"{number(target)} reached after {' and '.join(after)}"
+
+
+def _busy(summary: Summary) -> str:
+    busy, device, joules = _numbers(summary, "learner_busy", "device_utilization", "device_energy_joules")
+    parts = [f"{percent(busy)} of the time"] if busy is not None else []
+    if device is not None:
+        parts.append(f"device utilisation {percent(device)} (share of time in which any kernel ran)")
+    if joules is not None:
+        parts.append(f"{number(joules / 1000)} kJ")
+    return ", ".join(parts)
+
+
+def _phases(summary: Summary) -> str:
+    phases = summary.get("phases")
+    if not isinstance(phases, Mapping):
+        return ""
+    seconds = {str(name): s for name, value in phases.items() if (s := known_number(value)) is not None}
+    return _shares(seconds, known_number(summary.get("wall_seconds")) or sum(seconds.values()))
+
+
+def _shares(seconds: Mapping[str, float], total: float) -> str:
+    """`update 51 %, env 29 %`, largest first, without what rounds to nothing."""
+    if total <= 0:
+        return ""
+    largest_first = sorted(seconds.items(), key=lambda item: -item[1])
+    return ", ".join(f"{name} {percent(s / total)}" for name, s in largest_first if s / total >= 0.005)
+
+
+def _pipeline(summary: Summary) -> str:
+    collect, learn, efficiency = _numbers(summary, "collect_rate", "learn_rate", "pipeline_efficiency")
+    if collect is None or learn is None:
+        return ""
+    slower = "collecting" if collect < learn else "learning"
+    text = (
+        f"collects {rate(collect)} and learns {rate(learn)} steps/s when neither waits: {slower} is the limit"
+    )
+    return text if efficiency is None else f"{text}, {percent(efficiency)} of it reached"
+
+
+def _executor(summary: Summary) -> str:
+    executor = summary.get("executor")
+    if not isinstance(executor, Mapping) or not executor.get("kind"):
+        return ""
+    reason = executor.get("reason")
+    counts = [(noun, executor.get(f"{noun}s")) for noun in ("collector", "worker")]
+    sizes = [f"{n} {noun}" if n == 1 else f"{n} {noun}s" for noun, n in counts if n]
+    return ", ".join([str(executor["kind"]), *sizes]) + (f" ({reason})" if reason else "")
+
+
+def _lag(summary: Summary) -> str:
+    mean, largest = _numbers(summary, "policy_lag_mean", "policy_lag_max")
+    return f"{number(mean)} on average, {count(largest)} at most" if largest else ""
+
+
+def _recovered(summary: Summary) -> str:
+    counts = [(label, known_number(summary.get(key))) for key, label in _RECOVERED]
+    return ", ".join(f"{count(n)} {label}" for label, n in counts if n)
+
+
+def run_findings(records: RunRecords) -> list[Finding]:
+    """What slowed the run down and what to change."""
+    known = {name: column[np.isfinite(column)] for name, column in records.metrics.items()}
+    medians = {name: float(np.median(column)) for name, column in known.items() if column.size}
+    return findings_of_run({**records.summary, "metrics": medians}, records.config, records.system)
+
+
+def verdict(records: RunRecords) -> str:
+    """Status, return, speed, learner busy, and what limits the run."""
+    return " ".join(sentence for sentence in (_outcome(records.summary), _limit(records)) if sentence)
+
+
+def _outcome(summary: Summary) -> str:
+    steps, wall, speed, mean, std = _numbers(
+        summary, "env_steps", "wall_seconds", "steps_per_second", "return_mean", "return_std"
+    )
+    status = _STATUS.get(str(summary.get("status")), "Not ended, running or killed")
+    if not steps:
+        return f"{status}: no env step is recorded."
+    text = f"{status}: {count(steps)} env steps"
+    text += f" in {seconds_text(wall)}" if wall is not None else ""
+    text += f", {rate(speed)} steps/s" if speed is not None else ""
+    text += f", return {mean_and_std(mean, std)}" if mean is not None else ", no episode ended"
+    return text + "."
+
+
+def _limit(records: RunRecords) -> str:
+    busy = known_number(records.summary.get("learner_busy"))
+    if busy is None:
+        return ""
+    text = f"The learner was busy {percent(busy)} of the time"
+    if busy >= _BUSY_ENOUGH:
+        return f"{text}: learning itself is the limit."
+    idle, total = records.idle, learner_wall(records)
+    if not idle or total <= 0:
+        return f"{text}."
+    cause, seconds = next(iter(idle.items()))
+    return f"{text}; most of the rest went to {cause} ({percent(seconds / total)})."
+
+
+def learner_wall(records: RunRecords) -> float:
+    """The wall time of the learner's lane, which its busy and idle seconds are a part of."""
+    learner = records.spans.lanes.get("learner")
+    return learner.wall if learner is not None else sum(records.phases.values())
+
+
+def busy_seconds(records: RunRecords) -> float:
+    """Seconds that the learner spent in update work."""
+    return sum(records.phases.get(phase, 0.0) for phase in LEARN_PHASES)
 
 
 def report_text(run: Path | RunRecords, findings: Sequence[Finding] | None = None, width: int = 100) -> str:
-    """The verdict, where the time went, the first two findings, what is missing, and the folder."""
+    """At most 15 lines: the verdict, where the time went, the first two findings, what is missing, the folder."""
     records = read_run(run) if isinstance(run, Path) else run
-    findings = records.findings if findings is None else findings
-    told = dict(summary_lines(records.summary))
+    findings = run_findings(records) if findings is None else findings
+    summary = dict(summary_lines(records.summary))
     lines = [
-        ("time went to", _times(records)),
+        ("time went to", _shares({"updates": busy_seconds(records)} | records.idle, learner_wall(records))),
         *((f"{i}. to change", _finding(finding)) for i, finding in enumerate(findings[:2], start=1)),
-        *((label, told.get(label, "")) for label in _SHOWN),
+        *((label, summary.get(label, "")) for label in _IN_REPORT),
     ]
     head = _wrap(verdict(records), width, _MOST_LINES // 3)
     missing = _row("missing", "; ".join(records.problems), width, 2)
@@ -42,38 +234,22 @@ def report_text(run: Path | RunRecords, findings: Sequence[Finding] | None = Non
     return "\n".join([*head, *body, *tail])
 
 
-def _times(records: RunRecords) -> str:
-    base = idle_base(records)
-    if base <= 0:
-        return ""
-    busy = {"updates": sum(busy_seconds(records).values())}
-    parts = sorted((busy | records.idle).items(), key=lambda item: -item[1])
-    return ", ".join(
-        f"{cause} {percent(seconds / base)}" for cause, seconds in parts if seconds / base >= 0.005
-    )
-
-
 def _finding(finding: Finding) -> str:
-    flags = f" ({' '.join(finding.flags)})" if finding.flags else ""
-    return f"{finding.what}: {finding.change}{flags}{_predicted(finding)}"
-
-
-def _predicted(finding: Finding) -> str:
+    text = f"{finding.what}: {finding.change}"
+    text += f" ({' '.join(finding.flags)})" if finding.flags else ""
     if finding.gain is None:
-        return ""
+        return text
     speed = f", {rate(finding.steps_per_second)} steps/s" if finding.steps_per_second is not None else ""
-    return f": about {finding.gain:.1f} × the speed{speed}"
+    return f"{text}: about {finding.gain:.1f} × the speed{speed}"
 
 
 def _row(label: str, text: str, width: int, most: int) -> list[str]:
-    if not text:
-        return []
     wrapped = _wrap(text, max(20, width - _LABEL_CELLS), most)
     return [f"{label if i == 0 else '':<{_LABEL_CELLS}}{line}" for i, line in enumerate(wrapped)]
 
 
 def _wrap(text: str, width: int, most: int) -> list[str]:
-    """Lines that keep a figure and its unit together."""
+    """At most `most` lines, with a figure and its unit kept together."""
     glued = text.replace(" %", "\N{NO-BREAK SPACE}%").replace(" steps/s", "\N{NO-BREAK SPACE}steps/s")
     lines = textwrap.wrap(glued, width, max_lines=most, placeholder=" …")
     return [line.replace("\N{NO-BREAK SPACE}", " ") for line in lines]

@@ -23,7 +23,7 @@ def test_a_killed_run_is_traced_as_far_as_it_goes(tmp_path: Path, capsys: pytest
     folder = write_killed_run(tmp_path / "a")
     (folder / "samples.jsonl").unlink()
     assert run(["trace", str(folder), "--out", str(tmp_path / "t.json")]) == 0
-    assert "note: spans.jsonl ends within a line, which is left out" in capsys.readouterr().out
+    assert "note: spans.jsonl ends in an incomplete line, which is ignored" in capsys.readouterr().out
     assert json.loads((tmp_path / "t.json").read_text())["traceEvents"]
     assert not (folder / "trace.json").exists()
 

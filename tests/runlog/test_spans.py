@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from flatout.runlog.spans import read_spans
+from flatout.runlog.spans import SpanFollower, read_spans
 from tests.runlog.lane_examples import BEGAN, chain, cut, folded, lockstep, overlap, write_lines
 
 
@@ -39,7 +39,7 @@ def test_a_file_cut_anywhere_in_its_last_line_loses_only_that(tmp_path: Path, n_
         assert spans.problems == []
         assert spans.lanes["learner"].end.tolist() == pytest.approx([1.0, 1.123457])
     else:
-        assert spans.problems == ["spans.jsonl ends within a line, which is left out"]
+        assert spans.problems == ["spans.jsonl ends in an incomplete line, which is ignored"]
         assert spans.lanes["learner"].end.tolist() == [1.0]
 
 
@@ -55,8 +55,8 @@ def test_what_cannot_be_read_is_counted_and_told(tmp_path: Path) -> None:
     spans = read_spans(path)
     assert spans.problems == [
         "spans.jsonl has 2 unreadable lines",
-        "spans.jsonl has 4 lines that say no span",
-        "42 spans were lost in writing",
+        "spans.jsonl has 4 records without a valid span",
+        "42 spans lost in writing",
     ]
     assert spans.lanes["learner"].end.tolist() == [1.0]
 
@@ -95,4 +95,17 @@ def test_spans_that_overlap_are_cut_and_told(tmp_path: Path) -> None:
     lane = spans.lanes["learner"]
     assert (lane.start[1:] >= lane.end[:-1]).all()
     assert lane.total() == {"update": 2.5, "wait": 0.5, "record": 0.0}
-    assert spans.problems == ["2 spans lay over others of their lane and were cut"]
+    assert spans.problems == ["2 spans cut where they overlap others of their lane"]
+
+
+def test_spans_after_a_checkpoint_are_forgotten_when_the_run_is_resumed(tmp_path: Path) -> None:
+    path = tmp_path / "spans.jsonl"
+    write_lines(path, chain("learner", [("update", 10.0), ("wait", 10.0)]))
+    follower = SpanFollower(path)
+    assert follower.read()
+    assert follower.last().lanes["learner"].total() == {"update": 10.0, "wait": 10.0}
+    write_lines(path, chain("learner", [("update", 3.0)]), offset=12.0, mode="a")
+    assert follower.read()
+    assert follower.last().lanes["learner"].total() == pytest.approx({"update": 13.0, "wait": 2.0})
+    assert follower.last(4.0).lanes["learner"].total() == pytest.approx({"wait": 1.0, "update": 3.0})
+    assert not follower.read()

@@ -15,7 +15,7 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.common.print_page_options import PrintOptions
 from selenium.webdriver.remote.webelement import WebElement
 
-from flatout.views.build import write_report
+from flatout.views.report import write_report
 from tests.runlog.lane_examples import CONFIG, write_killed_run, write_run
 from tests.views.test_text import FINDING
 

@@ -18,8 +18,7 @@ from typing import TextIO
 import pytest
 
 from flatout.views.display import make_display
-from flatout.views.live import LiveDisplay
-from flatout.views.view import History, bar, sparkline
+from flatout.views.live import History, LiveDisplay, bar, sparkline
 from tests.runlog.progress_examples import progress
 
 TOKEN = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|.", re.DOTALL)

@@ -16,11 +16,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from flatout.runlog.follow import SpanFollower
-from flatout.runlog.tail import Tail, last_record
-from flatout.views.job import Job, JobReader
-from flatout.views.life import is_alive
-from flatout.views.monitor import Moment, Monitor
+from flatout.views.monitor import Job, JobReader, Moment, Monitor
 from flatout.views.screen import cells_for, screen
 
 HEADER = {"began": 1_700_000_000.0, "offset": 0.0, "version": 1}
@@ -176,13 +172,6 @@ def test_a_killed_run_is_shown_when_it_is_named(tmp_path: Path) -> None:
     assert look(runs_dir=tmp_path).jobs == []
 
 
-def test_another_process_with_the_same_number_is_not_the_run() -> None:
-    assert is_alive({"pid": os.getpid(), "updated": time.time()})
-    assert not is_alive({"pid": os.getpid(), "updated": 1_000_000.0})
-    for pid in (-1, 2**80, "7", None, 1.5):
-        assert not is_alive({"pid": pid, "updated": time.time()})
-
-
 def test_an_ended_run_tells_how_and_a_resumed_one_goes_on(tmp_path: Path) -> None:
     run = make_run(tmp_path / "first")
     summary = {"status": "stopped", "env": "CartPole-v1", "algo": "ppo", "env_steps": 4000}
@@ -290,50 +279,6 @@ def test_many_collectors_are_summed_up(tmp_path: Path) -> None:
     assert "collector 4" in text
     assert "collector 5" not in text
     assert "… 35 more, busy 67 %" in text
-
-
-def test_a_tail_gives_each_whole_line_once(tmp_path: Path) -> None:
-    path = tmp_path / "lines"
-    tail = Tail(path)
-    assert tail.read() == (False, [])
-    path.write_bytes(b"one\ntw")
-    assert tail.read() == (False, [b"one"])
-    with path.open("ab") as file:
-        file.write(b"o\nthree\n")
-    assert tail.read() == (False, [b"two", b"three"])
-    assert tail.read() == (False, [])
-    path.write_bytes(b"new\n")
-    assert tail.read() == (True, [b"new"])
-    (tmp_path / "other").write_bytes(b"new\nand longer\n")
-    (tmp_path / "other").replace(path)
-    assert tail.read() == (True, [b"new", b"and longer"])
-    path.write_bytes(b"another beginning\nof greater length\n")
-    assert tail.read()[0]
-    path.unlink()
-    assert tail.read() == (True, [])
-    assert tail.read() == (False, [])
-
-
-def test_the_last_record_of_a_large_file(tmp_path: Path) -> None:
-    path = tmp_path / "samples.jsonl"
-    write_lines(path, HEADER, *({"t": n, "cores": [1.0] * 20} for n in range(5000)))
-    with path.open("a") as file:
-        file.write('{"t": 5000, "co')
-    assert last_record(path, "t")["t"] == 4999
-    assert last_record(path, "nothing") == {}
-
-
-def test_spans_after_a_checkpoint_are_forgotten_when_the_run_is_resumed(tmp_path: Path) -> None:
-    path = tmp_path / "spans.jsonl"
-    write_lines(path, HEADER, span("learner", 0, 10, update=10.0), span("learner", 10, 20, wait=10.0))
-    follower = SpanFollower(path)
-    assert follower.read()
-    assert follower.last().lanes["learner"].total() == {"update": 10.0, "wait": 10.0}
-    write_lines(path, HEADER | {"offset": 12.0}, span("learner", 0, 3, update=3.0))
-    assert follower.read()
-    assert follower.last().lanes["learner"].total() == pytest.approx({"update": 13.0, "wait": 2.0})
-    assert follower.last(4.0).lanes["learner"].total() == pytest.approx({"wait": 1.0, "update": 3.0})
-    assert not follower.read()
 
 
 def test_a_second_look_reads_only_what_is_new(tmp_path: Path) -> None:

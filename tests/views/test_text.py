@@ -8,7 +8,7 @@ import pytest
 
 from flatout.errors import FlatoutError
 from flatout.perf.finding import Finding
-from flatout.views.records import read_run
+from flatout.runlog.records import read_run
 from flatout.views.text import report_text
 from tests.runlog.lane_examples import CONFIG, SUMMARY, write_killed_run, write_run
 
@@ -31,7 +31,7 @@ def test_the_verdict_comes_first_and_says_what_limits_the_run(tmp_path: Path) ->
     assert max(map(len, lines)) <= 100
     assert " ".join(lines[:2]) == (
         "Finished: 50,000 env steps in 10.0 s, 5,000 steps/s, return 486.2 ± 12.0. "
-        "The learner was busy 50 % of the time; the largest part of the rest went to waiting for envs (29 %)."
+        "The learner was busy 50 % of the time; most of the rest went to waiting for envs (29 %)."
     )
     assert "time went to  updates 51 %, waiting for envs 29 %, waiting for inference 10 %" in text
     assert "Collect while learning (--overlap on)" in text
@@ -50,8 +50,8 @@ def test_a_busy_learner_is_the_limit(tmp_path: Path) -> None:
 def test_a_killed_run_shows_what_is_there_and_says_what_is_missing(tmp_path: Path) -> None:
     text = report_text(write_killed_run(tmp_path / "a"))
     assert text.startswith("Killed: 31,000 env steps in 6.2 s")
-    assert "summary.json is missing: the run has not come to its end" in text
-    assert "spans.jsonl ends within a line" in text.replace("\n              ", " ")
+    assert "summary.json is missing: the run did not end properly" in text
+    assert "spans.jsonl ends in an incomplete line" in text.replace("\n              ", " ")
 
 
 def test_a_run_that_goes_on_is_no_fault(tmp_path: Path) -> None:
@@ -73,11 +73,12 @@ def test_the_summary_before_a_resume_is_not_the_end(tmp_path: Path) -> None:
 def test_without_summary_and_progress_the_metrics_tell(tmp_path: Path) -> None:
     folder = write_killed_run(tmp_path / "a")
     (folder / "progress.json").unlink()
+    os.utime(folder / "samples.jsonl", (1, 1))  # a fresh one would mean that it is running
     with (folder / "metrics.csv").open("a") as file:
         file.write("999999,91,")  # a row that was being written
     text = report_text(folder)
     assert text.startswith(
-        "Not ended, still going or killed: 50,000 env steps in 10.0 s, 5,000 steps/s, return 48"
+        "Not ended, running or killed: 50,000 env steps in 10.0 s, 5,000 steps/s, return 48"
     )
     assert "run           CartPole-v1, ppo, seed 1" in text
 
@@ -85,7 +86,7 @@ def test_without_summary_and_progress_the_metrics_tell(tmp_path: Path) -> None:
 def test_an_empty_run_folder_says_what_is_missing(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     text = report_text(tmp_path)
-    assert text.startswith("Not ended, still going or killed: no env step is recorded.")
+    assert text.startswith("Not ended, running or killed: no env step is recorded.")
     records = read_run(tmp_path)
     missing = [problem.split()[0] for problem in records.problems if "is missing" in problem]
     assert sorted(missing) == ["metrics.csv", "samples.jsonl", "spans.jsonl", "summary.json", "system.json"]

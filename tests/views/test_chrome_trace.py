@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from flatout.runlog.chrome import trace_json
 from flatout.runlog.samples import read_samples
 from flatout.runlog.spans import read_spans
+from flatout.views.chrome_trace import trace_json
 from tests.runlog.lane_examples import cut, lockstep, overlap, samples, write_lines
 
 

@@ -1,7 +1,4 @@
-"""What a GPU does, as NVIDIA's driver tells it: the only file that knows NVML.
-
-In: a device as torch names it. Out: a GpuSample at each read; a field the card does not tell is None.
-"""
+"""Readings of the machine, the run's processes and an NVIDIA GPU: the only file that knows NVML."""
 
 from __future__ import annotations
 
@@ -12,6 +9,12 @@ from dataclasses import dataclass
 from time import perf_counter
 from types import ModuleType
 from typing import Any
+
+import psutil
+
+TREE_SECONDS = 1.0
+"""The list of the run's processes is renewed this often: making it looks at every process of the machine."""
+
 
 _THROTTLED = {
     0x002: "clocks set by the user",
@@ -29,35 +32,94 @@ _IDLE = 0x001
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class HostSample:
+    """One reading of the machine and of the run's processes."""
+
+    cores: list[float]
+    """Load of each core in percent."""
+    memory: int
+    """Bytes in use on the machine."""
+    run_memory: int
+    """Resident bytes of the run's processes; shared memory counts once per process."""
+    run_cpu: float | None
+    """CPU of the run's processes in percent of one core; None when no time has passed."""
+    n_processes: int
+    """Processes of the run."""
+
+
+class HostMeter:
+    """Reads the machine, and the process `pid` (this one unless given) with its descendants.
+
+    Loads are over the time since the last read. Make and read it in one thread: psutil keeps the last loads per
+    thread.
+    """
+
+    def __init__(self, pid: int | None = None) -> None:
+        self._root = psutil.Process(pid)
+        self._processes: list[psutil.Process] = []
+        self._walked = float("-inf")
+        self._cpu_seconds: dict[int, float] = {}
+        self._then = perf_counter()
+        self.read()
+
+    def read(self) -> HostSample:
+        """The machine and the run now, without processes that end meanwhile."""
+        now = perf_counter()
+        self._list_processes(now)
+        memory = psutil.virtual_memory()
+        run_memory, seconds = 0, {}
+        for process in self._processes:
+            try:
+                seconds[process.pid] = sum(process.cpu_times()[:2])
+                run_memory += process.memory_info().rss
+            except psutil.Error:
+                seconds.pop(process.pid, None)
+        return HostSample(
+            cores=psutil.cpu_percent(percpu=True),
+            memory=memory.total - memory.available,
+            run_memory=run_memory,
+            run_cpu=self._load(seconds, now),
+            n_processes=len(seconds),
+        )
+
+    def _list_processes(self, now: float) -> None:
+        if now - self._walked < TREE_SECONDS:
+            return
+        try:
+            self._processes = [self._root, *self._root.children(recursive=True)]
+        except psutil.Error:
+            self._processes = []
+        self._walked = now
+
+    def _load(self, seconds: dict[int, float], now: float) -> float | None:
+        """Percent of one core since the last read, over processes present both times."""
+        before, elapsed = self._cpu_seconds, now - self._then
+        used = sum(spent - before[pid] for pid, spent in seconds.items() if pid in before)
+        self._cpu_seconds, self._then = seconds, now
+        return 100 * max(0.0, used) / elapsed if elapsed > 0 else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class GpuSample:
-    """One reading of a GPU; None for what the card does not tell."""
+    """One reading of a GPU; None for what the card does not report."""
 
     utilization: float | None
     """Share of the driver's last period (1/6 to 1 s) in which any kernel ran, 0 to 1; not occupancy."""
-
     memory: int | None
     """Bytes in use, by all processes."""
-
     memory_total: int | None
-    """Bytes the card has."""
-
     power: float | None
     """Watts."""
-
     energy: float | None
-    """Joules since the meter was opened: the card's counter, else power over time."""
-
+    """Joules since the meter was opened: the card's counter, or power integrated over time."""
     sm_clock: int | None
     """MHz of the multiprocessors."""
-
     temperature: int | None
     """Degrees Celsius."""
-
     throttled: list[str] | None
-    """What holds the clocks down, in plain words; empty when nothing does."""
-
+    """Why the clocks are held down, in plain words; empty if they are not."""
     n_processes: int | None
-    """Processes that compute on the card, as far as this one may see them."""
+    """Compute processes on the card that the driver shows."""
 
 
 class GpuMeter:
@@ -72,7 +134,7 @@ class GpuMeter:
         self._energy(self._power())
 
     def read(self) -> GpuSample | None:
-        """What the card tells now; None when it tells nothing at all."""
+        """One reading; None when the card answers nothing at all."""
         nvml = self._nvml
         rates = self._ask(nvml.nvmlDeviceGetUtilizationRates)
         memory = self._ask(nvml.nvmlDeviceGetMemoryInfo)
@@ -89,11 +151,11 @@ class GpuMeter:
             throttled=self._throttled(),
             n_processes=None if processes is None else len(processes),
         )
-        told = (getattr(sample, name) for name in GpuSample.__slots__ if name != "energy")
-        return None if all(value is None for value in told) else sample
+        known = (getattr(sample, name) for name in GpuSample.__slots__ if name != "energy")
+        return None if all(value is None for value in known) else sample
 
     def close(self) -> None:
-        """Let go of the driver."""
+        """Release the driver."""
         with suppress(*self._refusals):
             self._nvml.nvmlShutdown()
 
@@ -108,7 +170,7 @@ class GpuMeter:
         return None if milliwatts is None else milliwatts / 1000
 
     def _energy(self, power: float | None) -> float | None:
-        """Joules since opening; a card without a counter has its power integrated, if it tells that."""
+        """Joules since opening; without a counter the power is integrated."""
         if self._counted_before is not None:
             counted = self._ask(self._nvml.nvmlDeviceGetTotalEnergyConsumption)
             return None if counted is None else (counted - self._counted_before) / 1000
@@ -121,13 +183,13 @@ class GpuMeter:
         return self._joules
 
     def _temperature(self) -> int | None:
-        # Drivers of before 2025 know only the older call.
+        # Drivers before 2025 have only the older call.
         nvml, sensor = self._nvml, self._nvml.NVML_TEMPERATURE_GPU
-        told: int | None = self._ask(nvml.nvmlDeviceGetTemperatureV, sensor)
-        return self._ask(nvml.nvmlDeviceGetTemperature, sensor) if told is None else told
+        value: int | None = self._ask(nvml.nvmlDeviceGetTemperatureV, sensor)
+        return self._ask(nvml.nvmlDeviceGetTemperature, sensor) if value is None else value
 
     def _throttled(self) -> list[str] | None:
-        # The same bits under two names: drivers before 535 know the older one.
+        # Drivers before 535 have the same bits under the older name.
         bits = self._ask(self._nvml.nvmlDeviceGetCurrentClocksEventReasons)
         if bits is None:
             bits = self._ask(self._nvml.nvmlDeviceGetCurrentClocksThrottleReasons)
@@ -135,16 +197,16 @@ class GpuMeter:
 
 
 def throttle_words(bits: int) -> list[str]:
-    """The reasons in a mask of NVML's clock event reasons; that the card is idle is not one."""
+    """The reasons in NVML's mask of clock event reasons, without idleness."""
     unknown = bits & ~_IDLE & ~sum(_THROTTLED)
     words = [word for bit, word in _THROTTLED.items() if bits & bit]
     return [*words, f"unknown reason {unknown:#x}"] if unknown else words
 
 
 def open_gpu(device: str) -> tuple[GpuMeter | None, str]:
-    """A meter of the card behind `cuda`, `cuda:N` or a UUID (`GPU-…`), or None; and why, in one line."""
+    """A meter of the GPU that `cuda`, `cuda:N` or a UUID (`GPU-…`) names, or None; and which or why not."""
     if not device.startswith(("cuda", "GPU-", "MIG-")):
-        return None, f"{device} is no NVIDIA GPU"
+        return None, f"{device} is not an NVIDIA GPU"
     import pynvml
 
     try:
@@ -182,12 +244,12 @@ def _by_index(nvml: ModuleType, index: int) -> tuple[Any, str]:
     cards = _cards(nvml)
     if index >= len(cards):
         return None, f"the driver has {len(cards)} GPUs, none with index {index}"
-    # CUDA counts from the fastest card unless told otherwise, NVML along the bus: equal only for equal cards.
+    # CUDA orders cards by speed unless told otherwise, NVML by bus: the same only for equal cards.
     models = {nvml.nvmlDeviceGetName(card) for card in cards}
     if len(models) > 1 and os.environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
         return (
             None,
-            f"which of {len(cards)} different GPUs is meant is not known; set CUDA_DEVICE_ORDER=PCI_BUS_ID",
+            f"{len(cards)} different GPUs and an unknown order; set CUDA_DEVICE_ORDER=PCI_BUS_ID",
         )
     return cards[index], f"GPU {index} of the driver"
 
@@ -195,7 +257,7 @@ def _by_index(nvml: ModuleType, index: int) -> tuple[Any, str]:
 def _by_uuid(nvml: ModuleType, uuid: str) -> tuple[Any, str]:
     if uuid.startswith("MIG-"):
         return nvml.nvmlDeviceGetHandleByUUID(uuid), uuid
-    # CUDA takes the beginning of a UUID too, if only one card has it.
+    # Like CUDA, accept the beginning of a UUID if only one card has it.
     found = [card for card in _cards(nvml) if nvml.nvmlDeviceGetUUID(card).startswith(uuid)]
     if len(found) != 1:
         return None, f"{len(found)} GPUs have the UUID {uuid}"

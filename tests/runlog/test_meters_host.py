@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 import psutil
 import pytest
 
-from flatout.runlog import host
-from flatout.runlog.host import HostMeter, HostSample
+from flatout.runlog import meters
+from flatout.runlog.meters import HostMeter, HostSample
 
 IDLE = "import time; print(flush=True); time.sleep(600)"
 BUSY = "print(flush=True)\nwhile True: pass"
@@ -91,7 +91,7 @@ def test_a_new_child_is_found_once_the_list_is_renewed(start: Start, monkeypatch
     meter = HostMeter()
     n_before = meter.read().n_processes
     start(IDLE)
-    monkeypatch.setattr(host, "TREE_SECONDS", 0.0)
+    monkeypatch.setattr(meters, "TREE_SECONDS", 0.0)
     assert meter.read().n_processes == n_before + 1
 
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from flatout.runlog.summary import summary_text
+from flatout.views.text import summary_text
 
 FULL: dict[str, Any] = {
     "status": "finished",

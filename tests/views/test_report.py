@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from flatout.errors import FlatoutError
-from flatout.views.build import build_report, write_report
+from flatout.views.report import build_report, write_report
 from tests.runlog.lane_examples import CONFIG, chain, metrics, write_killed_run, write_lines, write_run
 from tests.views.test_text import FINDING
 
@@ -100,7 +100,7 @@ def test_a_long_run_still_makes_a_small_page(tmp_path: Path) -> None:
 def test_a_killed_and_an_empty_run_say_what_is_missing(tmp_path: Path) -> None:
     killed = Page(build_report(write_killed_run(tmp_path / "a")))
     assert "Killed: 31,000 env steps" in killed.text
-    assert "spans.jsonl ends within a line" in killed.text
+    assert "spans.jsonl ends in an incomplete line" in killed.text
     empty = tmp_path / "b"
     empty.mkdir()
     (empty / "config.json").write_text(json.dumps(CONFIG))

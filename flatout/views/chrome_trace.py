@@ -1,7 +1,4 @@
-"""A run's spans in the trace format of Chrome and Perfetto.
-
-In: spans and readings of the machine. Out: a JSON object; host and device clocks are processes of their own.
-"""
+"""A run's spans in the trace format of Chrome and Perfetto; host and device clocks are separate processes in it."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from flatout.runlog.samples import Samples, cores_in_use
+from flatout.runlog.samples import Samples
 from flatout.runlog.spans import CLOCKS, Lane, Spans
 
 Event = dict[str, Any]
@@ -68,13 +65,13 @@ def _seconds(parts: Mapping[str, float]) -> dict[str, float]:
 
 def _counters(samples: Samples) -> Iterator[Event]:
     counters = [
-        ("cores in use (%)", 100 * cores_in_use(samples)),
+        ("cores in use (%)", 100 * samples.cores_in_use()),
         ("cores of this run", samples.run_cpu / 100),
     ]
-    if samples.gpu is not None:
+    if samples.gpu:
         counters += [
-            ("device utilisation (%)", 100 * samples.gpu.utilization),
-            ("device power (W)", samples.gpu.power),
+            ("device utilisation (%)", 100 * samples.gpu["utilization"]),
+            ("device power (W)", samples.gpu["power"]),
         ]
     for name, values in counters:
         for t, value in zip(samples.t.tolist(), values.tolist(), strict=True):

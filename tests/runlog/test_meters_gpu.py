@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from flatout.runlog.nvml import GpuMeter, GpuSample, open_gpu, throttle_words
+from flatout.runlog.meters import GpuMeter, GpuSample, open_gpu, throttle_words
 from tests.runlog.card import T4, UUIDS, install, refuse
 
 MEMORY = "nvmlDeviceGetMemoryInfo"
@@ -134,7 +134,7 @@ def test_without_a_driver_there_is_no_meter_and_a_reason(error: str, monkeypatch
 
 
 def test_a_cpu_is_no_gpu() -> None:
-    assert open_gpu("cpu") == (None, "cpu is no NVIDIA GPU")
+    assert open_gpu("cpu") == (None, "cpu is not an NVIDIA GPU")
 
 
 SMALL, LARGE = T4, T4 | {"nvmlDeviceGetClockInfo": 2610}
