@@ -246,7 +246,7 @@ def test_words_have_one_code_everywhere() -> None:
     ("kwargs", "message"),
     [
         ({"url": "https://example.com/"}, "'https://example.com/' is not on this machine"),
-        ({"url": "example.com"}, "'example.com' is not a http or https URL"),
+        ({"url": "example.com"}, "'example.com' is not an http or https URL"),
         (
             {"url": "http://127.0.0.1:1/", "hosts": ["http://127.0.0.1:2"]},
             "'http://127.0.0.1:1/' is not on the list",
@@ -256,7 +256,7 @@ def test_words_have_one_code_everywhere() -> None:
         ({"timeout": "soon"}, "timeout is 'soon'"),
         ({"sites": [5, 5]}, "sites is [5, 5]"),
         ({"site": "no-such.json"}, "site config no-such.json: No such file"),
-        ({"record": "a", "replay": "b"}, "give one of the two"),
+        ({"record": "a", "replay": "b"}, "give only one of them"),
         ({"replay": "no-such-folder"}, "replay folder no-such-folder does not exist"),
         ({"render_mode": "human"}, "render_mode is 'human'"),
     ],

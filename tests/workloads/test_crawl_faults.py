@@ -14,7 +14,7 @@ import flatout
 from flatout.errors import EnvError
 from flatout.workloads.crawl import Crawl
 from flatout.workloads.crawl.access import Rules
-from flatout.workloads.crawl.client import LeanClient, WebClient
+from flatout.workloads.crawl.client import LoopbackClient, WebClient
 from flatout.workloads.crawl.crawl import FAULT, MAX_FAULTS, REQUEST
 from flatout.workloads.crawl.fetch import Fetcher, Network
 from tests.envs.misbehave import FAULTS, Misbehaving, misbehaving, page, reply
@@ -34,7 +34,7 @@ def site() -> Iterator[Site]:
         yield site
 
 
-def fetch(url: str, client: type[LeanClient] | type[WebClient], *paths: str) -> list[Any]:
+def fetch(url: str, client: type[LoopbackClient] | type[WebClient], *paths: str) -> list[Any]:
     """What asking for each path in turn gives."""
 
     async def ask() -> list[Any]:
@@ -48,7 +48,7 @@ def fetch(url: str, client: type[LeanClient] | type[WebClient], *paths: str) -> 
     return asyncio.run(ask())
 
 
-@pytest.mark.parametrize("client", [LeanClient, WebClient])
+@pytest.mark.parametrize("client", [LoopbackClient, WebClient])
 @pytest.mark.parametrize("name", FAULTS)
 def test_each_fault_is_told_apart_and_the_next_page_comes(name: str, client: Any, shared: Site) -> None:
     fault, fine = fetch(shared[1], client, f"/{name}", "/fine")
@@ -60,7 +60,7 @@ def test_each_fault_is_told_apart_and_the_next_page_comes(name: str, client: Any
     assert fine.html is not None
 
 
-@pytest.mark.parametrize("client", [LeanClient, WebClient])
+@pytest.mark.parametrize("client", [LoopbackClient, WebClient])
 def test_what_is_right_is_read(client: Any, site: Site) -> None:
     server, url = site
     import gzip
@@ -131,7 +131,7 @@ def test_a_site_that_dies_ends_the_episode_truncated_and_later_ones_too() -> Non
 def test_a_start_page_that_never_came_is_named() -> None:
     env = Crawl(url="http://127.0.0.1:9/nothing")
     with pytest.raises(
-        EnvError, match=r"^the start page http://127\.0\.0\.1:9/nothing cannot be had: [^\n]+$"
+        EnvError, match=r"^the start page http://127\.0\.0\.1:9/nothing cannot be fetched: [^\n]+$"
     ):
         env.reset()
     env.close()
@@ -154,7 +154,7 @@ def test_training_goes_on_through_every_fault(site: Site) -> None:
     assert {f"/{name}" for name in FAULTS} - set(site[0].requests) <= {"/closed"}
 
 
-@pytest.mark.parametrize("client", [LeanClient, WebClient])
+@pytest.mark.parametrize("client", [LoopbackClient, WebClient])
 def test_retry_after_is_waited_for(client: Any, site: Site) -> None:
     site[0].pages["/busy"] = reply(b"", "429 Too Many Requests", "text/html", "Retry-After: 1")
     began = time.monotonic()
@@ -166,21 +166,21 @@ def test_retry_after_is_waited_for(client: Any, site: Site) -> None:
 
 def test_a_long_retry_after_is_a_fault_without_a_request(site: Site) -> None:
     site[0].pages["/busy"] = reply(b"", "503 Unavailable", "text/html", "Retry-After: 3000")
-    _, fine = fetch(site[1], LeanClient, "/busy", "/fine")
+    _, fine = fetch(site[1], LoopbackClient, "/busy", "/fine")
     assert (fine.fault.kind, fine.n_requests) == ("busy", 0)
     assert "/fine" not in site[0].requests
 
 
 def test_robots_that_fail_close_the_site(site: Site) -> None:
     site[0].robots = reply(b"", "503 Unavailable")
-    (fine,) = fetch(site[1], LeanClient, "/fine")
+    (fine,) = fetch(site[1], LoopbackClient, "/fine")
     assert fine.fault.kind == "robots"
     assert site[0].requests == ["/robots.txt"]
 
 
 def test_a_connection_that_the_server_has_closed_meanwhile_is_replaced(site: Site) -> None:
     async def ask() -> list[int]:
-        client = LeanClient()
+        client = LoopbackClient()
         out = [(await client.get(f"{site[1]}/fine", 0, 10_000)).status]
         await client.get(f"{site[1]}/fine", 0, 10_000)
         with pytest.raises(Exception, match="closed"):

@@ -1,12 +1,12 @@
-"""Pages at a glance: the same as parsing them, whatever the HTML, and parsed once for all that share an outline."""
+"""The cached parser gives the same pages as the parser, and parses each outline once."""
 
 from __future__ import annotations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flatout.workloads.crawl import page as outline
-from flatout.workloads.crawl.page import MAX_HTML, MAX_OUTLINES, TO_PARSE, glance, read
+from flatout.workloads.crawl import page
+from flatout.workloads.crawl.page import MAX_HTML, MAX_OUTLINES, TO_PARSE, parse, parse_cached
 from flatout.workloads.crawl.site.pages import answer
 from flatout.workloads.crawl.site.site_config import SiteConfig
 
@@ -44,11 +44,11 @@ PIECES = st.one_of(
 def test_a_glance_sees_what_parsing_sees(
     start: str, pieces: list[str], data: st.DataObject, target: str
 ) -> None:
-    outline._outlines.clear()
+    page._outlines.clear()
     for _ in range(3):  # the same outline, filled differently
         fill = [(data.draw(HREFS), data.draw(TEXTS)) for _ in range(len(pieces) + 1)]
         html = "".join(_filled(piece, *pair) for piece, pair in zip([start, *pieces], fill, strict=True))
-        assert glance(html, target) == read(html, target), html
+        assert parse_cached(html, target) == parse(html, target), html
 
 
 def _filled(piece: str, href: str, text: str) -> str:
@@ -56,28 +56,28 @@ def _filled(piece: str, href: str, text: str) -> str:
 
 
 def test_pages_of_one_template_share_an_outline() -> None:
-    outline._outlines.clear()
+    page._outlines.clear()
     calm = SiteConfig(error_rate=0, redirect_rate=0.3)
     pages = [answer(calm, f"/{seed}/").body.decode() for seed in range(60)]
-    pages += [answer(calm, href).body.decode() for html in pages for href, *_ in read(html, "p").anchors]
+    pages += [answer(calm, href).body.decode() for html in pages for href, *_ in parse(html, "p").anchors]
     for html in pages:
-        assert glance(html, SELECTORS[0]) == read(html, SELECTORS[0])
-    assert len(outline._outlines) < len(pages) / 4
-    assert TO_PARSE not in outline._outlines.values()
+        assert parse_cached(html, SELECTORS[0]) == parse(html, SELECTORS[0])
+    assert len(page._outlines) < len(pages) / 4
+    assert TO_PARSE not in page._outlines.values()
 
 
 def test_what_is_kept_is_bounded() -> None:
-    outline._outlines.clear()
+    page._outlines.clear()
     for n in range(MAX_OUTLINES + 10):
-        glance(f'<p class="c{n}">', "p")
-    assert len(outline._outlines) == 10
+        parse_cached(f'<p class="c{n}">', "p")
+    assert len(page._outlines) == 10
     long = "<p>" * (MAX_HTML // 3 + 1)
-    assert glance(long, "p") == read(long, "p")
-    assert len(outline._outlines) == 10
+    assert parse_cached(long, "p") == parse(long, "p")
+    assert len(page._outlines) == 10
 
 
 def test_html_that_is_not_plain_is_remembered_as_such() -> None:
-    outline._outlines.clear()
+    page._outlines.clear()
     for _ in range(2):
-        assert glance("<script>a > b</script><a href='x'>y</a>", "p").anchors == (("x", "y", False),)
-    assert list(outline._outlines.values()) == [TO_PARSE]
+        assert parse_cached("<script>a > b</script><a href='x'>y</a>", "p").anchors == (("x", "y", False),)
+    assert list(page._outlines.values()) == [TO_PARSE]

@@ -16,7 +16,7 @@ from flatout.workloads.crawl.access import (
     MAX_DEPTH,
     MAX_URL,
     Fault,
-    Pace,
+    RateLimiter,
     Robots,
     Rules,
     address_refusal,
@@ -205,9 +205,9 @@ def test_robots_that_say_nothing_allow_everything(text: str) -> None:
 
 
 def take_turns(origin: str, rate: float, n: int, out: Any) -> None:
-    pace = Pace(origin, rate)
+    limiter = RateLimiter(origin, rate)
     for _ in range(n):
-        wait = pace.turn(10.0)
+        wait = limiter.reserve(10.0)
         assert wait is not None
         time.sleep(wait)
         out.put(time.monotonic())
@@ -227,10 +227,10 @@ def test_one_limit_for_all_processes() -> None:
 
 
 def test_no_limit_is_free_and_a_pause_is_kept() -> None:
-    pace = Pace(f"http://{uuid.uuid4()}", None)
-    assert pace.turn(0.0) == 0.0
-    pace.hold(100.0)
-    assert pace.turn(1.0) is None
-    wait = pace.turn(200.0)
+    limiter = RateLimiter(f"http://{uuid.uuid4()}", None)
+    assert limiter.reserve(0.0) == 0.0
+    limiter.pause(100.0)
+    assert limiter.reserve(1.0) is None
+    wait = limiter.reserve(200.0)
     assert wait is not None
     assert 99 < wait <= 100

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from flatout.errors import FlatoutError
-from flatout.workloads.crawl.page import Templates, read
+from flatout.workloads.crawl.page import Templates, parse
 from flatout.workloads.crawl.site.pages import TARGET_MARK, answer, latency, site
 from flatout.workloads.crawl.site.server import SiteServer, site_server
 from flatout.workloads.crawl.site.site_config import SiteConfig, read_site
@@ -74,7 +74,7 @@ def test_pages_of_one_kind_are_one_template_and_other_kinds_are_not() -> None:
     other = f"/11/{plan.research}/{plan.topics[1]}"
 
     def number(path: str) -> int:
-        return templates.number(read(answer(CALM, path).body.decode(), SELECTOR).marks)
+        return templates.number(parse(answer(CALM, path).body.decode(), SELECTOR).marks)
 
     kinds = [
         f"/11/{plan.research}/",
@@ -200,14 +200,14 @@ def _is_alive(pid: int) -> bool:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"dept": 4}', "has the unknown key 'dept'; did you mean 'depth'"),
-        ('{"depth": 99}', "depth is 99; it must be a number from 3 to 8"),
+        ('{"dept": 4}', "takes no 'dept'; did you mean 'depth'"),
+        ('{"depth": 99}', "depth is 99; it must be a whole number from 3 to 8"),
         ('{"depth": "deep"}', "depth is 'deep'"),
         ('{"depth": 3.5}', "depth is 3.5; it must be a whole number"),
         ('{"traps": 1}', "traps is 1; it must be true or false"),
         ('{"error_rate": NaN}', "error_rate is nan"),
-        ("[1]", "holds a list"),
-        ('{"depth": ', "is not JSON"),
+        ("[1]", "is a list"),
+        ('{"depth": ', "not JSON"),
     ],
 )
 def test_a_malformed_site_config_is_refused_by_name(text: str, message: str, tmp_path: Path) -> None:
@@ -245,7 +245,7 @@ def test_a_config_that_is_fine_goes_through_json() -> None:
     ],
 )
 def test_targets_are_what_the_selector_matches(selector: str, html: str, matches: bool) -> None:
-    assert read(html, selector).is_target == matches
+    assert parse(html, selector).is_target == matches
 
 
 def test_broken_pages_are_read() -> None:
@@ -257,9 +257,9 @@ def test_broken_pages_are_read() -> None:
         "<frameset><frame></frameset>",
         "<a href='x'><a href=y>" * 2000,
     ):
-        page = read(html, "p")
+        page = parse(html, "p")
         assert len(page.anchors) <= 500
-    page = read("<title>A <b>b</title><nav><a href=1>\n n </a></nav><a href=2>m</a>", "p")
+    page = parse("<title>A <b>b</title><nav><a href=1>\n n </a></nav><a href=2>m</a>", "p")
     assert list(page.anchors) == [
         ("1", "n", True),
         ("2", "m", False),

@@ -1,6 +1,6 @@
-"""Crawl: a website explored over HTTP.
+"""Crawl: explore a website over HTTP.
 
-Imported on first use: the site server is part of this package and needs neither Gymnasium nor aiohttp.
+The envs are imported on first use, because the site server, which is part of this package, does not need aiohttp.
 """
 
 from __future__ import annotations

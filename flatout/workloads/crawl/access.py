@@ -1,15 +1,7 @@
-"""Which URLs may ever be asked for: everything below the agent's actions passes through here.
+"""What may be requested, and when: URL rules, robots.txt and a rate limit per host. No action of an agent gets around them.
 
-Exact origins only, addresses checked as resolved, no URL that is too long, too deep, or looks as if following it changes
-something. Only loopback, unless the user names other hosts.
-
-
-robots.txt as RFC 9309 reads it: the group of our name or of all, the longest matching rule, `*` and `$`.
-
-How often a host may be asked: one limit for all envs of all processes, kept in a small locked file.
-
-The file holds the moment of the next free turn on the machine's monotonic clock. Without a limit, and until a host asks
-for a pause, nothing is read or written.
+Only the origins that the user names, or this machine; host names are checked as resolved; no URL that is too long or too deep,
+or that looks as if following it changes something.
 """
 
 from __future__ import annotations
@@ -36,7 +28,7 @@ Kind = Literal[
 
 
 class Fault(Exception):
-    """A page that was not got, and why."""
+    """Why a page could not be fetched. Never ends a run: the env turns it into a penalty."""
 
     def __init__(self, kind: Kind, message: str) -> None:
         super().__init__(message)
@@ -46,7 +38,7 @@ class Fault(Exception):
 MAX_URL = 2000
 MAX_DEPTH = 12
 MAX_VARIANTS = 20
-"""URLs of one path that differ in their query only."""
+"""Largest number of URLs with the same path and different queries."""
 PORTS = {"http": 80, "https": 443}
 CHANGES = re.compile(
     r"(?:^|[^a-z])(?:log[-_]?(?:out|off)|sign[-_]?(?:out|off)|delete|remove|destroy|unsubscribe|deactivate|"
@@ -55,31 +47,31 @@ CHANGES = re.compile(
 NOT_PAGES = re.compile(
     r"\.(?:jpe?g|png|gif|svg|webp|ico|css|js|json|xml|pdf|zip|gz|tar|exe|dmg|mp[034]|avi|mov|woff[02]?|docx?|xlsx?|pptx?|csv)$"
 )
-"""Digits are looked for as 0 too: links that differ in digits only are looked at once."""
+"""Matches with all digits replaced by 0, too: `follow` caches links by that form."""
 UNSAFE = re.compile(r"""[^!-~]|[\\<>"{}|^`]""")
 SAME_DIGITS = {ord(digit): "0" for digit in "123456789"}
 PLAIN = re.compile(r"/(?!/)[A-Za-z0-9_\-./?=&%~+,:@!;*]*")
-"""A link that needs no resolving."""
+"""A link that needs no urljoin."""
 
 
 def origin_of(url: str) -> str:
-    """`http://host:port` of a URL, or a FlatoutError of one line that names it."""
+    """`http://host:port` of a URL; raises a FlatoutError if it is not an http(s) URL."""
     try:
         parts = urlsplit(url)
         port = parts.port
     except ValueError as error:
         raise FlatoutError(f"'{url}' is not a URL: {error}") from error
     if parts.scheme not in PORTS or not parts.hostname:
-        raise FlatoutError(f"'{url}' is not a http or https URL with a host, such as http://127.0.0.1:8000/")
+        raise FlatoutError(f"'{url}' is not an http or https URL with a host, such as http://127.0.0.1:8000/")
     if parts.username is not None or parts.password is not None:
-        raise FlatoutError(f"'{url}' holds a user name; crawl pages that need none")
+        raise FlatoutError(f"'{url}' contains a user name, which is not supported")
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
     return f"{parts.scheme}://{host}:{port or PORTS[parts.scheme]}"
 
 
 @lru_cache(1024)
 def is_loopback(host: str) -> bool:
-    """Whether a URL's host can only be this machine."""
+    """Whether a host is this machine."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -88,15 +80,15 @@ def is_loopback(host: str) -> bool:
 
 @lru_cache(4096)
 def address_refusal(host: str, address: str) -> str | None:
-    """Why a host's resolved address may not be connected to; None if it may.
+    """Why the resolved address of a host is refused; None if it is allowed.
 
-    A host given by its address is that address. A name must lead where names lead: `localhost` to this machine, any
-    other one to the public net, so that nobody's DNS turns the crawler against the network that it runs in.
+    `localhost` must resolve to this machine and any other name to a public address, so that DNS cannot point the crawler
+    at the private network it runs in. A host given as an address is allowed.
     """
     try:
         ip = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:
-        return f"{host} resolves to '{address}', which is no address"
+        return f"{host} resolves to '{address}', which is not an address"
     try:
         if ipaddress.ip_address(host.strip("[]")) == ip:
             return None
@@ -107,12 +99,12 @@ def address_refusal(host: str, address: str) -> str | None:
         return None if ip.is_loopback else f"localhost resolves to {address}, which is not this machine"
     mapped = getattr(ip, "ipv4_mapped", None) or ip
     if not mapped.is_global or mapped.is_multicast:
-        return f"{host} resolves to {address}, which is not on the public net; to crawl it, name the address itself"
+        return f"{host} resolves to {address}, which is not a public address; to crawl it, give the address itself"
     return None
 
 
 class Rules:
-    """What one env may ask for: the origins that the user named, or loopback alone."""
+    """Which URLs an env may request: those of the origins that the user named, or of loopback only."""
 
     def __init__(self, start: str, hosts: Iterable[str] = ()) -> None:
         self.origin = origin_of(start)
@@ -127,7 +119,7 @@ class Rules:
         self.origins = named or frozenset({self.origin})
 
     def check(self, url: str) -> str:
-        """The origin of a URL that may be asked for; a Fault for any other."""
+        """The origin of an allowed URL; raises a Fault for any other."""
         reason = _shape_refusal(url)
         if reason is not None:
             raise Fault("refused", reason)
@@ -143,7 +135,7 @@ class Rules:
         return origin
 
     def follow(self, base: str, href: str) -> str | None:
-        """The URL of a link, without its fragment, if it may be followed; quick, because every page has dozens."""
+        """The URL of a link without its fragment, None if it must not be followed. Fast: a page has dozens of links."""
         href = href.partition("#")[0].strip()
         if not href or len(href) > MAX_URL:
             return None
@@ -159,7 +151,7 @@ class Rules:
 
 @lru_cache(65_536)
 def _is_plain(href: str) -> bool:
-    """Whether a link, its digits all made alike, needs no resolving and has nothing that is refused."""
+    """Whether a link, with all digits replaced by 0, needs no urljoin and is allowed."""
     plain = PLAIN.fullmatch(href) is not None and "/." not in href and len(href) < MAX_URL // 2
     return plain and _shape_refusal(f"http://host{href}") is None
 
@@ -173,7 +165,7 @@ def _shape_refusal(url: str) -> str | None:
     if len(url) > MAX_URL:
         return f"{url[:60]}… is longer than {MAX_URL} characters"
     if UNSAFE.search(url):
-        return f"{url[:60]!r} holds characters that a URL has to escape"
+        return f"{url[:60]!r} contains characters that a URL must escape"
     path = url.partition("?")[0]
     if path.count("/") - 2 > MAX_DEPTH:
         return f"{url[:60]}… is deeper than {MAX_DEPTH} folders"
@@ -188,21 +180,21 @@ MAX_BYTES = 500_000
 
 
 class Robots:
-    """What one host lets a crawler of this name ask for."""
+    """A host's robots.txt as RFC 9309 reads it: our group or `*`, the longest matching rule, `*` and `$`."""
 
     def __init__(self, text: str, agent: str) -> None:
         rules, delay = _group(text[:MAX_BYTES], agent.lower())
         self.delay = delay
-        """Seconds between requests that the host asks for; 0: none."""
+        """Crawl-delay in seconds; 0: none."""
         self._rules = sorted(
             ((len(pattern), allows, _compiled(pattern)) for pattern, allows in rules if pattern),
             key=lambda rule: (-rule[0], not rule[1]),
         )
-        # One look that is enough for nearly all links; without rules it matches nothing.
+        # One match settles most links; without rules it matches nothing.
         self._any = re.compile("|".join(rule.pattern for _, _, rule in self._rules) or r"(?!)", re.DOTALL)
 
     def allows(self, path: str) -> bool:
-        """Whether a path with its query may be asked for."""
+        """Whether a path, with its query, may be requested."""
         if "%" in path:
             path = unquote(path)
         if not self._any.match(path):
@@ -211,7 +203,7 @@ class Robots:
 
 
 def _group(text: str, agent: str) -> tuple[Sequence[tuple[str, bool]], float]:
-    """The rules and the delay for the agent: of the groups that name it, else of those for all."""
+    """The rules and the delay of the groups that name the agent, else of `*`."""
     groups: dict[str, tuple[list[tuple[str, bool]], list[float]]] = {}
     names: list[str] = []
     in_rules = False
@@ -247,45 +239,49 @@ NOTHING = Robots("User-agent: *\nDisallow: /", "")
 
 
 MAX_PAUSE = 3600.0
-"""The longest Retry-After that is believed."""
+"""Upper bound of Retry-After and Crawl-delay, in seconds."""
 
 
-class Pace:
-    """One host's turns."""
+class RateLimiter:
+    """The rate limit of one host for all envs of all processes, in a small locked file.
+
+    The file holds the time of the next free slot on the machine's monotonic clock. Without a limit nothing is read or written
+    until a host asks for a pause.
+    """
 
     def __init__(self, origin: str, rate: float | None) -> None:
         self._interval = 1.0 / rate if rate else 0.0
-        self._held = False
+        self._was_paused = False
         folder = Path(tempfile.gettempdir()) / f"flatout-pace-{os.getuid()}"
         self._path = folder / hashlib.sha256(origin.encode()).hexdigest()[:24]
 
-    def slow_down(self, interval: float) -> None:
-        """Leave at least so many seconds between two requests."""
+    def set_min_interval(self, interval: float) -> None:
+        """Leave at least `interval` seconds between two requests."""
         self._interval = max(self._interval, min(interval, MAX_PAUSE))
 
-    def turn(self, max_wait: float) -> float | None:
-        """Seconds to wait for a turn, which is then taken; None, and no turn, if that is longer than `max_wait`."""
-        if not self._interval and not self._held:
+    def reserve(self, max_wait: float) -> float | None:
+        """Reserve the next slot and return the seconds until then; None, without reserving, if more than `max_wait`."""
+        if not self._interval and not self._was_paused:
             return 0.0
         now = time.monotonic()
         at = self._change(lambda free: max(free, now) + self._interval if free - now <= max_wait else free)
         return max(at - now, 0.0) if at - now <= max_wait else None
 
-    def hold(self, seconds: float) -> None:
-        """No turns for so long: the host has asked for it."""
+    def pause(self, seconds: float) -> None:
+        """Give no slots for `seconds`, because the host asked for it."""
         until = time.monotonic() + min(seconds, MAX_PAUSE)
-        self._held = True
+        self._was_paused = True
         self._change(lambda free: max(free, until))
 
     def _change(self, new: Callable[[float], float]) -> float:
-        """Replace the moment of the next free turn; returns what it was."""
+        """Replace the time of the next free slot; returns the old one."""
         self._path.parent.mkdir(mode=0o700, exist_ok=True)
         file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(file, fcntl.LOCK_EX)
             data = os.pread(file, 8, 0)
             free = struct.unpack("d", data)[0] if len(data) == 8 else 0.0
-            # A moment that no pause explains is left over from before the machine was started anew.
+            # A time that no pause explains was written before the machine was rebooted.
             if not free <= time.monotonic() + 2 * MAX_PAUSE:
                 free = 0.0
             os.pwrite(file, struct.pack("d", new(free)), 0)

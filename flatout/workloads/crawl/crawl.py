@@ -1,6 +1,7 @@
-"""`flatout/Crawl-v0`: explore a website over HTTP, and find new kinds of pages and targets with few requests.
+"""`flatout/Crawl-v0`: explore a website over HTTP and find new page templates and targets with few requests.
 
-`AsyncCrawl` awaits its requests, so that hundreds of them wait side by side; `Crawl` is the same env for those who block.
+`AsyncCrawl` has `async def reset` and `step`, so that hundreds of requests wait in one thread; `Crawl` is the same env with
+blocking calls.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ from flatout.errors import EnvError, FlatoutError
 from flatout.workloads.crawl import graph_image
 from flatout.workloads.crawl.access import Rules
 from flatout.workloads.crawl.explore import Exploration, Link, LinkGraph, Outcome, Visited
-from flatout.workloads.crawl.fetch import Fetcher, Network, join, leave
+from flatout.workloads.crawl.fetch import Fetcher, Network, join_network, leave_network
 from flatout.workloads.crawl.observation import N_LINK, N_PAGE, link_rows, page_row, slots
 from flatout.workloads.crawl.page import check_selector
 from flatout.workloads.crawl.site.server import site_server
 from flatout.workloads.crawl.site.site_config import read_site
+from flatout.workloads.validate import check_choice, check_number
 
 TARGET = 1.0
 TEMPLATE = 0.2
@@ -32,19 +34,19 @@ REPEAT = -0.1
 FAULT = -0.1
 BACK = -0.01
 MAX_FAULTS = 5
-"""Faults in turn after which an episode is given up."""
+"""Consecutive faults after which an episode is truncated."""
 RECORDED = "http://127.0.0.1:1"
-"""Where a recorded local site is said to be."""
+"""Origin of generated sites in a replay."""
 
 Obs: TypeAlias = dict[str, Any]
 Stepped: TypeAlias = tuple[Obs, float, bool, bool, dict[str, Any]]
 
 _reached: set[str] = set()
-"""Origins that have answered in this process: what fails then is bad luck, not a wrong URL."""
+"""Origins that have answered in this process; only for others is a failed start page an error."""
 
 
 class AsyncCrawl(gym.Env[Obs, Any]):
-    """The env with `async def reset` and `async def step`."""
+    """The env with coroutines; docs/crawl.md explains the keywords."""
 
     metadata = {"render_modes": ["rgb_array", "ansi"], "render_fps": 4}  # noqa: RUF012  # as Gymnasium has it
 
@@ -72,28 +74,24 @@ class AsyncCrawl(gym.Env[Obs, Any]):
             ("timeout", timeout, 1e-3, 50),
             ("max_bytes", max_bytes, 1000, 100_000_000),
         ):
-            if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-                raise FlatoutError(f"{name} is {value!r}; it must be a number from {low:g} to {high:g}")
+            check_number(name, value, low, high)
         if record and replay:
-            raise FlatoutError(f"record '{record}' and replay '{replay}': give one of the two")
+            raise FlatoutError(f"record '{record}' and replay '{replay}': give only one of them")
         if len(sites) != 2 or not 0 <= sites[0] < sites[1] <= 10**12:
-            raise FlatoutError(
-                f"sites is {list(sites)}; it must be the first seed and the one after the last"
-            )
+            raise FlatoutError(f"sites is {list(sites)}; it must be [first seed, last seed + 1]")
         if isinstance(hosts, str):
             hosts = (hosts,)
         self._url, self._hosts, self._target = url, tuple(hosts), check_selector(target)
         self._site = read_site(site)
         if url is not None:
-            Rules(url, self._hosts)  # refused now rather than at the first reset
+            Rules(url, self._hosts)  # raises now rather than at the first reset
         self._sites = int(sites[0]), int(sites[1])
         self._budget, self._n_links = int(budget), int(n_links)
         self._fetching = {"timeout": timeout, "max_bytes": int(max_bytes), "rate": rate}
         self._record, self._replay = Path(record) if record else None, Path(replay) if replay else None
         if self._replay is not None and not self._replay.is_dir():
             raise FlatoutError(f"replay folder {replay} does not exist; record a crawl into it first")
-        if render_mode is not None and render_mode not in self.metadata["render_modes"]:
-            raise FlatoutError(f"render_mode is '{render_mode}'; it must be rgb_array or ansi")
+        check_choice("render_mode", render_mode, (None, *self.metadata["render_modes"]))
         self.render_mode = render_mode
         self.action_space = spaces.Discrete(self._n_links + 1)
         self.observation_space = spaces.Dict(
@@ -112,32 +110,32 @@ class AsyncCrawl(gym.Env[Obs, Any]):
 
     @property
     def exploration(self) -> Exploration:
-        """What is known of the site of this episode."""
+        """The exploration of this episode."""
         if self._exploration is None:
-            raise EnvError("the crawl has not begun; call reset() first")
+            raise EnvError("call reset() first")
         return self._exploration
 
     @property
     def budget(self) -> int:
-        """Requests that an episode has."""
+        """Requests per episode."""
         return self._budget
 
     @property
     def graph(self) -> LinkGraph:
-        """The link graph as explored so far; `to_networkx()` and `write_graphml()` hand it on."""
+        """The explored link graph; `to_networkx()` and `write_graphml()` export it."""
         return self.exploration.graph
 
     @property
     def here(self) -> Visited | None:
-        """The page that the agent is on; None before the start page has come."""
+        """The current page; None until the start page is fetched."""
         return self._trail[-1] if self._trail else None
 
     async def reset(  # type: ignore[override]  # Gymnasium knows no async envs
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Obs, dict[str, Any]]:
-        """Begin at the start page, of another site for each episode where sites are generated.
+        """Go to the start page; of a random generated site unless a URL is given.
 
-        `options={"site": 7}` chooses the generated site by its seed.
+        `options={"site": 7}` picks the generated site by its seed.
         """
         super().reset(seed=seed)
         number = int((options or {}).get("site", self.np_random.integers(*self._sites)))
@@ -146,17 +144,17 @@ class AsyncCrawl(gym.Env[Obs, Any]):
         network = await self._join(rules.origin)
         fetcher = Fetcher(rules, network, **self._fetching)  # type: ignore[arg-type]
         self._exploration = Exploration(url, rules, fetcher, self._target)
-        self._trail, self._n_steps, self._n_faults_in_turn = [], 0, 0
+        self._trail, self._n_steps, self._n_consecutive_faults = [], 0, 0
         outcome = await self.exploration.follow(self.exploration.start)
         self._arrive(outcome)
         if outcome.fault is None:
             _reached.add(rules.origin)
         elif rules.origin not in _reached:
-            raise EnvError(f"the start page {url} cannot be had: {outcome.fault}")
+            raise EnvError(f"the start page {url} cannot be fetched: {outcome.fault}")
         return self._obs(), self._info(outcome)
 
     async def step(self, action: Any) -> Stepped:  # type: ignore[override]
-        """Follow the link in a slot, or go back; going back before the start page has come asks for it again."""
+        """Follow the link in a slot, or go back. Until the start page is fetched, any action requests it again."""
         exploration, choice = self.exploration, int(action)
         self._n_steps += 1
         reward = 0.0
@@ -168,13 +166,13 @@ class AsyncCrawl(gym.Env[Obs, Any]):
         elif choice == self._n_links and len(self._trail) > 1:
             self._trail.pop()
             reward = BACK
-        else:  # a choice that the mask forbids: nothing happens
+        else:  # masked action: nothing happens
             reward = REPEAT
         if outcome is not None:
             reward = self._arrive(outcome)
         terminated = exploration.n_requests >= self._budget
-        given_up = self._n_faults_in_turn >= MAX_FAULTS or self._n_steps >= 2 * self._budget
-        return self._obs(), reward, terminated, given_up and not terminated, self._info(outcome)
+        is_truncated = self._n_consecutive_faults >= MAX_FAULTS or self._n_steps >= 2 * self._budget
+        return self._obs(), reward, terminated, is_truncated and not terminated, self._info(outcome)
 
     def render(self) -> Any:
         """The link graph as an image, or the page and its links as text."""
@@ -185,10 +183,10 @@ class AsyncCrawl(gym.Env[Obs, Any]):
         return None
 
     async def close(self) -> None:  # type: ignore[override]
-        """Let go of the connections, the last env of all those that share them."""
+        """Leave the shared network; the last env closes its connections."""
         network, self._network = self._network, None
         if network is not None:
-            await leave(network)
+            await leave_network(network)
 
     def _origin(self) -> str:
         return RECORDED if self._replay else site_server(self._site).url
@@ -197,16 +195,16 @@ class AsyncCrawl(gym.Env[Obs, Any]):
         if self._network is not None and (self._record or self._replay) and self._joined != origin:
             await self.close()
         if self._network is None:
-            self._network, self._joined = join(origin, self._record, self._replay), origin
+            self._network, self._joined = join_network(origin, self._record, self._replay), origin
         return self._network
 
     def _arrive(self, outcome: Outcome) -> float:
-        """Go where a link led; returns the reward."""
+        """Move to the page of an outcome; returns the reward."""
         reward = REQUEST * outcome.n_requests
         if outcome.visited is None:
-            self._n_faults_in_turn += 1
+            self._n_consecutive_faults += 1
             return reward + FAULT
-        self._n_faults_in_turn = 0
+        self._n_consecutive_faults = 0
         if outcome.visited is not self.here:
             self._trail.append(outcome.visited)
         if outcome.is_repeat:
@@ -221,7 +219,7 @@ class AsyncCrawl(gym.Env[Obs, Any]):
         mask[-1] = len(self._trail) > 1 or not self._slots
         left = max(1 - exploration.n_requests / self._budget, 0), 1 - self._n_steps / (2 * self._budget)
         return {
-            "page": page_row(exploration, here, n_new, len(self._trail), self._n_faults_in_turn),
+            "page": page_row(exploration, here, n_new, len(self._trail), self._n_consecutive_faults),
             "links": link_rows(self._slots, n_new, here, self._n_links),
             "budget": np.array(left, np.float32),
             "action_mask": mask,
@@ -240,7 +238,7 @@ class AsyncCrawl(gym.Env[Obs, Any]):
 
 
 class Crawl(gym.Env[Obs, Any]):
-    """The same env for anyone who blocks: each call waits for its coroutine on a loop of the env's own."""
+    """The same env with blocking calls, which run the coroutines on an event loop of their own."""
 
     async_form = AsyncCrawl
     metadata = AsyncCrawl.metadata
@@ -253,35 +251,29 @@ class Crawl(gym.Env[Obs, Any]):
 
     @property
     def exploration(self) -> Exploration:
-        """What is known of the site of this episode."""
         return self.inner.exploration
 
     @property
     def graph(self) -> LinkGraph:
-        """The link graph as explored so far."""
         return self.inner.graph
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Obs, dict[str, Any]]:
-        """Begin at the start page."""
         super().reset(seed=seed)
         if self._loop_thread is None:
             self._loop_thread = LoopThread("flatout-crawl")
         return self._loop_thread.run(self.inner.reset(seed=seed, options=options))
 
     def step(self, action: Any) -> Stepped:
-        """Follow the link in a slot, or go back."""
         if self._loop_thread is None:
-            raise EnvError("the crawl has not begun; call reset() first")
+            raise EnvError("call reset() first")
         return self._loop_thread.run(self.inner.step(action))
 
     def render(self) -> NDArray[np.uint8] | str | None:
-        """The link graph as an image, or the page and its links as text."""
         return self.inner.render()  # type: ignore[no-any-return]
 
     def close(self) -> None:
-        """Let go of the connections and end the loop."""
         if self._loop_thread is not None:
             try:
                 self._loop_thread.run(self.inner.close())

@@ -1,8 +1,6 @@
-"""The link graph as explored so far: pages met, links seen, what was found where. To NetworkX and GraphML.
+"""One exploration of a site: fetched pages, known links, page templates and targets. No rewards and no actions.
 
-One exploration of a site: pages got, links known, kinds of pages and targets found. No rewards, no actions.
-
-The env walks with it; breadth-first search, or any other strategy, can be written on it as well.
+The env is built on it; other strategies, such as breadth-first search, can be too.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from flatout.workloads.crawl.access import MAX_VARIANTS, Fault, Rules
 from flatout.workloads.crawl.fetch import Attempt, Fetcher
-from flatout.workloads.crawl.page import Anchor, Page, Templates, glance
+from flatout.workloads.crawl.page import Anchor, Page, Templates, parse_cached
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -24,33 +22,32 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Node:
-    """A page that was got, or that asking for failed."""
+    """A page that was fetched, or failed."""
 
     url: str
     order: int
     template: int = -1
-    """-1: it was never got."""
+    """-1: not fetched."""
     is_target: bool = False
     title: str = ""
     fault: str = ""
     parent: str | None = None
-    """The page that its link was first seen on."""
+    """The page where its link was first seen."""
 
 
 @dataclass(slots=True)
 class LinkGraph:
-    """Pages by URL, and the links between them and to pages not asked for."""
+    """The explored link graph: pages by URL, and their links, also to pages not requested."""
 
     nodes: dict[str, Node] = field(default_factory=dict)
     links: dict[str, list[str]] = field(default_factory=dict)
 
     def add(self, node: Node, links: list[str]) -> None:
-        """Keep a page and where it links to."""
         self.nodes[node.url] = node
         self.links[node.url] = links
 
     def to_networkx(self) -> nx.DiGraph[str]:
-        """A directed graph whose nodes carry what is known of each page."""
+        """A directed graph with the properties of each page as node attributes."""
         import networkx as nx
 
         graph: Any = nx.DiGraph()
@@ -72,19 +69,19 @@ class LinkGraph:
         return graph
 
     def write_graphml(self, path: str | Path) -> None:
-        """Write the graph to a file that Gephi, yEd and NetworkX read."""
+        """Write the graph as GraphML, which Gephi, yEd and NetworkX read."""
         import networkx as nx
 
         nx.write_graphml(self.to_networkx(), path)
 
 
 MAX_TRIES = 2
-"""How often a page is asked for that does not come."""
+"""Largest number of requests for a page that fails."""
 
 
 @dataclass(slots=True, eq=False)
 class Shape:
-    """Links whose URLs look alike, and what following some of them gave."""
+    """Statistics of the links whose URLs have the same shape."""
 
     name: str
     n_links: int = 0
@@ -92,31 +89,31 @@ class Shape:
     n_targets: int = 0
     n_templates: int = 0
     row: bytes = b""
-    """What the agent sees of it, empty while nobody has asked since it last changed."""
+    """Its cached features; empty after a change."""
 
 
 @dataclass(slots=True, eq=False)
 class Link:
-    """A URL that was seen in this exploration, with the text it was first seen under."""
+    """A URL seen in this exploration, with the text of its first link."""
 
     url: str
     text: str
     in_frame: bool
     tokens: tuple[str, ...]
-    """Its path below the start page, in parts."""
+    """The parts of its path below the start page."""
     has_query: bool
     shape: Shape
     source: str | None = None
-    """The page it was first seen on."""
+    """The page where it was first seen."""
     row: bytes = b""
-    """What the agent sees of it besides its shape, once somebody has asked."""
+    """Its cached features without those of its shape."""
     tries: int = 0
     page: Visited | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Visited:
-    """A page that was got."""
+    """A fetched page."""
 
     link: Link
     links: tuple[Link, ...]
@@ -128,7 +125,7 @@ class Visited:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of following a link."""
+    """The result of following a link."""
 
     visited: Visited | None
     n_requests: int = 0
@@ -140,7 +137,7 @@ class Outcome:
 
 @dataclass(slots=True)
 class Exploration:
-    """What is known of one site."""
+    """The state of exploring one site."""
 
     start_url: str
     rules: Rules
@@ -155,7 +152,7 @@ class Exploration:
     links: dict[str, Link] = field(default_factory=dict)
     shapes: dict[str, Shape] = field(default_factory=dict)
     _by_href: dict[str, Link | None] = field(default_factory=dict)
-    """Links of the start page's host as they stand on its pages; None: not to be followed."""
+    """Links by the href on pages of the start page's host; None: must not be followed."""
     _variants: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -164,7 +161,7 @@ class Exploration:
         return self.links.get(self.start_url) or self._link(self.start_url, "", in_frame=False)
 
     async def follow(self, link: Link) -> Outcome:
-        """Go where a link leads: to a page known already without asking again, else by a request."""
+        """Follow a link; a page that was fetched before costs no request."""
         if link.page is not None:
             return Outcome(link.page, is_repeat=True)
         attempt = await self.fetcher.page(link.url, link.tries)
@@ -178,13 +175,13 @@ class Exploration:
             )
             return Outcome(None, attempt.n_requests, fault=attempt.fault)
         end = self.links.get(attempt.url) or self._end(attempt.url, link)
-        if end.page is not None:  # another way to a page that was got before
+        if end.page is not None:  # another URL of a page that was fetched before
             link.page = end.page
             return Outcome(end.page, attempt.n_requests, is_repeat=True)
         return self._arrive(link, end, attempt)
 
     def _arrive(self, link: Link, end: Link, attempt: Attempt) -> Outcome:
-        page = glance(attempt.html or "", self.target)
+        page = parse_cached(attempt.html or "", self.target)
         n_before = len(self.templates)
         template = self.templates.number(page.marks)
         is_new = template == n_before
@@ -203,15 +200,15 @@ class Exploration:
         return Outcome(visited, attempt.n_requests, new_template=is_new, new_target=page.is_target)
 
     def _links(self, here: Link, page: Page, allows: Callable[[str], bool]) -> tuple[Link, ...]:
-        """The page's links that may be followed, each once, in their order."""
+        """The links of a page that may be followed, in order, without repeats."""
         by_href = self._by_href if here.url.startswith(f"{self.rules.origin}/") else {}
         out: dict[Link, None] = {}
         for anchor in page.anchors:
             href = anchor[0]
-            if href in by_href:  # most links of a page were on the last one too
+            if href in by_href:  # most links of a page were on the previous one too
                 link = by_href[href]
             else:
-                link = self._met(here.url, anchor, allows)
+                link = self._link_of(here.url, anchor, allows)
                 if href.startswith("/"):
                     by_href[href] = link
             if link is not None:
@@ -219,8 +216,8 @@ class Exploration:
         out.pop(here, None)
         return tuple(out)
 
-    def _met(self, base: str, anchor: Anchor, allows: Callable[[str], bool]) -> Link | None:
-        """The link that stands on a page, None if it is not to be followed."""
+    def _link_of(self, base: str, anchor: Anchor, allows: Callable[[str], bool]) -> Link | None:
+        """The Link of an anchor; None if it must not be followed."""
         href, text, in_frame = anchor
         url = self.rules.follow(base, href)
         if url is None:
@@ -228,17 +225,17 @@ class Exploration:
         known = self.links.get(url)
         if known is not None:
             return known
-        if not allows(url) or not self._is_worth(url):
+        if not allows(url) or not self._within_variants(url):
             return None
         return self._link(url, text, in_frame, base)
 
     def _end(self, url: str, link: Link) -> Link:
-        """Where a redirect has led that no link is known to; one that was not to be followed may lead there too."""
+        """The Link of a redirect's last URL. Hrefs that were refused may be this URL, so they are checked again."""
         self._by_href = {href: known for href, known in self._by_href.items() if known is not None}
         return self._link(url, link.text, link.in_frame)
 
-    def _is_worth(self, url: str) -> bool:
-        """Whether there are not too many URLs already that differ from this one in their query only."""
+    def _within_variants(self, url: str) -> bool:
+        """Whether the limit of URLs that differ only in their query is not reached."""
         if "?" not in url:
             return True
         path = url.partition("?")[0]
@@ -246,7 +243,7 @@ class Exploration:
         return self._variants[path] <= MAX_VARIANTS
 
     def _link(self, url: str, text: str, in_frame: bool, source: str | None = None) -> Link:
-        tokens, has_query, name = anatomy(url.removeprefix(self.start_url))
+        tokens, has_query, name = split_url(url.removeprefix(self.start_url))
         shape = self.shapes.get(name)
         if shape is None:
             shape = self.shapes[name] = Shape(name)
@@ -257,8 +254,8 @@ class Exploration:
 
 
 @lru_cache(65_536)
-def anatomy(below: str) -> tuple[tuple[str, ...], bool, str]:
-    """The parts of a URL below the start page, whether it has a query, and the name of its shape."""
+def split_url(below: str) -> tuple[tuple[str, ...], bool, str]:
+    """The path parts below the start page, whether there is a query, and the name of the shape."""
     path, mark, _ = below.partition("?")
     tokens = tuple(filter(None, path.split("/")))
     return tokens, bool(mark), shape_name(tokens) + mark
@@ -268,7 +265,7 @@ DIGIT = re.compile(r"\d")
 
 
 def shape_name(tokens: tuple[str, ...]) -> str:
-    """What URLs of the same kind have in common: parts with digits are alike, and so are the last ones of long paths."""
+    """The path with `#` for parts that contain digits and `*` for the last part of longer paths."""
     parts = ["#" if DIGIT.search(token) else token for token in tokens]
     if len(parts) > 1 and parts[-1] != "#":
         parts[-1] = "*"

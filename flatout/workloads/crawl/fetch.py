@@ -1,6 +1,7 @@
-"""What all envs of an event loop share: connections, robots.txt by host, and each host's pace.
+"""Fetching a page: the rules are checked before every request and every redirect, and responses are limited.
 
-Getting a page: the rules before every request, a redirect being one, and limits on all that comes back."""
+All envs of an event loop share a `Network`: connections, robots.txt by host, and rate limits.
+"""
 
 from __future__ import annotations
 
@@ -17,34 +18,32 @@ from flatout.workloads.crawl.access import (
     MAX_BYTES,
     NOTHING,
     Fault,
-    Pace,
+    RateLimiter,
     Robots,
     Rules,
     is_loopback,
 )
-from flatout.workloads.crawl.client import AGENT_NAME, Client, LeanClient, Response, WebClient
+from flatout.workloads.crawl.client import AGENT_NAME, Client, LoopbackClient, Response, WebClient
 from flatout.workloads.crawl.record import Folder, Recorder, Replayer
 
 ROBOTS_SECONDS = 3600.0
 ROBOTS_TIMEOUT = 10.0
 WEB_RATE = 2.0
-"""Requests a second to a host that is not on this machine, unless the user says otherwise."""
+"""Default requests/s to a host that is not on this machine."""
 
 
-class Live:
-    """The real network: a lean client for this machine, aiohttp for all others."""
+class LiveClient:
+    """The real network: LoopbackClient for this machine, WebClient for all others."""
 
     def __init__(self) -> None:
-        self._lean, self._web = LeanClient(), WebClient()
+        self._loopback, self._web = LoopbackClient(), WebClient()
 
     async def get(self, url: str, attempt: int, max_bytes: int) -> Response:
-        """The response to one GET."""
-        client: Client = self._lean if _is_here(url) else self._web
+        client: Client = self._loopback if _is_here(url) else self._web
         return await client.get(url, attempt, max_bytes)
 
     async def close(self) -> None:
-        """Let go of all connections."""
-        await self._lean.close()
+        await self._loopback.close()
         await self._web.close()
 
 
@@ -57,32 +56,32 @@ def _is_here(url: str) -> bool:
 
 
 class Network:
-    """A client, and what is known of the hosts that it has met."""
+    """A client, with robots.txt and the rate limit of each host."""
 
     def __init__(self, client: Client) -> None:
         self.client = client
         self.n_users = 0
         self._robots: dict[str, tuple[float, asyncio.Task[Robots]]] = {}
-        self._paces: dict[str, Pace] = {}
+        self._limiters: dict[str, RateLimiter] = {}
 
-    def pace(self, origin: str, rate: float | None) -> Pace:
-        """The host's turns; all who share it keep to the first one's rate."""
-        if origin not in self._paces:
+    def limiter(self, origin: str, rate: float | None) -> RateLimiter:
+        """The rate limiter of a host; the first env decides its rate."""
+        if origin not in self._limiters:
             here = is_loopback(urlsplit(origin).hostname or "")
-            self._paces[origin] = Pace(origin, rate or (None if here else WEB_RATE))
-        return self._paces[origin]
+            self._limiters[origin] = RateLimiter(origin, rate or (None if here else WEB_RATE))
+        return self._limiters[origin]
 
     async def robots(self, origin: str) -> Robots:
-        """The host's robots.txt: asked for once an hour, however many wait for it."""
+        """The robots.txt of a host, requested once per hour for all envs."""
         known = self._robots.get(origin)
         if known is None or time.monotonic() > known[0] or _failed(known[1]):
-            task = asyncio.get_running_loop().create_task(self._ask(origin))
+            task = asyncio.get_running_loop().create_task(self._fetch_robots(origin))
             known = self._robots[origin] = time.monotonic() + ROBOTS_SECONDS, task
         if known[1].done():
             return known[1].result()
         return await asyncio.shield(known[1])
 
-    async def _ask(self, origin: str) -> Robots:
+    async def _fetch_robots(self, origin: str) -> Robots:
         url = f"{origin}/robots.txt"
         async with asyncio.timeout(ROBOTS_TIMEOUT):
             response = await self.client.get(url, 0, MAX_BYTES)
@@ -93,7 +92,7 @@ class Network:
         return Robots(response.decoded(MAX_BYTES).decode("utf-8", "replace"), AGENT_NAME)
 
     async def close(self) -> None:
-        """End what is under way and let go of all connections."""
+        """Cancel pending requests and close all connections."""
         for _, task in self._robots.values():
             task.cancel()
         await self.client.close()
@@ -106,8 +105,8 @@ def _failed(task: asyncio.Task[Robots]) -> bool:
 _networks: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, Network]] = WeakKeyDictionary()
 
 
-def join(origin: str, record: Path | None, replay: Path | None) -> Network:
-    """The network that envs of this loop share; `leave` it in the end."""
+def join_network(origin: str, record: Path | None, replay: Path | None) -> Network:
+    """The network shared by the envs of this event loop; `leave_network` when done."""
     by_key = _networks.setdefault(asyncio.get_running_loop(), {})
     key = f"{record} {replay} {origin if record or replay else ''}"
     if key not in by_key:
@@ -116,8 +115,8 @@ def join(origin: str, record: Path | None, replay: Path | None) -> Network:
     return by_key[key]
 
 
-async def leave(network: Network) -> None:
-    """The last one to leave closes it."""
+async def leave_network(network: Network) -> None:
+    """Leave; the last env to leave closes it."""
     network.n_users -= 1
     if network.n_users:
         return
@@ -130,36 +129,36 @@ async def leave(network: Network) -> None:
 def _client(origin: str, record: Path | None, replay: Path | None) -> Client:
     if replay is not None:
         return Replayer(Folder(replay, origin))
-    return Recorder(Live(), Folder(record, origin)) if record is not None else Live()
+    return Recorder(LiveClient(), Folder(record, origin)) if record is not None else LiveClient()
 
 
 MAX_REDIRECTS = 5
 MAX_WAIT = 30.0
-"""Seconds to wait for a host's turn; longer ones are a fault, and the agent may try elsewhere."""
+"""Longest wait for the rate limit in seconds; more is a fault."""
 HTML = ("text/html", "application/xhtml+xml")
 REDIRECTS = (301, 302, 303, 307, 308)
 
 
 @dataclass(slots=True)
 class Attempt:
-    """How asking for a page went."""
+    """The result of fetching a page."""
 
     url: str
-    """Where the redirects ended."""
+    """The last URL, after redirects."""
     n_requests: int = 0
     html: str | None = None
     fault: Fault | None = None
     robots: Robots = NOTHING
-    """What the page's host lets be asked for."""
+    """The robots.txt of the page's host."""
     origin: str = ""
 
     def allows(self, url: str) -> bool:
-        """Whether a link on the page may be followed; one to another host is asked about when it is followed."""
+        """Whether robots.txt allows a link; links to other hosts are checked when they are followed."""
         return not url.startswith(self.origin) or self.robots.allows(_path(url))
 
 
 class Fetcher:
-    """Asks for pages by the rules of one env."""
+    """Fetches pages by the rules of one env."""
 
     def __init__(
         self, rules: Rules, network: Network, *, timeout: float, max_bytes: int, rate: float | None
@@ -168,14 +167,14 @@ class Fetcher:
         self._timeout, self._max_bytes, self._rate = timeout, max_bytes, rate
 
     async def page(self, url: str, attempt: int = 0) -> Attempt:
-        """The page at a URL, asked for the attempt-th time; whatever goes wrong is in the result."""
+        """Fetch a page; faults are in the result. `attempt` counts earlier tries."""
         out = Attempt(url)
         try:
             out.html = await self._follow(out, attempt)
         except Fault as fault:
             out.fault = fault
         except TimeoutError:
-            out.fault = Fault("timeout", f"{out.url}: no answer within {self._timeout:g} s")
+            out.fault = Fault("timeout", f"{out.url}: no response within {self._timeout:g} s")
         return out
 
     async def _follow(self, out: Attempt, attempt: int) -> str:
@@ -183,13 +182,13 @@ class Fetcher:
             origin = out.origin = self._rules.check(out.url)
             robots = out.robots = await self._network.robots(origin)
             if not robots.allows(_path(out.url)):
-                raise Fault("robots", f"{out.url} is closed to crawlers by robots.txt")
-            pace = self._network.pace(origin, self._rate)
+                raise Fault("robots", f"{out.url} is disallowed by robots.txt")
+            limiter = self._network.limiter(origin, self._rate)
             if robots.delay:
-                pace.slow_down(robots.delay)
-            wait = pace.turn(MAX_WAIT)
+                limiter.set_min_interval(robots.delay)
+            wait = limiter.reserve(MAX_WAIT)
             if wait is None:
-                raise Fault("busy", f"{origin} has no turn within {MAX_WAIT:g} s")
+                raise Fault("busy", f"{origin}: the rate limit has no free slot within {MAX_WAIT:g} s")
             if wait:
                 await asyncio.sleep(wait)
             out.n_requests += 1
@@ -199,7 +198,7 @@ class Fetcher:
                 out.url = _target(out.url, response.headers["location"])
                 continue
             if response.status in (429, 503):
-                pace.hold(_retry_after(response))
+                limiter.pause(_retry_after(response))
             return self._html(response, out.url)
         raise Fault("redirects", f"{out.url} redirects more than {MAX_REDIRECTS} times")
 
@@ -208,7 +207,7 @@ class Fetcher:
             raise Fault("status", f"{url} answered {response.status}")
         kind, _, options = response.headers.get("content-type", "").partition(";")
         if kind.strip().lower() not in HTML:
-            raise Fault("type", f"{url} is '{kind[:40]}', not a page")
+            raise Fault("type", f"{url} is '{kind[:40]}', not HTML")
         body = response.decoded(self._max_bytes)
         charset = options.lower().partition("charset=")[2].strip(" \"'")[:40] or "utf-8"
         try:
@@ -230,7 +229,7 @@ def _target(url: str, location: str) -> str:
 
 
 def _retry_after(response: Response) -> float:
-    """Seconds that the host asks to be left alone; 0 where it does not say."""
+    """Retry-After in seconds; 0 if there is none."""
     text = response.headers.get("retry-after", "")
     if text.isdigit():
         return float(text[:9])

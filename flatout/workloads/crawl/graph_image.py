@@ -1,4 +1,4 @@
-"""An exploration to look at: the link graph as an image, the page and its links as text."""
+"""The exploration rendered: the link graph as an image, or the page and its links as text."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ COLORS = [
     (218, 139, 195), (122, 160, 60), (60, 150, 150), (170, 110, 60), (90, 90, 200), (180, 180, 90),
 ]  # fmt: skip
 TRAIL = 4
-"""How many of the last pages the agent's way is drawn through."""
+"""Number of pages of the agent's path that are drawn."""
 Point = tuple[float, float]
 
 
 def text(exploration: Exploration, trail: Sequence[Visited], slots: Sequence[Link], budget: int) -> str:
-    """The page, its links by slot, and how the exploration stands."""
+    """The page, its links by slot, and the counters of the exploration."""
     here = trail[-1] if trail else None
     lines = [
-        f"{here.link.url if here else exploration.start_url}  {here.title if here else '(not there)'}",
+        f"{here.link.url if here else exploration.start_url}  {here.title if here else '(not fetched)'}",
         f"requests {exploration.n_requests}/{budget}  targets {exploration.n_targets}  "
-        f"kinds of pages {len(exploration.templates)}  faults {exploration.n_faults}",
+        f"templates {len(exploration.templates)}  faults {exploration.n_faults}",
     ]
     for k, link in enumerate(slots):
         mark = "·" if link.page is not None else "!" if link.tries else " "
@@ -37,7 +37,7 @@ def text(exploration: Exploration, trail: Sequence[Visited], slots: Sequence[Lin
 
 
 def image(exploration: Exploration, trail: Sequence[Visited], budget: int) -> NDArray[np.uint8]:
-    """The pages got as a tree around the start page: colour is kind of page, gold a target, red a fault."""
+    """The pages as a tree around the start page: colour is the template, gold a target, red a fault."""
     canvas = Image.new("RGB", (WIDTH * SCALE, HEIGHT * SCALE), PAPER)
     pen = ImageDraw.Draw(canvas)
     graph = exploration.graph
@@ -69,7 +69,7 @@ def image(exploration: Exploration, trail: Sequence[Visited], budget: int) -> ND
 
 
 def _places(graph: LinkGraph) -> dict[str, Point]:
-    """A radial tree: each page sits in its parent's sector, one ring further out."""
+    """A radial tree: each page is in the sector of its parent, one ring further out."""
     children: dict[str | None, list[str]] = {}
     for url, node in graph.nodes.items():
         parent = node.parent if node.parent in graph.nodes and node.parent != url else None
@@ -105,7 +105,7 @@ def _panel(pen: ImageDraw.ImageDraw, exploration: Exploration, path: Sequence[st
     left, width = (WIDTH - PANEL) * SCALE, PANEL * SCALE
     pen.rectangle([left, 0, left + width, HEIGHT * SCALE], fill=(240, 241, 238))
     big, small = (ImageFont.load_default(size * SCALE) for size in (30, 12))
-    rows = [("targets", exploration.n_targets), ("kinds of pages", len(exploration.templates))]
+    rows = [("targets", exploration.n_targets), ("page templates", len(exploration.templates))]
     for i, (name, value) in enumerate(rows):
         top = (20 + 72 * i) * SCALE
         pen.text((left + 16 * SCALE, top), str(value), INK, big)

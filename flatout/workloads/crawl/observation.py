@@ -1,7 +1,7 @@
-"""What the agent sees of an exploration: the page it is on, and a row of numbers for each link it may follow.
+"""The observation: features of the current page and of each link that the agent may follow.
 
-Words of link texts and URLs become short random codes, the same for the same word everywhere, so that what a word
-promises on one site can be learned and used on another.
+Words of link texts and URLs become short random codes. A word has the same code on every site, so what it predicts can be
+learned on one site and used on another.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from numpy.typing import NDArray
 from flatout.workloads.crawl.explore import MAX_TRIES, Exploration, Link, Shape, Visited
 
 CODE = 8
-"""Numbers in a word's code."""
+"""Length of a word's code."""
 N_SHAPE = 4
 FIRST = 3 * CODE
-"""Where a link's codes end, and a 1 says that there is a link."""
+"""Index after a link's codes; holds 1 if there is a link."""
 GOT_IT, FAILED, SAME_SHAPE = FIRST + 1, FIRST + 2, FIRST + 7
 N_LINK = FIRST + 8 + N_SHAPE
 N_PAGE = 2 * CODE + 12
@@ -32,13 +32,13 @@ GOT = [min(log1p(n) / 3, 1.0) for n in range(200)]
 WORD = re.compile(r"[a-z]+")
 
 Rows: TypeAlias = NDArray[np.float32]
-# Rows are put together as bytes: for some ten pieces of some ten numbers that takes a fraction of NumPy's time.
+# Rows are joined as bytes, which is several times faster than NumPy for this many small pieces.
 _four, _eight = Struct("4f").pack, Struct("8f").pack
 NO_LINK, NO_PAGE = bytes(4 * N_LINK), bytes(4 * (N_PAGE - 4))
 
 
 def code(text: str) -> Rows:
-    """The mean code of a text's words, scaled to keep its spread; zeros where there is no word."""
+    """The sum of the codes of a text's words ÷ √(number of words), clipped to ±1; zeros without words."""
     words = WORD.findall(text.lower())[:12]
     out = np.zeros(CODE, np.float32)
     for word in words:
@@ -54,9 +54,9 @@ def _code(text: str) -> bytes:
 
 
 def slots(visited: Visited, n_slots: int) -> tuple[list[Link], int]:
-    """The links that get a slot, and how many of them are new.
+    """The links in the slots, and how many of them are new.
 
-    New ones come first, of each shape in turn, the page's own before the site's frame.
+    New links come first, alternating between shapes, the page's own before those of the site's frame.
     """
     own: dict[Shape, list[Link]] = {}
     frame: dict[Shape, list[Link]] = {}
@@ -77,7 +77,7 @@ def slots(visited: Visited, n_slots: int) -> tuple[list[Link], int]:
 
 
 def link_rows(links: list[Link], n_new: int, here: Visited | None, n_slots: int) -> Rows:
-    """A row for each slot, zeros where it is empty: the link's own numbers, then those of its shape."""
+    """A row per slot, zeros if it is empty: features of the link, then of its shape."""
     n = len(links)
     if not n or here is None:
         return np.zeros((n_slots, N_LINK), np.float32)
@@ -104,7 +104,7 @@ def _array(parts: list[bytes]) -> Rows:
 
 
 def _link_row(link: Link) -> bytes:
-    """The codes of a link's text and of the last two parts of its path, and what never changes; worked out once."""
+    """The features of a link that never change: codes of its text and of the last two parts of its path, and more."""
     tokens = link.tokens
     last, before = _last_two(tokens)
     rest = _rest(link.in_frame, link.has_query, len(tokens), "#" in link.shape.name)
@@ -114,12 +114,12 @@ def _link_row(link: Link) -> bytes:
 
 @lru_cache(1024)
 def _rest(in_frame: bool, has_query: bool, n_tokens: int, has_number: bool) -> bytes:
-    """A link's row after its codes and before its shape's."""
+    """The features between the codes and those of the shape."""
     return _eight(1.0, 0.0, 0.0, in_frame, has_query, min(n_tokens / 6, 1.0), has_number, 0.0)
 
 
 def _shape_row(shape: Shape) -> bytes:
-    """How often a shape was seen and got, and what came of it; worked out when it has changed."""
+    """How many links of a shape were seen and fetched, and how many were targets or new templates."""
     n_got = max(shape.n_got, 1)
     seen, got = SEEN[min(shape.n_links, 199)], GOT[min(shape.n_got, 199)]
     row = shape.row = _four(seen, got, shape.n_targets / n_got, shape.n_templates / n_got)
@@ -132,9 +132,9 @@ def _last_two(tokens: tuple[str, ...]) -> tuple[str, str]:
 
 
 def page_row(
-    exploration: Exploration, here: Visited | None, n_new: int, depth: int, n_faults_in_turn: int
+    exploration: Exploration, here: Visited | None, n_new: int, depth: int, n_consecutive_faults: int
 ) -> Rows:
-    """The page that the agent is on, and how the exploration stands."""
+    """Features of the current page and of the exploration."""
     parts = [NO_PAGE]
     if here is not None:
         link = here.link
@@ -150,10 +150,10 @@ def page_row(
             link.shape.n_targets / max(link.shape.n_got, 1),
         )
         parts = [_code(last), _code(before), page]
-    stand = _four(
+    state = _four(
         min(depth / 10, 1.0),
         min(len(exploration.templates) / 20, 1.0),
         min(log1p(exploration.n_targets) / 4, 1.0),
-        min(n_faults_in_turn / 5, 1.0),
+        min(n_consecutive_faults / 5, 1.0),
     )
-    return _array([*parts, stand])
+    return _array([*parts, state])

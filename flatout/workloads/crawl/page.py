@@ -1,9 +1,7 @@
-"""A page as the crawler sees it: links, what it is made of, whether it is a target. HTML comes in.
+"""Parsing a page: its links, its structure, and whether it is a target.
 
-Pages of one template at a glance: what their HTML has in common is parsed once, links and texts are cut out of the rest.
-
-Two pages that differ only in where links lead and in texts have the same elements, provided that their HTML is as plain
-as PLAIN: every `<` begins a tag and every `>` ends one. HTML of any other kind is parsed.
+Pages of one template are parsed once. Two pages whose HTML differs only in texts and link targets have the same elements, provided
+that the HTML matches PLAIN: every `<` starts a tag and every `>` ends one. Other HTML is always parsed.
 """
 
 from __future__ import annotations
@@ -21,30 +19,30 @@ from flatout.errors import FlatoutError
 MAX_LINKS = 500
 MAX_TEXT = 120
 AROUND = ("header", "footer", "nav", "aside")
-"""Elements whose links belong to the site's frame rather than to the page."""
+"""Elements that make up the frame of a site; their links do not belong to the page itself."""
 
 SAME = 0.8
-"""Share of all marks that two pages of one kind have in common."""
+"""Jaccard similarity from which two pages have the same template."""
 
 
 Anchor: TypeAlias = tuple[str, str, bool]
-"""A link as it stands on a page: where it leads, its text, whether it belongs to the site's frame."""
+"""A link on a page: href, text, whether it is in the site's frame (header, navigation, footer)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """What a page's HTML says."""
+    """A parsed page."""
 
     anchors: tuple[Anchor, ...]
     marks: frozenset[str]
-    """Its elements' tags with their classes, whichever way they are repeated or ordered: what a template leaves."""
+    """The set of its elements as tag.class, which tells its template."""
     is_target: bool
     n_elements: int
     title: str
 
 
-def read(html: str, target: str) -> Page:
-    """The page in some HTML, broken or not; `target` is the CSS selector that targets match."""
+def parse(html: str, target: str) -> Page:
+    """Parse HTML, valid or not; `target` is the CSS selector of targets."""
     tree = LexborHTMLParser(html)
     frame = {node.mem_id for tag in AROUND for part in tree.tags(tag) for node in part.traverse()}
     anchors: list[Anchor] = []
@@ -61,7 +59,7 @@ def read(html: str, target: str) -> Page:
     return Page(
         tuple(anchors),
         frozenset(marks),
-        # Setting up a tree's selectors takes as long as parsing a small page.
+        # Matching a selector takes as long as parsing a small page.
         may_match(html, target) and tree.css_first(target) is not None,
         n_elements,
         tidy(titles[0].text()[:MAX_TEXT]) if titles else "",
@@ -70,12 +68,12 @@ def read(html: str, target: str) -> Page:
 
 @lru_cache(16_384)
 def tidy(text: str) -> str:
-    """The beginning of a text, in one line."""
+    """The start of a text, in one line."""
     return " ".join(text[:MAX_TEXT].split())
 
 
 def may_match(html: str, selector: str) -> bool:
-    """Whether some HTML holds the attributes without which nothing in it can match."""
+    """False if the HTML lacks an attribute that the selector needs."""
     needed = _needed(selector)
     lowered = html.lower() if needed else ""
     return all(name in lowered for name in needed)
@@ -83,13 +81,13 @@ def may_match(html: str, selector: str) -> bool:
 
 @lru_cache(64)
 def _needed(selector: str) -> tuple[str, ...]:
-    """Names of attributes without which no element can match; none where that is not plain to see."""
+    """Attributes that a matching element must have; empty if the selector is not simple."""
     bare = re.sub(r"\"[^\"]*\"|'[^']*'", "", selector.lower())
     return () if re.search(r"[,:\\]", bare) else tuple(re.findall(r"\[\s*([a-z-]+)", bare))
 
 
 def check_selector(target: Any) -> str:
-    """The selector, or a FlatoutError of one line if it is none."""
+    """The selector; raises a FlatoutError if it is not valid CSS."""
     try:
         LexborHTMLParser("<p></p>").css_first(target)
     except (SelectolaxError, TypeError, ValueError) as error:
@@ -98,13 +96,13 @@ def check_selector(target: Any) -> str:
 
 
 def alike(one: frozenset[str], other: frozenset[str]) -> bool:
-    """Whether pages with these marks are of one kind."""
+    """Whether pages with these elements have the same template."""
     n_common = len(one & other)
     return n_common >= SAME * (len(one) + len(other) - n_common)
 
 
 class Templates:
-    """The kinds of pages met so far: a page is of a known kind if it is made of nearly the same elements."""
+    """The page templates met so far; pages with nearly the same elements share one."""
 
     def __init__(self) -> None:
         self._kinds: list[frozenset[str]] = []
@@ -114,7 +112,7 @@ class Templates:
         return len(self._kinds)
 
     def number(self, marks: frozenset[str]) -> int:
-        """The number of the page's kind, a new one where it is of none that is known."""
+        """The number of a page's template; a new one if it matches none."""
         known = self._exact.get(marks)
         if known is not None:
             return known
@@ -129,12 +127,12 @@ class Templates:
 
 TEXT = r"[^<>&\x00-\x08\r]"
 SAYS = r"[^\S\r]*+[^<>&\x00-\x08\s]"
-"""The beginning of a text that is not blank; blanks belong to the outline, as tables treat the two differently."""
+"""The start of a text that is not blank. Blank texts belong to the outline, because tables treat them differently."""
 VALUE = r'[^"<>&\x00-\x08\s]'
 HREF = rf"{VALUE}++(?:&(?:amp;|[a-zA-Z0-9]++=){VALUE}*+)*"
-"""Of all that may be escaped only `&amp;`; `&name=` is read as it stands."""
+"""The only escape allowed is `&amp;`; `&name=` is taken literally."""
 LINK = re.compile(rf' href="({HREF})"({TEXT}*+)>({SAYS}{TEXT}{{0,300}})</a(?=>)')
-"""Where a link leads, what else its tag says, which belongs to the outline, and its text."""
+"""The href of a link, the rest of its tag (part of the outline), and its text."""
 WORDS = re.compile(rf">{SAYS}{TEXT}*+<")
 PLAIN = re.compile(
     r"(?:<!(?i:doctype html)>)?"
@@ -144,30 +142,30 @@ PLAIN = re.compile(
 )
 CUT, SAID = "\x01", "\x02"
 MAX_OUTLINES, MAX_HTML = 2048, 50_000
-"""How many are kept, and the length of HTML above which none is."""
+"""Largest number of cached outlines, and of characters of a page that is cached."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """What all pages of one outline share."""
+    """What all pages with the same outline share: their HTML without texts and hrefs."""
 
     in_frame: tuple[bool, ...]
-    """Of each link."""
+    """For each link."""
     marks: frozenset[str]
     is_target: bool
     n_elements: int
 
 
 TO_PARSE = Outline((), frozenset(), False, 0)
-"""In the place of an outline whose pages have to be parsed."""
+"""Marks an outline whose pages must be parsed."""
 _outlines: dict[bytes, Outline] = {}
-"""By outline and selector."""
+"""By the hash of outline and selector."""
 
 
-def glance(html: str, target: str) -> Page:
-    """What `read` gives; quicker from the second page of an outline on."""
+def parse_cached(html: str, target: str) -> Page:
+    """The same as `parse`, but fast from the second page with the same outline on."""
     if len(html) > MAX_HTML or (not _is_structural(target) and may_match(html, target)):
-        return read(html, target)
+        return parse(html, target)
     parts = LINK.split(html)
     n_links = len(parts) // 4
     said = WORDS.sub(f">{SAID}<", CUT.join(parts[::4] + parts[2::4]))
@@ -178,7 +176,7 @@ def glance(html: str, target: str) -> Page:
             _outlines.clear()
         known = _outlines[key] = _learn(html, target, said, n_links) or TO_PARSE
     if known is TO_PARSE or len(known.in_frame) != n_links:
-        return read(html, target)
+        return parse(html, target)
     hrefs = parts[1::4]
     if "&amp;" in html:
         hrefs = [href.replace("&amp;", "&") for href in hrefs]
@@ -187,14 +185,14 @@ def glance(html: str, target: str) -> Page:
 
 
 def _learn(html: str, target: str, said: str, n_links: int) -> Outline | None:
-    """The outline, if every page that has it is sure to have its links in these places, and its title."""
+    """The outline; None unless every page that has it must have its links and its title in the same places."""
     if not PLAIN.fullmatch(html):
         return None
     pieces = said.split(CUT)
     ends = (f' href="{k}"{pieces[n_links + 1 + k]}>{k}</a' for k in range(n_links))
     numbered = "".join(piece for pair in zip(pieces, (*ends, ""), strict=False) for piece in pair)
     numbered = numbered.replace(f"<title>{SAID}", "<title>title", 1).replace(SAID, "text")
-    page = read(numbered, target)
+    page = parse(numbered, target)
     if [anchor[:2] for anchor in page.anchors] != [(str(k), str(k)) for k in range(n_links)]:
         return None
     if page.title != _title(numbered):
@@ -210,5 +208,5 @@ def _title(html: str) -> str:
 
 @lru_cache(64)
 def _is_structural(selector: str) -> bool:
-    """Whether a selector is sure to look at nothing but what belongs to the outline."""
+    """Whether a selector depends on nothing but the outline."""
     return not re.search(r"[:\\]|href", selector, re.IGNORECASE)

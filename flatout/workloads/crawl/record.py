@@ -1,7 +1,7 @@
-"""Responses kept in a folder, so that a crawl can be repeated, and what-ifs tried, without the network.
+"""Responses stored in a folder, so that a crawl can be repeated without the network.
 
-One file for each URL and attempt: a line of JSON (status and headers, or what went wrong), then the body. URLs on the
-start page's own host are kept without it, so that a local site may have another port next time.
+One file per URL and attempt: a line of JSON (status and headers, or the fault), then the body. URLs of the start page's host are
+stored without it, so that a local site may use another port later.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from flatout.workloads.crawl.client import Client, Response
 
 
 class Folder:
-    """Where responses are kept."""
+    """The folder of a recording."""
 
     def __init__(self, path: Path, origin: str) -> None:
         self.path, self._origin = path, origin
@@ -29,7 +29,7 @@ class Folder:
 
 
 class Recorder:
-    """Passes requests on and keeps what comes back, faults too."""
+    """Passes requests on and stores responses and faults."""
 
     def __init__(self, client: Client, folder: Folder) -> None:
         self._client, self._folder = client, folder
@@ -39,20 +39,19 @@ class Recorder:
             raise FlatoutError(f"record folder {folder.path}: {error.strerror}") from error
 
     async def get(self, url: str, attempt: int, max_bytes: int) -> Response:
-        """The response, once it is kept."""
+        """The response, stored."""
         try:
             response = await self._client.get(url, attempt, max_bytes)
         except Fault as fault:
-            self._keep(url, attempt, {"fault": fault.kind, "message": str(fault)}, b"")
+            self._store(url, attempt, {"fault": fault.kind, "message": str(fault)}, b"")
             raise
-        self._keep(url, attempt, {"status": response.status, "headers": response.headers}, response.body)
+        self._store(url, attempt, {"status": response.status, "headers": response.headers}, response.body)
         return response
 
     async def close(self) -> None:
-        """Close the client."""
         await self._client.close()
 
-    def _keep(self, url: str, attempt: int, head: dict[str, object], body: bytes) -> None:
+    def _store(self, url: str, attempt: int, head: dict[str, object], body: bytes) -> None:
         file = self._folder.file(url, attempt)
         file.parent.mkdir(exist_ok=True)
         part = file.with_name(f"{file.name}.{os.getpid()}.{id(self)}.part")
@@ -61,7 +60,7 @@ class Recorder:
 
 
 class Replayer:
-    """Gives what was kept, and a fault for anything else; there is no network behind it."""
+    """Returns stored responses, and a fault for anything else; never uses the network."""
 
     def __init__(self, folder: Folder) -> None:
         if not folder.path.is_dir():
@@ -69,7 +68,6 @@ class Replayer:
         self._folder = folder
 
     async def get(self, url: str, attempt: int, max_bytes: int) -> Response:
-        """The response as it was kept."""
         file = self._folder.file(url, attempt)
         try:
             head, _, body = file.read_bytes().partition(b"\n")
@@ -85,4 +83,4 @@ class Replayer:
             raise FlatoutError(f"recording {file} is damaged: {error}; record the crawl again") from error
 
     async def close(self) -> None:
-        """Nothing is open."""
+        """Nothing to close."""

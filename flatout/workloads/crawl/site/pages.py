@@ -1,7 +1,7 @@
-"""Pages of generated sites: a pure function of config, seed and path. Standard library only.
+"""The pages of generated sites: a pure function of config, seed and path. Standard library only.
 
-A site's sections differ in what they lead to: most end in articles, goods, people or a calendar without end; one leads,
-several clicks down and under particular words, to the targets. Every kind of page has a structure of its own.
+The sections of a site lead to articles, goods, people or an endless calendar; one of them leads, several clicks down and under
+particular words, to the targets. Every kind of page has its own structure.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from flatout.workloads.crawl.site.site_config import SiteConfig
 
 TARGET_MARK = 'itemscope itemtype="https://schema.org/Dataset"'
 
-# The same words in all sites, so that what is learned on some is of use on others.
+# All sites use the same words, so that what is learned on one is useful on others.
 SECTIONS = {
     "research": ["research", "science", "library", "knowledge", "observatory"],
     "news": ["news", "blog", "journal", "stories"],
@@ -28,17 +28,17 @@ SECTIONS = {
     "projects": ["projects", "programmes", "initiatives"],
     "press": ["press", "announcements", "statements"],
 }
-"""What a section may be called, by its kind."""
+"""Names of a section, by its kind."""
 DATA = ["data", "statistics", "figures", "indicators", "measurements"]
-"""What the list of targets is called."""
+"""Names of the list of targets."""
 RECORDS = ["series", "dataset", "table", "records"]
-"""What a target is called."""
+"""Names of a target."""
 TOPICS = (
     "climate water energy soil traffic health housing forest ocean air trade schools farming crime".split()
 )
 SUBJECTS = "rainfall prices births harvest noise rivers wages output visitors storage density yields".split()
 BESIDES = ["papers", "essays", "methods", "partners", "history", "glossary"]
-"""What a topic holds besides its data."""
+"""What a topic has besides its data."""
 THINGS = "lamp chair kettle blanket basket mirror clock bottle carpet candle".split()
 NAMES = "anna boris clara david elena felix greta hugo irene jonas karin lukas".split()
 PHRASES = "a quiet morning|what we learned|looking back|an open letter|the long road|five questions|notes from the field".split(
@@ -53,7 +53,7 @@ TEXT = (
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the server sends."""
+    """A response of the server."""
 
     status: int
     body: bytes = b""
@@ -63,13 +63,13 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What all pages of one site share."""
+    """What all pages of a site share."""
 
     root: str
     prefix: str
-    """Of its CSS classes."""
+    """Prefix of its CSS classes."""
     sections: dict[str, str]
-    """Kind by the section's word, in the order of the navigation."""
+    """The kind of each section by its name, in the order of the navigation."""
     research: str
     data: str
     record: str
@@ -79,7 +79,7 @@ class Plan:
 
 
 def answer(config: SiteConfig, path: str, attempt: int = 0) -> Answer:
-    """The answer to a GET of `/<seed>/…`, the attempt-th one of a client."""
+    """The response to a GET of `/<seed>/…`; `attempt` counts earlier tries of the client."""
     if path == "/robots.txt" and config.robots:
         text = "User-agent: *\nDisallow: /*/private/\nDisallow: /*/search\n"
         return Answer(200, text.encode(), content_type="text/plain")
@@ -96,14 +96,14 @@ def answer(config: SiteConfig, path: str, attempt: int = 0) -> Answer:
 
 
 def latency(config: SiteConfig, path: str, attempt: int = 0) -> float:
-    """Seconds until the answer is sent."""
+    """Seconds until the response is sent."""
     if not config.latency:
         return 0.0
     return config.latency * Random(f"wait {path} {attempt}").lognormvariate(0.0, config.latency_spread)
 
 
 def chance(share: float, *what: object) -> bool:
-    """Whether something happens that happens in this share of all cases; the same answer for the same case."""
+    """True for a share of all cases; always the same for the same case."""
     return share > 0 and int.from_bytes(blake2b(repr(what).encode(), digest_size=4).digest()) < share * 2**32
 
 
@@ -173,23 +173,23 @@ class _Writer:
         return Answer(200, text.encode())
 
     def link(self, to: str, text: str) -> str:
-        """An anchor to a path below the site's root; some lead through a redirect."""
+        """A link to a path below the root of the site; some go through a redirect."""
         via = "go/" if chance(self.config.redirect_rate, "redirect", self.path, to) else ""
         return f'<a href="{self.plan.root}{via}{to}">{text}</a>'
 
     def items(self, name: str, links: list[str], tag: str = "li") -> str:
-        """A list of links in elements of their own class."""
+        """A list of links in elements of class `name`."""
         p = self.plan.prefix
         rows = "".join(f'<{tag} class="{p}-{name}">{link}</{tag}>' for link in links)
         return f'<div class="{p}-{name}-list">{rows}</div>'
 
     def number(self) -> int:
-        """Which page of a list this is."""
+        """The page number of a list."""
         page = self.path.rpartition("?page=")[2]
         return int(page) if page.isdigit() and len(page) < 6 else 1
 
     def target(self) -> str:
-        """A link to a target from elsewhere."""
+        """A link to a target from another section."""
         plan, draw = self.plan, self.draw
         middle = "/".join(draw.choice(plan.topics) for _ in range(self.config.depth - 3))
         base = "/".join(part for part in (plan.research, middle, plan.data) if part)

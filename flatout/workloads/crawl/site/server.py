@@ -1,8 +1,6 @@
-"""The site server as a process: one for each kind of site, shared by all envs of this process, ended with it.
+"""Serves generated sites on loopback over HTTP/1.1, in a subprocess that ends with the process that started it.
 
-Serves generated sites on loopback over HTTP/1.1, in a process of its own that ends with the one that started it.
-
-Written on asyncio's protocols: answering costs some ten microseconds besides making the page.
+The server is an asyncio protocol: it adds about ten microseconds to making the page.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ _servers: dict[tuple[int, SiteConfig], SiteServer] = {}
 
 
 class SiteServer:
-    """A running server."""
+    """A server subprocess."""
 
     def __init__(self, config: SiteConfig) -> None:
         command = [sys.executable, "-m", "flatout.workloads.crawl.site.server", config.to_json()]
@@ -40,7 +38,7 @@ class SiteServer:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
-            start_new_session=True,  # Ctrl-C is for the run, which still asks for pages while it stops
+            start_new_session=True,  # Ctrl-C must not reach it: a stopping run still requests pages
         )
         assert self.process.stdout is not None
         line = self.process.stdout.readline().strip()
@@ -50,7 +48,7 @@ class SiteServer:
         self.url = f"http://127.0.0.1:{int(line)}"
 
     def close(self) -> None:
-        """End the server; may be called twice."""
+        """Stop the server; may be called twice."""
         for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None:
                 pipe.close()
@@ -59,7 +57,7 @@ class SiteServer:
 
 
 def site_server(config: SiteConfig) -> SiteServer:
-    """The running server for such sites, started where there is none or it has died."""
+    """The server for sites of this config, shared by all envs of the process; started if there is none or it has died."""
     with _lock:
         key = os.getpid(), config
         server = _servers.get(key)
@@ -70,7 +68,7 @@ def site_server(config: SiteConfig) -> SiteServer:
 
 @atexit.register
 def close_all() -> None:
-    """End the servers that this process has started."""
+    """Stop the servers that this process has started."""
     with _lock:
         for (owner, _), server in list(_servers.items()):
             if owner == os.getpid():
@@ -84,7 +82,7 @@ MAX_REQUEST = 16_384
 
 @lru_cache(8192)
 def response(config: SiteConfig, path: str, attempt: int, *, with_body: bool) -> bytes:
-    """The bytes that answer a request."""
+    """The HTTP response to a request."""
     made = answer(config, path, attempt)
     lines = [
         f"HTTP/1.1 {made.status} {HTTPStatus(made.status).phrase}",
@@ -97,18 +95,17 @@ def response(config: SiteConfig, path: str, attempt: int, *, with_body: bool) ->
 
 
 class Connection(asyncio.Protocol):
-    """One client's connection, kept alive."""
+    """One keep-alive connection."""
 
     def __init__(self, config: SiteConfig) -> None:
         self._config, self._buffer = config, b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Keep what is written to."""
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
-        """Answer every whole request."""
+        """Answer all complete requests."""
         self._buffer += data
         while (end := self._buffer.find(b"\r\n\r\n")) >= 0:
             request, self._buffer = self._buffer[:end], self._buffer[end + 4 :]
@@ -135,7 +132,7 @@ class Connection(asyncio.Protocol):
 
 
 async def serve(config: SiteConfig) -> None:
-    """Serve until standard input ends; the first line of standard output is the port."""
+    """Print the port and serve until standard input is closed."""
     loop = asyncio.get_running_loop()
     server = await loop.create_server(lambda: Connection(config), "127.0.0.1", 0, backlog=1024)
     print(server.sockets[0].getsockname()[1], flush=True)

@@ -1,57 +1,48 @@
-"""What the generated sites are like: size, depth, and how well or badly they behave. Standard library only."""
+"""The settings of generated sites. Standard library only."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from flatout.errors import FlatoutError, did_you_mean
+from flatout.errors import FlatoutError
+from flatout.workloads.validate import check_choice, check_number, from_settings, read_json
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SiteConfig:
-    """One kind of site; each seed gives another site of that kind."""
+    """The settings of a family of sites; each seed gives one site."""
 
     size: int = 12
-    """Entries of a list page; everything else grows with it."""
+    """Entries per list page; the rest of the site scales with it."""
     depth: int = 4
-    """Clicks from the home page to the nearest list of targets and one of them."""
+    """Clicks from the home page to a target through the lists."""
     latency: float = 0.0
-    """Median seconds until a page is sent."""
+    """Median latency of a response in seconds."""
     latency_spread: float = 0.3
-    """Deviation of the latency's logarithm; 0: always the same."""
+    """Standard deviation of the logarithm of the latency."""
     error_rate: float = 0.01
-    """Share of answers that are a server error; trying again may help."""
+    """Share of responses that are server errors; a retry may succeed."""
     redirect_rate: float = 0.05
-    """Share of links that lead through a redirect."""
+    """Share of links that go through a redirect."""
     traps: bool = True
-    """A calendar without end, and links that differ in their query only."""
+    """An endless calendar, and links that differ only in their query."""
     robots: bool = True
-    """A robots.txt that closes a part of each site."""
+    """A robots.txt that disallows a part of each site."""
 
     def __post_init__(self) -> None:
         for name, low, high in _RANGES:
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-                raise FlatoutError(
-                    f"site config: {name} is {value!r}; it must be a number from {low} to {high}"
-                )
-        for name in ("size", "depth"):
-            if not isinstance(getattr(self, name), int):
-                raise FlatoutError(
-                    f"site config: {name} is {getattr(self, name)!r}; it must be a whole number"
-                )
+            check_number(
+                f"site config: {name}", getattr(self, name), low, high, whole=name in ("size", "depth")
+            )
         for name in ("traps", "robots"):
-            if not isinstance(getattr(self, name), bool):
-                raise FlatoutError(
-                    f"site config: {name} is {getattr(self, name)!r}; it must be true or false"
-                )
+            check_choice(f"site config: {name}", getattr(self, name), (True, False))
 
     def to_json(self) -> str:
-        """One line that `read_site` takes back."""
+        """One line of JSON for `read_site`."""
         return json.dumps(asdict(self))
 
 
@@ -66,32 +57,17 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
 
 
 def read_site(source: Mapping[str, Any] | str | Path | None) -> SiteConfig:
-    """The config in a mapping or a JSON file; a FlatoutError that names the file and the key when it is malformed."""
+    """The config in a mapping or a JSON file; errors name the file."""
     if source is None:
         return SiteConfig()
     if isinstance(source, Mapping):
-        return _from_mapping(source, "site config")
-    path = Path(source)
-    try:
-        data = json.loads(path.read_text())
-    except OSError as error:
-        raise FlatoutError(f"site config {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise FlatoutError(f"site config {path} is not JSON: {error}") from error
+        return from_settings(SiteConfig, source, "site config")
+    data = read_json(source, "site config")
     if not isinstance(data, dict):
         raise FlatoutError(
-            f"site config {path} holds a {type(data).__name__}; it must be an object of settings"
+            f"site config {source} is a {type(data).__name__}; it must be an object of settings"
         )
-    return _from_mapping(data, f"site config {path}")
-
-
-def _from_mapping(data: Mapping[str, Any], name: str) -> SiteConfig:
-    known = [field.name for field in fields(SiteConfig)]
-    for key in data:
-        if key not in known:
-            hint = did_you_mean(str(key), known, n=1) or f"; it has {', '.join(known)}"
-            raise FlatoutError(f"{name} has the unknown key '{key}'{hint}")
     try:
-        return SiteConfig(**data)
+        return from_settings(SiteConfig, data, "site config")
     except FlatoutError as error:
-        raise FlatoutError(str(error).replace("site config", name, 1)) from error
+        raise FlatoutError(str(error).replace("site config", f"site config {source}", 1)) from error
