@@ -16,8 +16,7 @@ import torch
 
 from flatout.collect.noise import ActionNoise
 from flatout.config.fields import replace as replace_fields
-from flatout.config.presets import preset_note
-from flatout.config.run_config import RunConfig, read_file, resolve
+from flatout.config.run_config import RunConfig, preset_note, read_file, resolve
 from flatout.device.accelerator import resolve_device
 from flatout.device.machine import gc_frozen, machine
 from flatout.envs.check import EnvInfo

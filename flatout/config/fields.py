@@ -1,7 +1,6 @@
-"""The leaves of nested config dataclasses: their names, types and help, and values made to fit them.
+"""Nested config dataclasses as flat settings: their names, types and help, and the conversion of values.
 
-One conversion serves command line text, JSON and Python keywords, so all three refuse the same things
-in the same words.
+Command line text, JSON and Python keywords use the same conversion, so all three give the same errors.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from flatout.errors import FlatoutError, did_you_mean
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Field:
-    """One leaf of a config: `section` names the nested config that holds it, if any."""
+    """One setting; `section` names the nested config that holds it, if any."""
 
     name: str
     section: str | None
@@ -31,12 +30,12 @@ class Field:
 
     @property
     def flag(self) -> str:
-        """Its command line flag."""
+        """The command line flag."""
         return flag(self.name)
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The words it may take, if it takes words."""
+        """The allowed words of a Literal; else empty."""
         kinds = [self.type, *get_args(self.type)]
         return next((get_args(kind) for kind in kinds if _is_literal(kind)), ())
 
@@ -47,8 +46,7 @@ def flag(name: str) -> str:
 
 
 def all_fields(config: type[Any], section: str | None = None) -> Iterator[Field]:
-    """Every leaf field of a config dataclass, nested ones included; names are unique across sections, except
-    across the alternatives of one part."""
+    """Every setting of a config dataclass and its nested configs; only different algorithms may share a name."""
     hints, helps = get_type_hints(config), _docstrings(config)
     for field in dataclasses.fields(config):
         nested = _sections(field.name, hints[field.name])
@@ -59,7 +57,7 @@ def all_fields(config: type[Any], section: str | None = None) -> Iterator[Field]
 
 
 def sections(config: Any) -> dict[str, str]:
-    """The nested configs that a config has, by section: the attribute that holds each."""
+    """The attribute of each nested config, by section."""
     found = {}
     for attribute, kind in get_type_hints(type(config)).items():
         for section, part in _sections(attribute, kind).items():
@@ -69,14 +67,14 @@ def sections(config: Any) -> dict[str, str]:
 
 
 def _sections(attribute: str, kind: Any) -> dict[str, type[Any]]:
-    """The sections that an attribute may be: its own, or one of every algorithm; none for a leaf."""
+    """The nested configs that an attribute may hold, by section: one, or one for each algorithm; empty for a setting."""
     if kind is AlgorithmConfig:
         return {name: algorithms.get(name).config for name in algorithms.names()}
     return {attribute: kind} if dataclasses.is_dataclass(kind) and isinstance(kind, type) else {}
 
 
 def replace(config: Any, values: Mapping[str, Any]) -> Any:
-    """A copy of `config` with the given leaves changed; unknown names are refused with the nearest."""
+    """A copy of `config` with some settings changed; an unknown name is refused with the nearest one."""
     held = sections(config)
     every = list(all_fields(type(config)))
     known = {field.name: field for field in every if field.section is None or field.section in held}
@@ -98,13 +96,13 @@ def replace(config: Any, values: Mapping[str, Any]) -> Any:
 
 
 def to_json(config: Any) -> dict[str, Any]:
-    """Nested plain data, complete."""
+    """The complete config as nested plain data."""
     names = {attribute: section for section, attribute in sections(config).items()}
     return {names.get(name, name): value for name, value in dataclasses.asdict(config).items()}
 
 
 def flatten_json(config: type[Any], data: Any, source: str) -> dict[str, Any]:
-    """The leaves in nested JSON; unknown keys are refused with the nearest."""
+    """The settings in nested JSON by name; an unknown key is refused with the nearest one."""
     if not isinstance(data, dict):
         raise FlatoutError(f"{source}: expected a JSON object of settings")
     sections: dict[str | None, list[str]] = {}
@@ -127,7 +125,7 @@ def flatten_json(config: type[Any], data: Any, source: str) -> dict[str, Any]:
 
 
 def convert(field: Field, value: Any) -> Any:
-    """`value` as the field's type, or a one-line error that names the flag."""
+    """`value` as the field's type; raises a one-line error that names the flag."""
     try:
         return _convert(field.type, value)
     except (ValueError, TypeError):
@@ -136,7 +134,7 @@ def convert(field: Field, value: Any) -> Any:
     if field.choices:
         near = did_you_mean(str(value), field.choices)
         raise FlatoutError(f"{field.flag} is {text!r}; it must be one of {', '.join(field.choices)}{near}")
-    raise FlatoutError(f"{field.flag} is {text!r}; it must be {_wanted(field.type)}")
+    raise FlatoutError(f"{field.flag} is {text!r}; it must be {_type_text(field.type)}")
 
 
 def _convert(kind: Any, value: Any) -> Any:
@@ -187,7 +185,7 @@ def _to_bool(value: Any) -> bool:
 
 
 def _to_int(value: Any) -> int:
-    """Whole numbers, also as 1e6 or 100_000."""
+    """Whole numbers, also written as 1e6 or 100_000."""
     if isinstance(value, bool):
         raise ValueError
     number = float(value) if not isinstance(value, int) else value
@@ -202,13 +200,13 @@ def _to_float(value: Any) -> float:
     return float(value)
 
 
-def _wanted(kind: Any) -> str:
+def _type_text(kind: Any) -> str:
     if _is_optional(kind):
-        return _wanted(next(a for a in get_args(kind) if a is not type(None))) + " or none"
+        return _type_text(next(a for a in get_args(kind) if a is not type(None))) + " or none"
     if get_origin(kind) is tuple:
-        return "whole numbers with commas between them"
+        return "whole numbers separated by commas"
     if get_origin(kind) is Union or isinstance(kind, types.UnionType):
-        parts = [repr(get_args(k)[0]) if _is_literal(k) else _wanted(k) for k in get_args(kind)]
+        parts = [repr(get_args(k)[0]) if _is_literal(k) else _type_text(k) for k in get_args(kind)]
         return " or ".join(parts)
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
     return names.get(kind, "a JSON object")

@@ -1,6 +1,6 @@
-"""RunConfig: everything that decides what a run does, made of the parts' own configs; JSON in and out.
+"""RunConfig: the complete settings of a run, and where they come from.
 
-Resolved from, in this order: the env's recipe or the preset, a config file, the user's own settings.
+Later sources override earlier ones: the env's recipe or the preset, a config file, the user's own settings.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -33,39 +34,39 @@ class RunConfig:
     env: str
     """A Gymnasium id, module:Id, or file.py:factory."""
     env_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Keywords for the env's constructor, as JSON."""
+    """Keyword arguments for the env's constructor, as JSON."""
     algo: str = algorithms.DEFAULT
-    """Algorithm; not given: the one whose recipe learns the env soonest, else PPO."""
+    """Algorithm; default: the one with the fastest recipe for the env, else ppo."""
     preset: Literal["auto", "cpu", "gpu", "fast", "heavy", "beast", "max"] | None = None
-    """Where settings come from that are not given; none: the env's recipe if it has one, else auto."""
+    """Source of all settings that are not given; none: the env's recipe if it has one, else auto."""
     timesteps: int
-    """Env steps to train for, over all envs together."""
+    """Total env steps, summed over all envs."""
     n_envs: int
-    """Envs that run at once."""
+    """Number of envs."""
     seed: int = 0
-    """The same seed gives the same run."""
+    """Random seed; the same seed gives the same run."""
     executor: Literal["auto", "serial", "process", "thread", "async", "batched", "ray"] = "auto"
-    """How envs are run."""
+    """How envs are stepped."""
     n_collectors: int = 0
-    """Collectors in processes of their own; 0: as many as suit the cores, or none."""
+    """Collectors in subprocesses; 0: decided by measurement, possibly none."""
     n_workers: int = 0
-    """Worker processes of `--executor process`; 0: as many as suit the cores."""
+    """Worker processes of `--executor process`; 0: decided by measurement."""
     overlap: Literal["auto", "on", "off"] = "auto"
-    """Collect the next rollout while learning from this one."""
+    """Collect the next rollout while the learner updates from this one."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:1."""
     precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = "auto"
-    """Number format of the update."""
+    """Floating-point format of the update."""
     compile: Literal["auto", "on", "off"] = "auto"
-    """Compile the update."""
+    """Backend of the update: off is eager PyTorch, on is compiled, auto the fastest available."""
     target_return: float | None = None
-    """Stop when the mean return of the last 100 episodes reaches this."""
+    """Stop when the mean return of the last 100 episodes reaches this value."""
     eval_every: int = 0
-    """Evaluate the deterministic policy every so many env steps; 0: never."""
+    """Env steps between evaluations of the deterministic policy; 0: never."""
     eval_episodes: int = 20
-    """Episodes of each such evaluation."""
+    """Episodes per evaluation."""
     checkpoint_every: int = 100_000
-    """Save a checkpoint every so many env steps; 0: only at the end."""
+    """Env steps between checkpoints; 0: only at the end."""
     algorithm: AlgorithmConfig
     """The algorithm's settings."""
     network: NetworkConfig
@@ -76,13 +77,11 @@ class RunConfig:
             _at_least(name, getattr(self, name), least)
         for name in ("eval_every", "checkpoint_every", "n_collectors", "n_workers"):
             _at_least(name, getattr(self, name), 0)
-        for name, (usable, missing) in _NOT_YET.items():
-            value = getattr(self, name)
-            if value in missing:
-                raise FlatoutError(f"{flag(name)} {value} is not in this version yet; use {usable}")
+        if self.executor == "ray":
+            raise FlatoutError("--executor ray is not in this version yet; use auto")
         if self.n_collectors and self.executor != "auto":
             raise FlatoutError(
-                f"--n-collectors {self.n_collectors} goes with --executor auto, not {self.executor}"
+                f"--n-collectors {self.n_collectors} needs --executor auto, not {self.executor}"
             )
         self.algorithm.check_rollout(self.n_envs)
 
@@ -92,7 +91,7 @@ class RunConfig:
         return algorithms.get(self.algo)
 
     def learner_spec(self, obs: ObsLayout, action: ActionLayout) -> LearnerSpec:
-        """Makes the run's model and learner for such observations and actions."""
+        """What makes the run's model and learner."""
         return LearnerSpec(
             algorithm=self.descriptor,
             config=self.algorithm,
@@ -117,7 +116,7 @@ class RunConfig:
         return self.algorithm.arithmetic(self.n_envs)
 
     def to_json(self) -> dict[str, Any]:
-        """Nested plain data that `from_json` takes back."""
+        """Nested plain data for `from_json`."""
         return to_json(self)
 
     @staticmethod
@@ -128,7 +127,7 @@ class RunConfig:
         others = set(algorithms.names()) - {algorithm.name}
         missing = [f.name for f in all_fields(RunConfig) if f.name not in values and f.section not in others]
         if missing:
-            raise FlatoutError(f"{source}: lacks {', '.join(missing[:3])}; it is not a complete config")
+            raise FlatoutError(f"{source}: misses {', '.join(missing[:3])}; it is not a complete config")
         blank = RunConfig(
             env="",
             algo=values["algo"],
@@ -138,12 +137,6 @@ class RunConfig:
             network=NetworkConfig(),
         )
         return _replace(blank, values)
-
-
-_NOT_YET: dict[str, tuple[str, tuple[str, ...]]] = {
-    "executor": ("auto", ("ray",)),
-}
-"""Settings whose feature is still to come: refused, never ignored."""
 
 
 def resolve(
@@ -178,11 +171,11 @@ def resolve(
 
 
 TUNED_KEYS = ("n_envs", "n_steps", "executor", "n_collectors", "n_workers", "overlap")
-"""What tuning decides."""
+"""Settings that `flatout tune` decides."""
 
 
 def save_tuned(config: RunConfig, device: str, n_cores: int) -> None:
-    """Keep what was found for an env on this machine, for `--preset auto`."""
+    """Save the settings that tuning found for an env on this machine, for `--preset auto`."""
     path = _tuned_path(config.env, config.descriptor.name, config.env_kwargs, device, n_cores)
     values = {name: getattr(config.algorithm if name == "n_steps" else config, name) for name in TUNED_KEYS}
     with suppress(OSError):
@@ -191,7 +184,7 @@ def save_tuned(config: RunConfig, device: str, n_cores: int) -> None:
 
 
 def tuned_settings(env: str, given: Mapping[str, Any], device: str, n_cores: int) -> dict[str, Any]:
-    """What tuning found for this env on this machine; nothing if it never ran, or if envs or steps are given."""
+    """The settings that tuning found for an env on this machine; empty if there are none, or if envs or steps are given."""
     if any(name in given for name in ("n_envs", "n_steps")):
         return {}
     path = _tuned_path(env, _algorithm(given).name, given.get("env_kwargs") or {}, device, n_cores)
@@ -207,6 +200,35 @@ def _tuned_path(env: str, algo: str, env_kwargs: Any, device: str, n_cores: int)
     return cache_folder() / "tuned" / f"{hashlib.sha256(facts.encode()).hexdigest()[:24]}.json"
 
 
+def memory_needed(recipe: Recipe, obs_bytes: int) -> int:
+    """Bytes that a run needs at least: its rollout, the shuffled copy, parameters and Adam's state."""
+    n_transitions = recipe.n_envs * recipe.algorithm.n_steps
+    widths = recipe.network.network_arch
+    n_params = 2 * (obs_bytes // 4 * widths[0] + sum(a * b for a, b in pairwise(widths)))
+    return 3 * n_transitions * (obs_bytes + 32) + 5 * 4 * n_params
+
+
+def preset_note(
+    presets: Mapping[str, Recipe], preset: str, n_cores: int, memory_bytes: int, obs_bytes: int
+) -> str | None:
+    """A warning if a preset needs more cores or memory than the machine has, with the preset that fits."""
+    recipe = presets[preset]
+    needed = memory_needed(recipe, obs_bytes)
+    if recipe.n_cores > n_cores:
+        needs, has = f"{recipe.n_cores} cores", f"{n_cores}"
+    elif needed > memory_bytes:
+        needs, has = f"{needed / 1e9:.1f} GB of memory", f"{memory_bytes / 1e9:.1f} GB free"
+    else:
+        return None
+    fitting = [
+        name
+        for name, other in presets.items()
+        if other.n_cores <= n_cores and memory_needed(other, obs_bytes) <= memory_bytes
+    ]
+    fits = max(fitting, key=lambda name: presets[name].n_cores, default="auto")
+    return f"preset {preset} needs {needs}; this machine has {has}; --preset {fits} fits"
+
+
 def read_file(path: Path) -> dict[str, Any]:
     """The settings in a JSON config file, by name."""
     try:
@@ -219,7 +241,7 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def _flatten(data: Any, source: str) -> dict[str, Any]:
-    """The settings in nested JSON; those of another algorithm than its own are refused."""
+    """The settings in nested JSON by name; settings of another algorithm are refused."""
     algorithm = _algorithm(data if isinstance(data, dict) else {})
     values = flatten_json(RunConfig, data, source)
     for other in algorithms.names():
@@ -233,7 +255,7 @@ def _algorithm(given: Mapping[str, Any]) -> Algorithm:
 
 
 def _first_choice(env: str, given: Mapping[str, Any]) -> str:
-    """The algorithm whose recipe learns the env soonest, unless what is given is of another one."""
+    """The algorithm with the fastest recipe for the env; the default if a given setting does not belong to it."""
     known = (algorithms.get(name) for name in algorithms.names())
     choice = next((it.name for it in known if env in it.first_choice_for), algorithms.DEFAULT)
     fitting = {f.name for f in all_fields(RunConfig) if f.section in (None, "network", choice)}
@@ -252,7 +274,7 @@ def _recipe(env: str, algorithm: Algorithm, preset: Any, device: str, n_cores: i
 
 
 def _with_batch_size(given: dict[str, Any], recipe: Recipe, device: str) -> dict[str, Any]:
-    """A batch size of the recipe, or `auto`, becomes the nearest that divides; an explicit one stays."""
+    """The settings with a batch size that divides the rollout, unless the user gave one other than `auto`."""
     by_name = {f.name: f for f in all_fields(RunConfig)}
 
     def number(name: str, default: int) -> int:
@@ -268,7 +290,7 @@ def _with_batch_size(given: dict[str, Any], recipe: Recipe, device: str) -> dict
 
 
 def _replace(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
-    """All changes at once, so that no half-changed config is ever checked."""
+    """All changes at once, because every config is validated when it is made."""
     out: RunConfig = replace_fields(config, values)
     return out
 

@@ -108,7 +108,7 @@ def assert_refused(
         ("tune CartPol-v1", "did you mean 'CartPole-v1'"),
         (
             "train CartPole-v1 --executor thread --n-collectors 2",
-            "--n-collectors 2 goes with --executor auto",
+            "--n-collectors 2 needs --executor auto",
         ),
         ("train CartPole-v1 --n-workers -1", "--n-workers is -1; it must be at least 0"),
         ("train CartPole-v1 --n-evns 3", "unknown flag --n-evns; did you mean '--n-envs'"),

@@ -8,8 +8,7 @@ import pytest
 
 from flatout.algorithms.ppo.recipes import PRESETS, RECIPES
 from flatout.algorithms.pqn.recipes import RECIPES as PQN_RECIPES
-from flatout.config.presets import preset_note
-from flatout.config.run_config import RunConfig, resolve
+from flatout.config.run_config import RunConfig, preset_note, resolve
 from flatout.errors import FlatoutError
 
 TABLE = {
@@ -94,7 +93,7 @@ def test_json_gives_the_same_config_back() -> None:
 def test_a_preset_too_big_for_the_machine_names_one_that_fits() -> None:
     assert preset_note(PRESETS, "cpu", 1, 10**9, 16) is None
     assert preset_note(PRESETS, "beast", 4, 10**12, 16) == (
-        "preset beast wants 16 cores, this machine has 4; --preset gpu fits"
+        "preset beast needs 16 cores; this machine has 4; --preset gpu fits"
     )
     note = preset_note(PRESETS, "max", 64, 10 * 10**9, 84 * 84 * 4)
     assert note is not None
