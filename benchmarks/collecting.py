@@ -1,20 +1,19 @@
-"""What benchmarks of child collectors share."""
+"""What benchmarks of subprocess collectors share."""
 
 from __future__ import annotations
 
+import numpy as np
+
 from flatout.agent import PPO
-from flatout.collect.child import Job
+from flatout.collect.subprocess import CollectorJob
+from flatout.executors.base import EnvSet
 
 
-def child_job(agent: PPO) -> Job:
-    """The job of child collectors that collect for this agent."""
+def collector_job(agent: PPO) -> CollectorJob:
+    """The job of subprocess collectors that collect for this agent."""
     config, policy = agent.config, agent.policy
-    return Job(
-        factory=agent._env_info().factory,
-        obs=policy.obs,
-        action=policy.action,
+    factory, env_ids = agent._env_info().factory, np.arange(config.n_envs)
+    return CollectorJob(
+        envs=EnvSet(factory, policy.obs, env_ids, config.seed, action=policy.action),
         make_model=config.learner_spec(policy.obs, policy.action).make_model,
-        seed=config.seed,
-        first=0,
-        end=config.n_envs,
     )

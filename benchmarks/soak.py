@@ -12,6 +12,7 @@ import os
 import random
 import signal
 import threading
+from dataclasses import replace
 from time import perf_counter, sleep
 
 import numpy as np
@@ -19,11 +20,10 @@ import psutil
 import torch
 
 import flatout
-from benchmarks.collecting import child_job
-from flatout.collect.child import ChildCollectors
-from flatout.executors.base import step
+from benchmarks.collecting import collector_job
+from flatout.collect.subprocess import SubprocessCollectors
+from flatout.executors.base import RestartBudget, step
 from flatout.executors.process import ProcessExecutor
-from flatout.executors.supervise import RestartBudget
 
 N_ENVS, N_STEPS = 16, 32
 
@@ -51,20 +51,12 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     agent = flatout.PPO("CartPole-v1", preset="auto", n_envs=N_ENVS, seed=1)
-    policy, factory = agent.policy, agent._env_info().factory
-    budget = RestartBudget(most=10_000)
-    children = ChildCollectors(child_job(agent), policy.model, 2, n_steps=N_STEPS, timeout=20, budget=budget)
-    workers = ProcessExecutor(
-        factory,
-        policy.obs,
-        np.arange(N_ENVS),
-        1,
-        action=policy.action,
-        n_workers=2,
-        n_cores=2,
-        timeout=20,
-        budget=budget,
-    )
+    policy = agent.policy
+    budget = RestartBudget(10_000)
+    job = collector_job(agent)
+    job = replace(job, envs=replace(job.envs, budget=budget))
+    children = SubprocessCollectors(job, policy.model, 2, n_steps=N_STEPS, timeout=20)
+    workers = ProcessExecutor(job.envs, n_workers=2, step_timeout=20)
     children.reset()
     workers.reset()
     killed: list[int] = []

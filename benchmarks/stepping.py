@@ -149,10 +149,11 @@ def collectors(
     import torch
 
     import flatout
-    from benchmarks.collecting import child_job
+    from benchmarks.collecting import collector_job
     from flatout.buffers.rollout import Rollout
-    from flatout.collect.child import ChildCollectors
     from flatout.collect.collector import Collector
+    from flatout.collect.subprocess import SubprocessCollectors
+    from flatout.executors.base import EnvSet
     from flatout.executors.serial import SerialExecutor
     from flatout.timing import PhaseClock
 
@@ -160,11 +161,11 @@ def collectors(
     agent = flatout.PPO(source, preset="auto", network_arch=(64, 64), n_envs=n_envs, seed=1)
     policy, factory, clock = agent.policy, agent._env_info().factory, PhaseClock()
     if n_children:
-        children = ChildCollectors(child_job(agent), policy.model, n_children, n_steps=n_steps)
+        children = SubprocessCollectors(collector_job(agent), policy.model, n_children, n_steps=n_steps)
         children.reset()
         collect, close = partial(children.collect, children.rollouts[0]), children.close
     else:
-        executor = SerialExecutor(factory, policy.obs, np.arange(n_envs), 1)
+        executor = SerialExecutor(EnvSet(factory, policy.obs, np.arange(n_envs), 1))
         executor.reset()
         here = Collector(
             executor, policy.model, policy.action, device=torch.device("cpu"), seed=1, clock=clock

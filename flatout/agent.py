@@ -31,10 +31,10 @@ from flatout.runlog.recorder import Recorder, Sink
 from flatout.training.checkpoint import Checkpoint, CheckpointFolder
 from flatout.training.checkpoint import read as read_checkpoint
 from flatout.training.checkpoint import write as write_checkpoint
-from flatout.training.evaluation import Evaluation, evaluate
+from flatout.training.evaluation import Evaluation, eval_executor, evaluate
 from flatout.training.loop import Callback, identity, summarize, train
 from flatout.training.stop import StopRequest
-from flatout.training.trainer import EVAL_SEED, MAX_EVAL_ENVS, Trainer, eval_executor
+from flatout.training.trainer import EVAL_SEED, MAX_EVAL_ENVS, Trainer
 from flatout.views.display import make_display
 from flatout.views.report import write_report
 from flatout.views.text import report_text, summary_text

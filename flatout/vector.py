@@ -1,29 +1,52 @@
-"""Any executor as a `gymnasium.vector.VectorEnv`, for loops of the user's own.
+"""Any executor as a `gymnasium.vector.VectorEnv`, for the user's own training loops.
 
-Comes in: what names an env. Goes out: batched observations in the space's own structure and dtypes.
+Unlike training, it keeps the space's own dtypes and the envs' infos, and lets the caller choose seeds and reach the envs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from operator import methodcaller
 from typing import Any, NamedTuple
 
 import gymnasium as gym
 import numpy as np
+from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
-from flatout.envs.make import EnvSource
-from flatout.envs.spaces import Array, ObsArrays
-from flatout.errors import FlatoutError
-from flatout.executors.base import Step, step
-from flatout.executors.build import OpenEnvs, lost_as_truncated, open_envs
+from flatout.envs.wrappers import Blocking, blocking
+from flatout.envs.check import validate_spaces
+from flatout.envs.make import EnvFactory, EnvSource, env_factory
+from flatout.envs.spaces import ActionLayout, Array, ObsArrays, ObsLayout
+from flatout.errors import EnvError, FlatoutError, did_you_mean, one_line
+from flatout.executors.base import EXECUTORS, EnvSet, Executor, Step, make_executor, option_names, step
 from flatout.perf.choose import rank_kinds
+
+KINDS = ("auto", *(kind for kind in EXECUTORS if kind != "batched"))
+
+
+def make_vec(
+    env: EnvSource,
+    n_envs: int = 1,
+    executor: str = "auto",
+    *,
+    seed: int = 0,
+    env_kwargs: Mapping[str, Any] | None = None,
+    copy: bool = True,
+    **options: Any,
+) -> VecEnv:
+    """`n_envs` copies of an env as one `gymnasium.vector.VectorEnv`.
+
+    `executor` is auto, a built-in kind or FILE.py:NAME; `options` are the executor's own.
+    """
+    return VecEnv(open_envs(env, n_envs, executor, seed, env_kwargs, options), copy=copy)
 
 
 class Received(NamedTuple):
-    """What `recv` returns: one row for each env in `rows`, in that order; infos go by env as in `step`."""
+    """What `recv` returns: one row for each env index in `rows`, in that order; infos are by env as in `step`."""
 
     rows: Array
     obs: Any
@@ -54,24 +77,25 @@ class VecEnv(VectorEnv[Any, Any, Array]):
 
     @property
     def notes(self) -> list[str]:
-        """Why `auto` took this kind, which kinds could not start, which envs were rebuilt; one line each."""
+        """Why `auto` chose this kind, which kinds could not start, which envs were replaced; one line each."""
         return [*self._notes, *self.executor.notes]
 
     def reset(
         self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Any, dict[str, Any]]:
-        """Begin new episodes; an int seeds env i with `seed + i`, None goes on with each env's randomness."""
-        rows = _masked_rows(options, self.num_envs)
+        """Begin new episodes; an int seeds env i with `seed + i`, None leaves each env's generator as it is."""
+        env_indices = _masked(options, self.num_envs)
         if options is not None:
             options = {key: value for key, value in options.items() if key != "reset_mask"}
         if seed is None and options is None and not self._has_begun:
             now = self.executor.reset()  # with the seed that make_vec was given
         else:
-            now = self.executor.begin(self._seeds(seed), [options] * self.num_envs, rows)
+            now = self.executor.reset_envs(self._seeds(seed), [options] * self.num_envs, env_indices)
         self._has_begun = True
         infos: dict[str, Any] = {}
-        for i in range(self.num_envs) if rows is None else rows:
-            infos = self._add_info(infos, self.executor.infos[i], i)
+        if any(self.executor.infos):
+            for i in range(self.num_envs) if env_indices is None else env_indices:
+                infos = self._add_info(infos, self.executor.infos[i], i)
         return self._obs(now.obs), infos
 
     def step(self, actions: Any) -> tuple[Any, Array, Array, Array, dict[str, Any]]:
@@ -84,14 +108,14 @@ class VecEnv(VectorEnv[Any, Any, Array]):
         return obs, now.reward.copy(), now.terminated.copy(), now.truncated.copy(), infos
 
     def send(self, actions: Any, rows: Array | None = None) -> None:
-        """Hand actions to the envs in the places named, or to all; they are stepped until `recv`."""
+        """Send actions to the envs with these indices, or to all; `recv` returns their steps."""
         self.executor.send(np.asarray(actions), self._all if rows is None else rows)
 
     def recv(self) -> Received:
         """Wait for envs to finish their step: all of them, or with a waiting executor those that are ready."""
         now = lost_as_truncated(self.executor.recv())
-        rows = now.rows
-        obs = self._layout.build([leaf[rows] for leaf in now.obs])
+        rows = now.env_indices
+        obs = self._layout.build([array[rows] for array in now.obs])
         return Received(
             rows.copy(), obs, now.reward[rows], now.terminated[rows], now.truncated[rows], self._infos(now)
         )
@@ -130,28 +154,26 @@ class VecEnv(VectorEnv[Any, Any, Array]):
             raise FlatoutError(f"reset got {len(seed)} seeds for {self.num_envs} envs")
         return list(seed)
 
-    def _obs(self, leaves: ObsArrays) -> Any:
-        return self._layout.build([leaf.copy() for leaf in leaves] if self._copy else leaves)
+    def _obs(self, arrays: ObsArrays) -> Any:
+        return self._layout.build([array.copy() for array in arrays] if self._copy else arrays)
 
     def _infos(self, now: Step) -> dict[str, Any]:
         """The envs' infos by key, each with a mask of the envs that gave it."""
         infos: dict[str, Any] = {}
-        finals = self.executor.final_infos
-        if finals and len(now.rows) < self.num_envs:  # others may have ended before, and wait for an action
-            finals = {i: finals[i] for i in now.rows.tolist() if i in finals}
-        if now.restarted:
-            finals = finals | {i: {"restarted": True} for i in now.restarted}
-        if finals:
+        if now.ended or now.restarted:
+            told, done = self.executor.final_infos, now.terminated | now.truncated
+            finals = {i: told.get(i, {}) for i in now.env_indices.tolist() if done[i]}
+            finals |= {i: {"restarted": True} for i in now.restarted}
             infos = self._final(now.final_obs, finals)
-        if any(self.executor.infos):  # most envs tell nothing, and that is cheap to see
-            for i in now.rows.tolist():
+        if any(self.executor.infos):  # most envs have none, and that is cheap to see
+            for i in now.env_indices.tolist():
                 infos = self._add_info(infos, self.executor.infos[i], i)
         return infos
 
     def _add_info(
         self, vector_infos: dict[str, Any], env_info: dict[str, Any], env_num: int
     ) -> dict[str, Any]:
-        """What Gymnasium's own makes of one env's info, without an array of all envs for each of its keys."""
+        """Like Gymnasium's own, without making an array over all envs for each key that is there already."""
         others: dict[str, Any] = {}
         for key, value in env_info.items():
             mask = vector_infos.get(f"_{key}") if key in vector_infos else None
@@ -162,14 +184,14 @@ class VecEnv(VectorEnv[Any, Any, Array]):
                 mask[env_num] = True
         return super()._add_info(vector_infos, others, env_num) if others else vector_infos
 
-    def _final(self, leaves: ObsArrays, finals: dict[int, dict[str, Any]]) -> dict[str, Any]:
-        """What `_add_info` would make of the ended episodes, without its cost for each of them."""
+    def _final(self, arrays: ObsArrays, finals: dict[int, dict[str, Any]]) -> dict[str, Any]:
+        """The infos of ended episodes as `_add_info` would build them, without its cost for each of them."""
         obs = np.empty(self.num_envs, np.object_)  # of None
         mask = np.zeros(self.num_envs, np.bool_)
         told: dict[str, Any] = {}
         for i, info in finals.items():
             mask[i] = True
-            obs[i] = self._layout.build([leaf[i].copy() for leaf in leaves])
+            obs[i] = self._layout.build([array[i].copy() for array in arrays])
             if info:
                 told = self._add_info(told, info, i)
         return {"final_obs": obs, "_final_obs": mask, "final_info": told, "_final_info": mask.copy()}
@@ -186,8 +208,8 @@ class _Call:
         return attribute(*self._args, **self._kwargs) if callable(attribute) else attribute
 
 
-def _masked_rows(options: Mapping[str, Any] | None, n_envs: int) -> list[int] | None:
-    """Gymnasium's `options["reset_mask"]` as places, None for all."""
+def _masked(options: Mapping[str, Any] | None, n_envs: int) -> list[int] | None:
+    """Gymnasium's `options["reset_mask"]` as env indices, None for all."""
     mask = (options or {}).get("reset_mask")
     if mask is None:
         return None
@@ -196,15 +218,138 @@ def _masked_rows(options: Mapping[str, Any] | None, n_envs: int) -> list[int] | 
     return [int(i) for i in np.flatnonzero(mask)]
 
 
-def make_vec(
+class ExactLayout(ObsLayout):
+    """Observation arrays with the shapes and dtypes of the space, where training would convert them."""
+
+    def __init__(self, space: gym.Space[Any]) -> None:
+        super().__init__(space)
+        declared = [spec.pick(space) for spec in self.specs]
+        self.specs = tuple(
+            replace(spec, shape=sub.shape, dtype=np.dtype(sub.dtype))
+            for spec, sub in zip(self.specs, declared, strict=True)
+        )
+        self.is_plain = len(self.specs) == 1 and not self.specs[0].path
+        """Whether an observation is one array, not a structure of several."""
+
+    def build(self, arrays: Iterable[Any]) -> Any:
+        """The arrays in the structure of the space."""
+        return next(iter(arrays)) if self.is_plain else _build(self.space, iter(arrays))
+
+
+def _build(space: gym.Space[Any], arrays: Iterator[Any]) -> Any:
+    if isinstance(space, spaces.Dict):
+        return {key: _build(sub, arrays) for key, sub in space.spaces.items()}
+    if isinstance(space, spaces.Tuple):
+        return tuple(_build(sub, arrays) for sub in space.spaces)
+    return next(arrays)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenEnvs:
+    """An executor and what its caller has to know about the envs."""
+
+    executor: Executor
+    layout: ExactLayout
+    sample: gym.Env[Any, Any]
+    """A closed env like the executor's, for its spaces and metadata."""
+    kind: str
+    """The executor's kind, never `auto`."""
+    notes: list[str] = field(default_factory=list)
+    """Why `auto` chose this kind, and which kinds could not start; one line each."""
+
+
+def open_envs(
     env: EnvSource,
-    n_envs: int = 1,
-    executor: str = "auto",
-    *,
-    seed: int = 0,
-    env_kwargs: Mapping[str, Any] | None = None,
-    copy: bool = True,
-    **options: Any,
-) -> VecEnv:
-    """`n_envs` copies of an env as one `gymnasium.vector.VectorEnv`; `options` are the executor's own."""
-    return VecEnv(open_envs(env, n_envs, executor, seed, env_kwargs, options, rank_kinds), copy=copy)
+    n_envs: int,
+    kind: str,
+    seed: int,
+    env_kwargs: Mapping[str, Any] | None,
+    options: Mapping[str, Any],
+) -> OpenEnvs:
+    """`n_envs` copies of an env in an executor of this kind; `options` are the executor's own."""
+    if n_envs < 1:
+        raise FlatoutError(f"n_envs must be at least 1, got {n_envs}")
+    _check_options(kind, options)
+    factory = env_factory(env, env_kwargs)
+    sample, awaits = _sample(factory)
+    layout, action_space = ExactLayout(sample.observation_space), sample.action_space
+    _check_fits(kind, awaits)
+    notes: list[str] = []
+    ranked: Sequence[str] = [kind]
+    if kind == "auto":
+        ranked, notes = (["async"], []) if awaits else rank_kinds(factory, action_space, n_envs, seed)
+    options = dict(options)
+    envs = EnvSet(
+        factory,
+        layout,
+        np.arange(n_envs),
+        seed,
+        action=ActionLayout(action_space),
+        replayable=False,
+        infos=options.pop("infos", True),
+    )
+    for this, following in zip_longest(ranked, ranked[1:]):
+        try:
+            executor = make_executor(this, envs, **options)
+            if kind == "auto":
+                _await_start(executor)
+            return OpenEnvs(executor=executor, layout=layout, sample=sample, kind=this, notes=notes)
+        except Exception as error:
+            if following is None:
+                raise
+            notes.append(f"executor {this} could not start ({one_line(error)}); using {following}")
+    raise AssertionError("serial is always among them")
+
+
+def _check_options(kind: str, options: Mapping[str, Any]) -> None:
+    if kind not in KINDS and ":" not in kind:
+        known = ", ".join(KINDS)
+        raise FlatoutError(f"there is no executor '{kind}' here; there is {known}{did_you_mean(kind, KINDS)}")
+    known_options = ["infos", *(option_names(kind) if kind != "auto" else ())]
+    for name in options:
+        if name not in known_options:
+            hint = did_you_mean(name, known_options)
+            raise FlatoutError(f"executor '{kind}' takes no option '{name}'{hint}")
+    n_workers = options.get("n_workers")
+    if n_workers is not None and n_workers < 1:
+        raise FlatoutError(f"n_workers must be at least 1, got {n_workers}")
+
+
+def _sample(factory: EnvFactory) -> tuple[gym.Env[Any, Any], bool]:
+    """An env, closed again, and whether it is async."""
+    made = blocking(factory)
+    try:
+        validate_spaces(made)
+    except EnvError as error:
+        raise EnvError(f"{factory.name}: {error}") from error
+    finally:
+        made.close()
+    return (made.env, True) if isinstance(made, Blocking) else (made, False)
+
+
+def _check_fits(kind: str, awaits: bool) -> None:
+    if awaits and kind in EXECUTORS and kind != "async":
+        raise FlatoutError(f"executor '{kind}' cannot run an async env; use 'async'")
+    if kind == "async" and not awaits:
+        raise FlatoutError(
+            "executor 'async' is for envs with async def reset and step; use 'thread' or 'auto'"
+        )
+
+
+def _await_start(executor: Executor) -> None:
+    """Have every env answer: worker processes fail only after they have started."""
+    try:
+        executor.apply(id)
+    except BaseException:
+        executor.close()
+        raise
+
+
+def lost_as_truncated(now: Step) -> Step:
+    """Where an env was lost during its step and replaced: a step without reward that truncates its episode."""
+    if not now.restarted:
+        return now
+    now = replace(now, reward=now.reward.copy(), truncated=now.truncated.copy())
+    now.reward[now.restarted] = 0.0
+    now.truncated[now.restarted] = True
+    return now

@@ -15,7 +15,6 @@ from gymnasium import spaces
 
 import flatout
 from flatout.errors import EnvError, FlatoutError
-from flatout.executors import build
 from flatout.executors.process import ProcessExecutor
 from flatout.vector import VecEnv
 from tests.executors.slow import AsyncCartPole
@@ -230,7 +229,7 @@ def test_auto_takes_the_next_kind_when_one_cannot_start(monkeypatch: pytest.Monk
         raise OSError("no memory to share")
 
     monkeypatch.setattr("flatout.vector.rank_kinds", lambda *args: (["process", "thread", "serial"], []))
-    monkeypatch.setattr(build, "ProcessExecutor", refuse)
+    monkeypatch.setattr("flatout.executors.process.ProcessExecutor", refuse)
     envs = flatout.make_vec("CartPole-v1", N)
     assert envs.kind == "thread"
     assert envs.notes[0].startswith("executor process could not start (OSError: no memory to share")

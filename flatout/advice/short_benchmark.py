@@ -22,7 +22,7 @@ from flatout.collect.collector import Collector
 from flatout.envs.check import EnvInfo
 from flatout.envs.spaces import ActionLayout
 from flatout.envs.wrappers import blocking
-from flatout.executors.serial import SerialExecutor
+from flatout.executors.base import EnvSet, make_executor
 from flatout.learning.compile import Recipe, kept, load
 from flatout.learning.learner import Learner
 from flatout.models.policy import ActorCritic, PolicyNet
@@ -203,7 +203,8 @@ def _with_store(costs: Costs, agent: Agent, info: EnvInfo) -> Costs:
     """Costs whose steps and storing are those of a real collector with a few envs in one process."""
     n_envs = min(agent.config.n_envs, 8)
     policy = agent.policy
-    executor = SerialExecutor(info.factory, policy.obs, np.arange(n_envs), 0, replayable=False)
+    envs = EnvSet(info.factory, policy.obs, np.arange(n_envs), 0, replayable=False)
+    executor = make_executor("serial", envs)
     clock = PhaseClock()
     collector = Collector(executor, policy.model, policy.action, device=policy.device, seed=0, clock=clock)
     try:

@@ -21,7 +21,7 @@ from flatout.models.config import NetworkConfig
 from flatout.timing import PhaseClock
 
 if TYPE_CHECKING:
-    from flatout.collect.noise import Habits
+    from flatout.collect.noise import Exploration
     from flatout.envs.spaces import ActionLayout, ObsLayout
     from flatout.learning.learner import Learner
     from flatout.models.policy import PolicyNet
@@ -108,7 +108,7 @@ class Algorithm:
     """(obs, action, network, config, seed) → model on the CPU, which depends on nothing but these."""
     make_learner: Callable[..., Learner[Any]]
     """(model, config, *, n_envs, seed, clock, precision) → learner of that model."""
-    exploration: Callable[[Any, int], Habits] | None = None
+    exploration: Callable[[Any, int], Exploration] | None = None
     """(config, n_envs) → how envs explore; None: as the policy samples."""
     recipes: Mapping[str, Callable[[], Recipe]] = field(default_factory=dict)
     """Tuned settings by env id."""

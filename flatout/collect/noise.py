@@ -21,8 +21,8 @@ _MIX2 = np.uint64(0x94D049BB133111EB)
 
 
 @dataclass(frozen=True, slots=True)
-class Habits:
-    """How noise makes envs explore."""
+class Exploration:
+    """How noise makes envs explore, beyond sampling from the policy."""
 
     shift: npt.NDArray[np.float32] | None = None
     """By env, added to all its noise; see `GreedyHead`."""
@@ -30,7 +30,7 @@ class Habits:
     """Steps for which an env's noise stays the same."""
 
 
-USUAL = Habits()
+NO_EXPLORATION = Exploration()
 
 
 class ActionNoise:
@@ -41,10 +41,12 @@ class ActionNoise:
         layout: ActionLayout,
         env_ids: npt.NDArray[np.int64],
         seed: int,
-        habits: Habits = USUAL,
+        exploration: Exploration = NO_EXPLORATION,
     ) -> None:
-        self._shift = None if habits.shift is None else torch.from_numpy(habits.shift[env_ids])[:, None]
-        self._hold = habits.hold
+        self._shift = (
+            None if exploration.shift is None else torch.from_numpy(exploration.shift[env_ids])[:, None]
+        )
+        self._hold = exploration.hold
         self._continuous = layout.continuous
         self._size = layout.noise_size
         with np.errstate(over="ignore"):

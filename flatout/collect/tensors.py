@@ -1,30 +1,34 @@
-"""Tensor executor + policy → tensor rollout, all on one device.
+"""Collecting from batched envs: tensors that stay on one device, or NumPy.
 
-The host only launches work: it reads the ended episodes once per rollout. T: time steps, N: envs.
+With tensors the host only launches work; it reads the ended episodes once per rollout. T: time steps, N: envs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from flatout.buffers.rollout import TensorRollout
-from flatout.collect.collector import Interrupted
-from flatout.collect.noise import USUAL, Habits
+from flatout.buffers.rollout import Rollout, TensorRollout
+from flatout.collect.collector import Collector, Collects
+from flatout.collect.noise import NO_EXPLORATION, Exploration
+from flatout.collect.ragged import Interrupted
 from flatout.envs.check import nan_message
+from flatout.envs.check_batched import same_device
 from flatout.envs.spaces import ActionLayout, Array
-from flatout.errors import EnvError
-from flatout.executors.base import Episode
-from flatout.executors.tensors import TensorExecutor
+from flatout.errors import EnvError, FlatoutError
+from flatout.executors.base import EnvSet, Episode
+from flatout.executors.batched import BatchedExecutor
+from flatout.executors.tensors import TensorExecutor, open_batched
 from flatout.models.actor import KernelActor, is_small
 from flatout.models.policy import PolicyNet, copy_parameters
 from flatout.timing import ACT, ENV, STORE, Lane, Phase, PhaseClock
 
 KERNEL_ROWS = 512
-"""Envs up to which the compiled policy acts faster on the CPU than torch, whose matrix products like many rows."""
+"""Number of envs up to which the compiled policy acts faster on the CPU than torch, which is better at many rows."""
 
 
 class TensorActions:
@@ -47,7 +51,7 @@ class TensorActions:
             self._as_they_are = not zero.any() and zero.dtype == np.int64
 
     def to_env(self, rows: Tensor) -> Tensor:
-        """Rows (N, size) as the actions that N envs take; continuous ones rescaled and clipped."""
+        """Actions (N, size) of the policy in the envs' own units; continuous ones are rescaled and clipped."""
         if self._continuous:
             rows = torch.clamp(rows * self._half + self._mid, self._low, self._high)
         elif not self._as_they_are:
@@ -64,10 +68,12 @@ class DeviceNoise:
         n_envs: int,
         seed: int,
         device: torch.device,
-        habits: Habits = USUAL,
+        exploration: Exploration = NO_EXPLORATION,
     ) -> None:
-        self._shift = None if habits.shift is None else torch.from_numpy(habits.shift).to(device)[:, None]
-        self._hold = habits.hold
+        self._shift = (
+            None if exploration.shift is None else torch.from_numpy(exploration.shift).to(device)[:, None]
+        )
+        self._hold = exploration.hold
         self._continuous, self._size = layout.continuous, layout.noise_size
         self._n_envs, self._seed = n_envs, seed
         self._generator = torch.Generator(device)
@@ -87,7 +93,7 @@ class DeviceNoise:
 
 
 class TensorCollector:
-    """Fills tensor rollouts with what the policy does in the executor's envs."""
+    """Fills tensor rollouts by acting in the executor's envs."""
 
     def __init__(
         self,
@@ -98,12 +104,12 @@ class TensorCollector:
         seed: int,
         clock: PhaseClock,
         source: PolicyNet | None = None,
-        habits: Habits = USUAL,
+        exploration: Exploration = NO_EXPLORATION,
     ) -> None:
         self.executor, self._model, self._clock = executor, model, clock
         self._source = source
         self._actions = TensorActions(layout, executor.device)
-        self._noise = DeviceNoise(layout, executor.n_envs, seed, executor.device, habits)
+        self._noise = DeviceNoise(layout, executor.n_envs, seed, executor.device, exploration)
         small = executor.n_envs <= KERNEL_ROWS and is_small(model, executor.device)
         self._actor = KernelActor(model) if small else None
         self._returns = torch.zeros(executor.n_envs, dtype=torch.float64, device=executor.device)
@@ -113,20 +119,20 @@ class TensorCollector:
 
     @property
     def lanes(self) -> list[Lane]:
-        """What it spent its time on."""
+        """The collector's clock."""
         return [self._clock]
 
     def trace(self, spans: bool) -> None:
-        """Begin to count time anew, and keep spans or not."""
+        """Restart the clock, with or without spans."""
         self._clock.traced = spans
         self._clock.restart({}, Phase.SLOT)
 
     def publish(self) -> None:
-        """Act with the learner's parameters as they are now."""
+        """Act with the learner's current parameters."""
         if self._source is not None:
             copy_parameters(self._source, self._model)
 
-    def offer(self, rollout: TensorRollout) -> None:
+    def offer_next(self, rollout: TensorRollout) -> None:
         """Nothing: all envs are done at the same time."""
 
     def reset(self) -> None:
@@ -140,7 +146,7 @@ class TensorCollector:
         return self.executor.snapshot()
 
     def restore(self, snapshot: Mapping[str, Array]) -> list[int]:
-        """Begin new episodes in every env, other ones than those of the run that took the snapshot."""
+        """Begin new episodes in every env, not those with which the run began."""
         self._returns.zero_()
         self._lengths.zero_()
         return self.executor.restore(snapshot)
@@ -149,10 +155,10 @@ class TensorCollector:
         """Close the envs."""
         self.executor.close()
 
-    # No inference mode: tensors that an env makes there could not be changed by it elsewhere.
+    # No inference mode: an env could not change tensors elsewhere that it made there.
     @torch.no_grad()
     def collect(self, rollout: TensorRollout, stop: Callable[[], bool] = lambda: False) -> list[Episode]:
-        """Fill the rollout from where the envs stand; returns the episodes that ended."""
+        """Fill the rollout from the envs' current state; returns the episodes that ended."""
         clock, executor, model = self._clock, self.executor, self._model
         on_host = executor.device.type == "cpu"
         clock.enter(ACT)
@@ -169,7 +175,7 @@ class TensorCollector:
             rollout.terminated[t] = now.terminated
             rollout.truncated[t] = now.truncated
             _copy(rollout.obs_at[t + 1], now.obs)
-            # On the host looking is cheap; on a device it would wait, so all rows are kept.
+            # On the host this test is cheap; on a device it would wait, so all rows are copied.
             if not on_host or now.truncated.any():
                 _copy(tuple(leaf[t] for leaf in rollout.final_obs), now.final_obs)
             if stop():
@@ -182,7 +188,7 @@ class TensorCollector:
         return episodes
 
     def _acting(self, rollout: TensorRollout, noise: Tensor) -> Callable[[int], None]:
-        """What acts in a time step of the rollout, with the policy as it is now."""
+        """A function that acts in one time step of the rollout, with the current parameters."""
         model, actor = self._model, self._actor
         if actor is None:
 
@@ -202,7 +208,7 @@ class TensorCollector:
         return act_compiled
 
     def _read_episodes(self, rollout: TensorRollout) -> list[Episode]:
-        """What ended in the rollout: the only time in it that the host waits for the device."""
+        """The episodes that ended in the rollout; only here the host waits for the device."""
         ended = rollout.terminated | rollout.truncated
         returns, lengths = episode_sums(rollout.reward, ended, self._returns, self._lengths)
         self._returns = returns[-1].masked_fill(ended[-1], 0.0)
@@ -214,7 +220,7 @@ class TensorCollector:
         return [Episode(int(self.executor.env_ids[int(n)]), total, int(k)) for n, total, k in table]
 
     def _refuse_nan(self, rollout: TensorRollout, ended: Tensor) -> None:
-        """Raise for the first env with a NaN or infinite observation or reward; sums are a cheap sieve."""
+        """Raise for the first env with a NaN or infinite observation or reward; sums are a cheap first test."""
         everywhere = torch.arange(rollout.n_transitions, device=ended.device)
         seen = [("reward", rollout.reward, everywhere)]
         for leaf, final in zip(rollout.obs, rollout.final_obs, strict=True):
@@ -225,7 +231,7 @@ class TensorCollector:
             return
         for what, values, places in seen:
             bad = ~values.reshape(len(places) or 1, -1).isfinite().all(1)
-            if bad.any():  # a float32 sum may overflow where every value is finite
+            if bad.any():  # a float32 sum may overflow although every value is finite
                 t, n = divmod(int(places[bad.nonzero()[0]]), rollout.n_envs)
                 step = self.executor.n_steps - rollout.n_steps + t + 1
                 raise EnvError(nan_message(what, int(self.executor.env_ids[n]), step))
@@ -248,3 +254,40 @@ def episode_sums(reward: Tensor, ended: Tensor, returns: Tensor, lengths: Tensor
 def _copy(out: tuple[Tensor, ...], values: tuple[Tensor, ...]) -> None:
     for tensor, value in zip(out, values, strict=True):
         tensor.copy_(value)
+
+
+def batched_collector(
+    envs: EnvSet,
+    model: PolicyNet,
+    *,
+    n_steps: int,
+    device: torch.device,
+    clock: PhaseClock,
+    n_slots: int = 1,
+    source: PolicyNet | None = None,
+    exploration: Exploration = NO_EXPLORATION,
+) -> tuple[Collects[Any], list[Rollout] | list[TensorRollout]]:
+    """A collector over the batched env, and rollouts on the side where the env's observations are."""
+    assert envs.action is not None, "collectors choose actions"
+    executor, obs, action = open_batched(envs), envs.obs, envs.action
+    if isinstance(executor, BatchedExecutor):
+        collector = Collector(
+            executor,
+            model,
+            action,
+            device=device,
+            seed=envs.seed,
+            clock=clock,
+            source=source,
+            exploration=exploration,
+        )
+        return collector, [Rollout.alloc(obs, action, n_steps, executor.n_envs) for _ in range(n_slots)]
+    if not same_device(device, executor.device):
+        raise FlatoutError(
+            f"the env's tensors are on {executor.device} and the policy is on {device}; "
+            f"pass --device {executor.device}"
+        )
+    rollouts = [TensorRollout(obs, action, n_steps, executor.n_envs, executor.device) for _ in range(n_slots)]
+    return TensorCollector(
+        executor, model, action, seed=envs.seed, clock=clock, source=source, exploration=exploration
+    ), rollouts

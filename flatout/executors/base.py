@@ -1,20 +1,38 @@
-"""The executor protocol: a set of envs that take actions and give back steps.
+"""The executor protocol: a set of envs that take actions and return steps; the registry and the factory.
 
-`send`/`recv` are the primitive, `step` is derived from them once. Autoreset is SAME_STEP: where an
-episode ended, `obs` is the next episode's first observation and `final_obs` the ended one's last.
+`send` and `recv` are the primitives; `step` is derived from them. Autoreset is SAME_STEP: where an episode ended, `obs`
+is the first observation of the next episode and `final_obs` the last one of the episode that ended.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+import inspect
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, replace
+from functools import partial
+from time import perf_counter
+from typing import Any, Protocol, TypeAlias, TypeVar
 
+import gymnasium as gym
 import numpy as np
 
-from flatout.envs.spaces import Array, ObsArrays, ObsLayout
+from flatout.envs.loader import load_object
+from flatout.envs.spaces import ActionLayout, Array, ObsArrays, ObsLayout
+from flatout.errors import EnvError, FlatoutError, did_you_mean
 
-Kind = Literal["serial", "process", "thread", "async", "batched"]
+T = TypeVar("T")
+Kind: TypeAlias = str
+"""A name in EXECUTORS, or FILE.py:NAME."""
+
+EXECUTORS = {
+    "serial": "flatout.executors.serial:SerialExecutor",
+    "process": "flatout.executors.process:ProcessExecutor",
+    "thread": "flatout.executors.waiting:ThreadExecutor",
+    "async": "flatout.executors.waiting:CoroutineExecutor",
+    "batched": "flatout.executors.tensors:batched_executor",
+}
+"""Name → `module:NAME` of a class or function that is called with an EnvSet and options and returns an Executor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,15 +50,67 @@ class Plan:
     reason: str = ""
 
 
+class RestartBudget:
+    """At most `max_restarts` restarts of envs or workers within `window_seconds`; one more ends the run."""
+
+    def __init__(self, max_restarts: int = 10, window_seconds: float = 60.0) -> None:
+        self._max_restarts, self._window_seconds = max_restarts, window_seconds
+        self._times: deque[float] = deque()
+        self.n_restarts = 0
+        self.notes: list[str] = []
+        """What happened, one line each."""
+        self.tracebacks: list[str] = []
+        """For each note the traceback of the env's error, or an empty string."""
+
+    def spend(self, reason: str, traceback_text: str = "") -> None:
+        """Count one restart, with its one-line reason; raises EnvError when there were too many."""
+        now = perf_counter()
+        self._times.append(now)
+        while self._times[0] < now - self._window_seconds:
+            self._times.popleft()
+        if len(self._times) > self._max_restarts:
+            raise EnvError(
+                f"gave up after {self._max_restarts} restarts within {self._window_seconds:.0f} s; "
+                f"the last: {reason}"
+            )
+        self.n_restarts += 1
+        self.notes.append(reason)
+        self.tracebacks.append(traceback_text)
+
+
+@dataclass(frozen=True, slots=True)
+class EnvSet:
+    """The envs that an executor runs."""
+
+    factory: Callable[[], gym.Env[Any, Any]]
+    """Makes one env. An `EnvFactory`, except in tests."""
+    obs: ObsLayout
+    env_ids: Array
+    """The envs' numbers in the whole run; seeds and random streams depend on them, not on the executor."""
+    seed: int
+    _: KW_ONLY
+    action: ActionLayout | None = None
+    """Needed by executors that allocate memory for actions."""
+    replayable: bool | None = None
+    """Whether actions are logged, so that `restore` can replay each env. If not, callers may choose seeds. None: only
+    where envs compute; those that wait depend on the outside world."""
+    infos: bool = False
+    """Whether `infos` and `final_infos` are needed."""
+    budget: RestartBudget | None = None
+    """How often envs may be replaced. None: the serial executor raises, others have a budget of their own."""
+    out: Step | None = None
+    """Arrays to write to, such as shared memory; None: new ones."""
+
+
 @dataclass(slots=True)
 class Step:
-    """What `recv` returns: arrays with a row per env, of which those in `rows` are new.
+    """What `recv` returns: arrays with a row per env, of which those of `env_indices` are new.
 
     The arrays belong to the executor; a row is valid until its env is sent the next action.
     """
 
-    rows: Array
-    """Which envs have taken a step, as places in the arrays."""
+    env_indices: Array
+    """Which envs took a step, as indices into the arrays."""
     obs: ObsArrays
     reward: Array
     terminated: Array
@@ -50,14 +120,14 @@ class Step:
     ended: list[Episode]
     """The episodes that ended in this step."""
     restarted: list[int]
-    """Places (also in `rows`) whose env was lost during its step and rebuilt: that step never happened, the
-    episode is cut before it, and `obs` is a new episode's first observation."""
+    """Indices (also in `env_indices`) of envs that were lost during the step and replaced: the step did not happen,
+    the episode ends before it, and `obs` is the first observation of a new episode."""
 
 
 def alloc_step(layout: ObsLayout, n_envs: int) -> Step:
     """A Step for `n_envs` envs, in ordinary memory."""
     return Step(
-        rows=np.arange(n_envs),
+        env_indices=np.arange(n_envs),
         obs=layout.alloc(n_envs),
         reward=np.zeros(n_envs),
         terminated=np.zeros(n_envs, np.bool_),
@@ -73,24 +143,32 @@ class Episode:
     """Statistics of one finished episode."""
 
     env_id: int
-    """The env's number in the whole run, not its place in one executor."""
+    """The env's number in the whole run, not its index in one executor."""
     total_reward: float
     length: int
 
 
 class Executor(Protocol):
-    """Steps a set of envs. Waiting executors may return fewer envs than they run."""
+    """Steps a set of envs. Subclasses must have `reset`, `send`, `recv` and `current`; the rest has defaults."""
 
     n_envs: int
     env_ids: Array
-    """The numbers of its envs in the whole run; seeds and random streams go by them."""
+    """The envs' numbers in the whole run."""
+    steps_together: bool = False
+    """Whether every `send` must name all envs, because they cannot be stepped apart."""
+    waits: bool = False
+    """Whether `recv` may return some envs while others still step, each of which can be sent on at once."""
+    infos: Sequence[dict[str, Any]] = ()
+    """The info of each env's last step, or of its last reset where an episode has just begun."""
+    final_infos: Mapping[int, dict[str, Any]] = {}  # nobody writes to it
+    """By env index, the info of the last step of an episode that has ended, until the env is sent an action."""
 
     def reset(self) -> Step:
         """Begin a new episode in every env; rewards are zero."""
         ...
 
-    def send(self, actions: Array, rows: Array) -> None:
-        """Hand actions, in the env's own units, to the envs in the places named."""
+    def send(self, actions: Array, env_indices: Array) -> None:
+        """Send actions, in the env's own units, to these envs."""
         ...
 
     def recv(self) -> Step:
@@ -99,61 +177,91 @@ class Executor(Protocol):
 
     @property
     def current(self) -> Step:
-        """The envs as they stand now: what the last `reset`, `recv` or `restore` left."""
+        """The current state of all envs, as the last `reset`, `recv` or `restore` left it."""
         ...
 
     def mark(self) -> None:
-        """Remember this moment as the one that `snapshot` describes."""
-        ...
+        """Remember the current state as the one that `snapshot` describes."""
+        return
+
+    def remember(self, env_indices: Array) -> None:  # noqa: ARG002
+        """Let the next mark describe these envs as they are now, even if they have been sent on by then."""
+        return
 
     def snapshot(self) -> dict[str, Array]:
-        """What is needed to bring every env back to the last mark."""
-        ...
+        """What `restore` needs to bring every env back to the last mark; empty: it begins new episodes."""
+        return {}
 
-    def restore(self, snapshot: Mapping[str, Array]) -> list[int]:
-        """Bring the envs back to a snapshot's moment; returns those that had to begin a new episode."""
-        ...
+    def restore(self, snapshot: Mapping[str, Array]) -> list[int]:  # noqa: ARG002
+        """Bring the envs back to a snapshot; returns the indices of those that began a new episode instead."""
+        self.reset()
+        return list(range(self.n_envs))
+
+    def reset_envs(
+        self,
+        seeds: Sequence[int | None],
+        options: Sequence[dict[str, Any] | None] | None = None,
+        env_indices: Sequence[int] | None = None,
+    ) -> Step:
+        """Begin new episodes in these envs, or in all, with the caller's seeds (None: unseeded) and options."""
+        if env_indices is not None or any(seed is not None for seed in seeds) or any(options or ()):
+            raise FlatoutError(f"{type(self).__name__} has no reset_envs: it resets all envs, without seeds")
+        return self.reset()
+
+    def apply(
+        self,
+        function: Callable[[gym.Env[Any, Any]], T],  # noqa: ARG002
+        env_indices: Iterable[int] | None = None,  # noqa: ARG002
+    ) -> list[T]:
+        """What `function` returns for each of these envs, or of all, called where the env lives."""
+        raise FlatoutError(f"{type(self).__name__} has no apply: attributes of its envs cannot be reached")
+
+    @property
+    def notes(self) -> list[str]:
+        """One line for each env or worker that was lost and replaced."""
+        return []
 
     def close(self) -> None:
         """Close every env; never raises for an env's own failure."""
-        ...
+        return
+
+
+def executor_class(kind: str) -> Callable[..., Executor]:
+    """What makes executors of this kind: a name in EXECUTORS, or FILE.py:NAME."""
+    if kind not in EXECUTORS and ":" not in kind:
+        known = ", ".join(EXECUTORS)
+        raise FlatoutError(f"there is no executor '{kind}'; there is {known}{did_you_mean(kind, EXECUTORS)}")
+    found: Callable[..., Executor] = load_object(EXECUTORS.get(kind, kind), "executor")
+    return found
+
+
+def option_names(kind: str) -> list[str]:
+    """Keyword arguments that executors of this kind take."""
+    maker = executor_class(kind)
+    fixed = maker.keywords if isinstance(maker, partial) else {}
+    parameters = inspect.signature(maker).parameters.values()
+    return [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in fixed]
+
+
+def make_executor(kind: str, envs: EnvSet, *, n_workers: int = 0, **options: Any) -> Executor:
+    """An executor over these envs; `n_workers` is passed to the kinds that have workers."""
+    if n_workers and "n_workers" in option_names(kind):
+        options["n_workers"] = n_workers
+    return executor_class(kind)(envs, **options)
 
 
 def step(executor: Executor, actions: Array) -> Step:
     """Send and receive: one step of all envs, however many `recv`s that takes."""
-    executor.send(actions, np.arange(executor.n_envs))
+    n_envs = executor.n_envs
+    executor.send(actions, np.arange(n_envs))
     now = executor.recv()
-    if len(now.rows) == executor.n_envs:
+    if len(now.env_indices) == n_envs:
         return now
-    n_seen, ended, restarted = len(now.rows), list(now.ended), list(now.restarted)
-    while n_seen < executor.n_envs:
+    n_seen, ended, restarted = len(now.env_indices), list(now.ended), list(now.restarted)
+    while n_seen < n_envs:
         now = executor.recv()
-        n_seen += len(now.rows)
+        n_seen += len(now.env_indices)
         ended += now.ended
         restarted += now.restarted
     ended.sort(key=lambda episode: episode.env_id)
-    return replace(now, rows=np.arange(executor.n_envs), ended=ended, restarted=restarted)
-
-
-def merge_snapshots(parts: list[dict[str, Array]]) -> dict[str, Array]:
-    """Snapshots of consecutive envs as one, as if one executor had taken it."""
-    n_actions = max(len(part["actions"]) for part in parts)
-    merged: dict[str, list[Array]] = {name: [] for name in parts[0]}
-    for part in parts:
-        for name, array in part.items():
-            if name == "actions":  # all end now; some begin later
-                gap = np.zeros((n_actions - len(array), *array.shape[1:]), array.dtype)
-                merged[name].append(np.concatenate([gap, array]))
-            elif name == "ages":  # what was not kept must not seem to be
-                merged[name].append(np.where(array > len(part["actions"]), n_actions + 1, array))
-            else:
-                merged[name].append(array)
-    return {name: np.concatenate(arrays, axis=int(name == "actions")) for name, arrays in merged.items()}
-
-
-def part_of_snapshot(snapshot: Mapping[str, Array], first: int, end: int) -> dict[str, Array]:
-    """The part of a snapshot that is about the envs from `first` to before `end`."""
-    return {
-        name: array[:, first:end] if name == "actions" else array[first:end]
-        for name, array in snapshot.items()
-    }
+    return replace(now, env_indices=np.arange(n_envs), ended=ended, restarted=restarted)

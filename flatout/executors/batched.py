@@ -1,12 +1,11 @@
-"""Envs that step N at once: a `gymnasium.vector.VectorEnv` behind the executor protocol, in NumPy.
+"""Batched envs in NumPy: a `gymnasium.vector.VectorEnv` behind the executor protocol.
 
-Whatever autoreset the wrapped env has becomes SAME_STEP. One that begins episodes a step late (NEXT_STEP) and
-cannot reset some of its envs has steps that only reset; they are told as `restarted`, never as transitions.
+Every autoreset mode becomes SAME_STEP. An env that begins episodes one step late (NEXT_STEP) and cannot reset some of
+its envs has steps that only reset; they are reported as `restarted`, never as transitions.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
@@ -14,18 +13,16 @@ from typing import Any
 import numpy as np
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 
-from flatout.envs.check import nan_message
 from flatout.envs.spaces import Array, ObsLayout
 from flatout.errors import EnvError, one_line
-from flatout.executors.base import Episode, Step, alloc_step
-from flatout.executors.serial import env_seed
+from flatout.executors.base import Executor, Step, alloc_step
+from flatout.executors.episodes import EpisodeStatistics, StepCheck, env_seed
 
 
-class BatchedExecutor:
-    """A VectorEnv behind the executor protocol; no Python loop over its envs, one copy of its observations."""
+class BatchedExecutor(Executor):
+    """A VectorEnv; no Python loop over its envs, one copy of its observations."""
 
     steps_together = True
-    """Every `send` must name all envs: none of them can wait for the others."""
 
     def __init__(
         self,
@@ -34,15 +31,15 @@ class BatchedExecutor:
         env_ids: Array,
         seed: int,
         *,
-        out: Step | None = None,
         keep_open: bool = False,
     ) -> None:
         assert envs.num_envs == len(env_ids), "a batched env comes with its number of envs"
         self.n_envs, self.env_ids = envs.num_envs, env_ids
         self._envs, self._layout, self._seed = envs, layout, seed
         self._keep_open = keep_open
-        self._step = out or alloc_step(layout, self.n_envs)
-        self._float_leaves = [i for i, leaf in enumerate(layout.specs) if leaf.dtype.kind == "f"]
+        self._step = alloc_step(layout, self.n_envs)
+        self._statistics = EpisodeStatistics(env_ids)
+        self._check = StepCheck(self._step, env_ids)
         mode = AutoresetMode(envs.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP))
         # Gymnasium's own classes reset by mask in any mode; of others only DISABLED promises that they can.
         known = isinstance(envs.unwrapped, SyncVectorEnv | AsyncVectorEnv)
@@ -50,10 +47,8 @@ class BatchedExecutor:
         self._resets_late = mode is AutoresetMode.NEXT_STEP and not known
         self._mask_is_proven = False
         self._actions: Array = np.zeros(0)
-        self._returns = np.zeros(self.n_envs)
-        self._lengths = np.zeros(self.n_envs, np.int64)
         self._late: Array | None = None
-        """Envs that the coming step only resets, if there are any."""
+        """Mask of the envs that the next step only resets, if there are any."""
         self._n_steps, self._seed_count = 0, -1
 
     def reset(self) -> Step:
@@ -61,15 +56,16 @@ class BatchedExecutor:
         out = self._step
         self._seed_count += 1
         self._write_obs(self._reset(seed=env_seed(self._seed, int(self.env_ids[0]), self._seed_count)))
-        for zeroed in (out.reward, out.terminated, out.truncated, self._returns, self._lengths):
-            zeroed[:] = 0
+        for array in (out.reward, out.terminated, out.truncated):
+            array[:] = 0
+        self._statistics.clear()
         out.ended, out.restarted, self._late = [], [], None
-        self._check_finite()
+        self._check.check_all(self._n_steps)
         return out
 
-    def send(self, actions: Array, rows: Array) -> None:
-        """Take the actions of all envs; they are stepped by `recv`."""
-        assert len(rows) == self.n_envs, "a batched env steps all its envs at once"
+    def send(self, actions: Array, env_indices: Array) -> None:
+        """Take the actions of all envs; `recv` steps them."""
+        assert len(env_indices) == self.n_envs, "a batched env steps all its envs at once"
         self._actions = actions
 
     def recv(self) -> Step:
@@ -78,25 +74,21 @@ class BatchedExecutor:
         obs, infos = self._step_envs()
         self._write_obs(obs)
         ended = out.terminated | out.truncated
-        self._returns += out.reward
-        self._lengths += 1
+        self._statistics.add(out.reward)
         out.restarted, self._late = [], None
         if late is not None:
             self._leave_out(late, ended)
-        out.ended = self._end_episodes(ended)
+        out.ended = self._statistics.end(np.flatnonzero(ended))
         if out.ended:
             if self._resets_itself:
                 self._take_final_obs(infos, ended)
             else:
                 self._keep_final_obs(ended)
-        self._check_finite()
+        self._check.check_all(self._n_steps, bool(out.ended))
         return out
 
-    def mark(self) -> None:
-        """Nothing to remember: a batched env cannot be brought back to a moment."""
-
     def snapshot(self) -> dict[str, Array]:
-        """How often the envs were seeded, so that a resumed run begins with other episodes than the first."""
+        """How often the envs were seeded, so that a resumed run does not repeat the first episodes."""
         return {"seed_counts": np.full(self.n_envs, self._seed_count)}
 
     def restore(self, snapshot: Mapping[str, Array]) -> list[int]:
@@ -107,11 +99,11 @@ class BatchedExecutor:
 
     @property
     def current(self) -> Step:
-        """The envs as they stand now: what the last `reset`, `recv` or `restore` left."""
+        """The current state of all envs."""
         return self._step
 
     def close(self) -> None:
-        """Close the batched env, whatever its own close does, unless it is its user's own."""
+        """Close the batched env, unless it belongs to the user."""
         if self._keep_open:
             return
         with suppress(Exception):
@@ -143,30 +135,22 @@ class BatchedExecutor:
         return obs, infos
 
     def _write_obs(self, obs: Any) -> None:
-        for leaf, array in zip(self._layout.specs, self._step.obs, strict=True):
-            values = leaf.pick(obs)
+        for spec, array in zip(self._layout.specs, self._step.obs, strict=True):
+            values = spec.pick(obs)
             if np.shape(values) != array.shape:
                 raise self._wrong_shape("observation", values, array)
             array[...] = values
 
     def _leave_out(self, late: Array, ended: Array) -> None:
-        """Where the step only began an episode, count nothing and report no transition."""
+        """Report no transition where the step only began an episode."""
         if (ended & late).any():
             raise EnvError("the batched env ended an episode in the very step that began it (NEXT_STEP)")
-        self._returns[late], self._lengths[late] = 0.0, 0
+        self._statistics.clear(late)
         self._step.reward[late] = 0.0
         self._step.restarted = np.flatnonzero(late).tolist()
 
-    def _end_episodes(self, ended: Array) -> list[Episode]:
-        places = np.flatnonzero(ended)
-        if not len(places):
-            return []
-        columns = (self.env_ids[places], self._returns[places], self._lengths[places])
-        self._returns[places], self._lengths[places] = 0.0, 0
-        return [Episode(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
-
     def _keep_final_obs(self, ended: Array) -> None:
-        """The observations at hand are the episodes' last; the next ones' first are asked for, or come late."""
+        """Keep the current observations as final ones; reset these envs now, unless the next step does."""
         for array, final in zip(self._step.obs, self._step.final_obs, strict=True):
             final[ended] = array[ended]
         if self._resets_late:
@@ -174,22 +158,22 @@ class BatchedExecutor:
             return
         # Its own copy, as Gymnasium takes it out of the options.
         first = self._reset(options={"reset_mask": ended.copy()})
-        for leaf, array in zip(self._layout.specs, self._step.obs, strict=True):
-            values = np.asarray(leaf.pick(first))
+        for spec, array in zip(self._layout.specs, self._step.obs, strict=True):
+            values = np.asarray(spec.pick(first))
             if not self._mask_is_proven:
                 self._prove_mask(values, array, ~ended)
             array[ended] = values[ended]
         self._mask_is_proven = self._mask_is_proven or not ended.all()
 
     def _prove_mask(self, values: Array, array: Array, others: Array) -> None:
-        """Once, at the first reset that leaves an env out: raise when that one was reset as well."""
+        """At the first reset of some envs: raise if others were reset as well."""
         if not np.array_equal(values[others].astype(array.dtype), array[others]):
             raise EnvError(
                 "the batched env resets all its envs where reset(options={'reset_mask': ...}) names some"
             )
 
     def _take_final_obs(self, infos: dict[str, Any], ended: Array) -> None:
-        """Gymnasium gives them as an object array with an observation per env; as one batch is as good."""
+        """Take them from the infos: an object array with an observation per env, as Gymnasium has it, or a batch."""
         final = infos.get("final_obs")
         if final is None or not np.all(infos.get("_final_obs", ended)[ended]):
             raise EnvError(
@@ -199,21 +183,8 @@ class BatchedExecutor:
             for i in np.flatnonzero(ended).tolist():
                 self._layout.write(self._step.final_obs, i, final[i])
             return
-        for leaf, array in zip(self._layout.specs, self._step.final_obs, strict=True):
-            array[ended] = leaf.pick(final)[ended]
-
-    def _check_finite(self) -> None:
-        """Raise for the first env with a NaN or infinite observation or reward; sums are a cheap sieve."""
-        out = self._step
-        arrays = [("reward", out.reward), *(("observation", out.obs[k]) for k in self._float_leaves)]
-        if out.ended:
-            arrays += [("observation", out.final_obs[k]) for k in self._float_leaves]
-        for what, values in arrays:
-            if math.isfinite(np.add.reduce(values, axis=None)):
-                continue
-            bad = ~np.isfinite(values.reshape(self.n_envs, -1)).all(axis=1)
-            if bad.any():  # a float32 sum may overflow where every value is finite
-                raise EnvError(nan_message(what, int(self.env_ids[bad.argmax()]), self._n_steps))
+        for spec, array in zip(self._layout.specs, self._step.final_obs, strict=True):
+            array[ended] = spec.pick(final)[ended]
 
     def _wrong_shape(self, what: str, values: Any, array: Array) -> EnvError:
         return EnvError(

@@ -1,7 +1,7 @@
-"""Envs in worker processes, stepped for a policy that acts in this one: for policies too large to copy.
+"""Envs in worker processes, stepped for a policy that acts in this process: for policies too large to copy.
 
-Actions and observations lie in shared memory; a step costs one byte each way. Each worker runs several envs in
-turn, so `recv` returns whole workers, whichever are ready.
+Actions and observations are in shared memory; a step costs one byte each way. Each worker steps several envs in turn,
+so `recv` returns all envs of each worker that is ready.
 """
 
 from __future__ import annotations
@@ -9,115 +9,89 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from multiprocessing.connection import Connection
 from time import perf_counter
 from typing import Any, TypeVar
 
+import cloudpickle
 import gymnasium as gym
 import numpy as np
 
+from flatout.device.machine import usable_cores
 from flatout.device.shared import SharedArrays, Spec
 from flatout.envs.spaces import ActionLayout, Array, ObsLayout
-from flatout.errors import FlatoutError
-from flatout.executors.base import Episode, Step, merge_snapshots, part_of_snapshot
-from flatout.executors.parcels import answer_call, pack, pack_call, pack_infos, unpack_answer, unpack_infos
+from flatout.errors import EnvError, FlatoutError, one_line
+from flatout.executors.base import EnvSet, Episode, Executor, RestartBudget, Step
+from flatout.executors.episodes import EpisodeStatistics
 from flatout.executors.serial import SerialExecutor
-from flatout.executors.supervise import ChildProcess, Crew, RestartBudget
+from flatout.executors.workers import Command, WorkerPool, env_answers, serve, worker_seed
 
 T = TypeVar("T")
 
 WORKERS_PER_CORE = 2
-"""While one worker's answer is on its way, another computes on its core; measured: 0.95 of what two cores give
+"""While one worker's answer is on its way, another computes on its core; measured: 0.95 of the speed of two cores
 with 2 workers each, 0.70 with 1 (a step of 300 µs)."""
 SPIN_SECONDS = 50e-6
-"""How long to look for an answer before sleeping, if there is a core to spare for looking."""
-POLL_SECONDS = 0.1
-STEP, RESET, MARK, SNAPSHOT, RESTORE, DONE = b"s", b"0", b"M", b"S", b"R", b"D"
-BEGIN, APPLY = b"B", b"A"
+"""How long to poll for an answer before sleeping, if a core is free for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """What a worker needs to know; it is sent once."""
 
-    factory: Callable[[], gym.Env[Any, Any]]
-    layout: ObsLayout
-    seed: int
-    env_ids: Array
+    envs: EnvSet
     first: int
-    """Its first row in the shared arrays."""
+    """Index of its first env in the shared arrays."""
     end: int
-    replayable: bool
-    infos: bool
-    """Whether to tell what the envs' infos hold."""
-    index: int = 0
-    generation: int = 0
-
-    @property
-    def rows(self) -> Array:
-        """Its rows in the shared arrays."""
-        return np.arange(self.first, self.end)
+    index: int
+    generation: int
+    """How often this worker was replaced."""
 
 
-class ProcessExecutor:
-    """`n_workers` processes behind the executor protocol.
+class ProcessExecutor(Executor):
+    """Worker processes behind the executor protocol.
 
-    Where envs need not be replayable, their user may choose seeds, reach the envs and, with `infos`, see what they
-    tell; a worker's infos are pickled at the steps in which there are any. Training has none of that and its cost.
+    Infos are pickled in the steps in which there are any, and only if the EnvSet asks for them. If the envs need not be
+    replayable, callers may also choose seeds and reach the envs.
     """
 
     def __init__(
         self,
-        factory: Callable[[], gym.Env[Any, Any]],
-        layout: ObsLayout,
-        env_ids: Array,
-        seed: int,
+        envs: EnvSet,
         *,
-        action: ActionLayout,
-        n_workers: int,
-        n_cores: int,
-        replayable: bool = True,
-        infos: bool = False,
-        timeout: float = 60.0,
-        budget: RestartBudget | None = None,
+        n_workers: int | None = None,
+        step_timeout: float = 60.0,
+        max_restarts: int = 10,
+        window_seconds: float = 60.0,
     ) -> None:
-        self.n_envs, self.env_ids = len(env_ids), env_ids
-        n_workers = min(n_workers, self.n_envs)
-        self._shared = SharedArrays(_spec(layout, action, self.n_envs))
-        self._step = _step_of(self._shared, len(layout.specs), 0, self.n_envs)
+        assert envs.action is not None, "the workers' memory holds actions"
+        n_envs = self.n_envs = len(envs.env_ids)
+        self.env_ids = envs.env_ids
+        n_cores = usable_cores()
+        n_workers = min(n_workers or WORKERS_PER_CORE * n_cores, n_envs)
         self._spin = SPIN_SECONDS if n_workers < n_cores else 0.0
-        job = Job(
-            factory=factory,
-            layout=layout,
-            seed=seed,
-            env_ids=env_ids,
-            first=0,
-            end=self.n_envs,
-            replayable=replayable,
-            infos=infos,
-        )
-        edges = np.linspace(0, self.n_envs, n_workers + 1).astype(int).tolist()
-        self._jobs = [
-            replace(job, index=i, first=a, end=b, env_ids=env_ids[a:b])
-            for i, (a, b) in enumerate(pairwise(edges))
-        ]
-        self._worker_of = np.repeat(np.arange(n_workers), np.diff(edges))
+        self._shared = SharedArrays(_spec(envs.obs, envs.action, n_envs))
+        self._step = _step_of(self._shared, len(envs.obs.specs), 0, n_envs)
+        self._statistics = EpisodeStatistics(envs.env_ids)
         self._busy: set[int] = set()
-        self._rebuilding: set[int] = set()
-        self.infos: list[dict[str, Any]] = [{} for _ in range(self.n_envs)]
-        """What each env's last step told, or its last reset where an episode has just begun."""
+        self.infos: list[dict[str, Any]] = [{} for _ in range(n_envs)]
         self.final_infos: dict[int, dict[str, Any]] = {}
-        """By place, what the last step of each episode told that ended in it."""
-        self._telling: set[int] = set()
-        self._is_open = not replayable
-        self._before = tuple(leaf.copy() for leaf in self._step.obs) if self._is_open else self._step.obs
-        self.budget = budget or RestartBudget()
-        self._crew = Crew(n_workers, self._start, self._describe, timeout=timeout, budget=self.budget)
+        self._had_infos: set[int] = set()
+        self._is_open = envs.replayable is False
+        self._obs_before = tuple(a.copy() for a in self._step.obs) if self._is_open else self._step.obs
+        self._job_envs = replace(envs, budget=None)
+        self.budget = envs.budget or RestartBudget(max_restarts, window_seconds)
+        self._pool = WorkerPool(
+            "worker", n_workers, envs.env_ids, self._start, timeout=step_timeout, budget=self.budget
+        )
+        sizes = [end - first for first, end in self._pool.shares]
+        self._worker_of = np.repeat(np.arange(n_workers), sizes)
+        self._indices = [np.arange(first, end) for first, end in self._pool.shares]
+        self._pool.open()
 
     @property
     def current(self) -> Step:
-        """The envs as they stand now."""
+        """The current state of all envs."""
         return self._step
 
     @property
@@ -128,263 +102,297 @@ class ProcessExecutor:
     @property
     def pids(self) -> list[int]:
         """The workers' process ids."""
-        return self._crew.pids
+        return self._pool.pids
 
     def reset(self) -> Step:
         """Begin a seeded episode in every env."""
-        self._bring_home()
-        self._take_begun(self._ask([RESET] * len(self._jobs)))
-        for flags in (self._step.reward, self._step.terminated, self._step.truncated):
-            flags[:] = 0
-        return replace(self._step, rows=np.arange(self.n_envs))
+        self._wait_for_all()
+        self._take_begun(self._pool.ask_all(Command.RESET))
+        for array in (self._step.reward, self._step.terminated, self._step.truncated):
+            array[:] = 0
+        self._statistics.clear()
+        return replace(self._step, env_indices=np.arange(self.n_envs))
 
-    def begin(
+    def reset_envs(
         self,
         seeds: Sequence[int | None],
         options: Sequence[dict[str, Any] | None] | None = None,
-        rows: Sequence[int] | None = None,
+        env_indices: Sequence[int] | None = None,
     ) -> Step:
-        """Begin new episodes, in the places named or in all, with the caller's seeds (None: none) and options."""
-        assert self._is_open, "a replay knows only the executor's own seeds"
-        self._bring_home()
-        named = set(range(self.n_envs) if rows is None else rows)
-        messages = []
-        for job in self._jobs:
-            part = slice(job.first, job.end)
-            places = [n - job.first for n in range(job.first, job.end) if n in named]
-            messages.append(BEGIN + pack((seeds[part], options[part] if options else None, places)))
-        self._take_begun(self._ask(messages))
-        return replace(self._step, rows=np.arange(self.n_envs), ended=[], restarted=[])
+        """Begin new episodes in these envs, or in all, with the caller's seeds (None: unseeded) and options."""
+        assert self._is_open, "a replay needs the executor's own seeds"
+        self._wait_for_all()
+        named = set(range(self.n_envs) if env_indices is None else env_indices)
+        messages = {}
+        for i, (first, end) in enumerate(self._pool.shares):
+            part = slice(first, end)
+            own = [n - first for n in range(first, end) if n in named]
+            messages[i] = Command.RESET_ENVS + pack((seeds[part], options[part] if options else None, own))
+        answers = self._pool.ask(messages)
+        self._take_begun([answers[i] for i in range(len(messages))])
+        self._statistics.clear(sorted(named))
+        return replace(self._step, env_indices=np.arange(self.n_envs), ended=[], restarted=[])
 
-    def apply(self, function: Callable[[gym.Env[Any, Any]], T], rows: Iterable[int] | None = None) -> list[T]:
-        """What `function` returns for each env, called in the env's process; both are pickled on their way.
-
-        The envs must stand still.
-        """
-        places = [range(self.n_envs)[i] for i in (range(self.n_envs) if rows is None else rows)]
+    def apply(
+        self, function: Callable[[gym.Env[Any, Any]], T], env_indices: Iterable[int] | None = None
+    ) -> list[T]:
+        """What `function` returns for each env, called in the env's process; function and results are pickled."""
+        everyone = range(self.n_envs)
+        indices = [everyone[i] for i in (everyone if env_indices is None else env_indices)]
         if self._busy:
             raise FlatoutError("envs can be reached when their last step was received; recv first")
         by_worker: dict[int, list[int]] = {}
-        for n in places:
-            by_worker.setdefault(int(self._worker_of[n]), []).append(n)
-        jobs = self._jobs
-        asked = {i: pack_call(function, [n - jobs[i].first for n in mine]) for i, mine in by_worker.items()}
-        answers = self._ask_some({i: APPLY + packed for i, packed in asked.items()})
-        values = {i: iter(unpack_answer(answers[i])) for i in sorted(answers)}
-        return [next(values[int(self._worker_of[n])]) for n in places]
+        for n in indices:
+            worker = int(self._worker_of[n])
+            by_worker.setdefault(worker, []).append(n - self._pool.shares[worker][0])
+        messages = {i: Command.APPLY + _pack_call(function, own) for i, own in by_worker.items()}
+        answers = self._pool.ask(messages)
+        values = {i: iter(_unpack_results(answers[i])) for i in sorted(answers)}
+        return [next(values[int(self._worker_of[n])]) for n in indices]
 
-    def send(self, actions: Array, rows: Array) -> None:
-        """Hand over actions; a worker starts when the actions of all its envs are there."""
+    def send(self, actions: Array, env_indices: Array) -> None:
+        """Send actions; a worker starts when the actions of all its envs are there."""
         if self._is_open:
-            self._remember(rows)
-        self._shared["action"][rows] = actions
-        for i in np.unique(self._worker_of[rows]).tolist():
+            self._keep_obs(env_indices)
+        self._shared["action"][env_indices] = actions
+        for i in np.unique(self._worker_of[env_indices]).tolist():
             self._shared["done"][i] = 0
-            self._crew.send(i, RESET if i in self._rebuilding else STEP)
+            self._pool.send(i, Command.RESET if i in self._pool.restarted else Command.STEP)
             self._busy.add(i)
 
     def recv(self) -> Step:
         """The envs of every worker that is ready, at least one."""
-        self._look_briefly()
+        self._spin_briefly()
         ready: list[int] = []
-        restarted: list[int] = []
         while not ready:
-            for i, answer in self._crew.receive(self._busy, POLL_SECONDS):
+            for i, answer in self._pool.receive(self._busy):
                 if answer is None:  # replaced; it is ready when it has reset its new envs
-                    self._rebuilding.add(i)
-                    self._crew.send(i, RESET)
+                    self._pool.restarted.add(i)
+                    self._pool.send(i, Command.RESET)
                 else:
                     ready.append(i)
                     if self._is_open:
-                        self._take_infos(i, answer[1:])
-        rows = []
+                        self._take_infos(i, answer)
         ended: list[Episode] = []
-        for i in sorted(ready):
-            self._busy.discard(i)
-            rows.append(self._jobs[i].rows)
-            if i in self._rebuilding:
-                self._rebuilding.discard(i)
-                restarted += self._jobs[i].rows.tolist()
+        restarted: list[int] = []
+        ready.sort()
+        self._busy.difference_update(ready)
+        for i in ready:
+            if i in self._pool.restarted:
+                self._pool.restarted.discard(i)
+                self._statistics.clear(self._indices[i])
+                restarted += self._indices[i].tolist()
             else:
-                ended += self._ended(self._jobs[i])
-        self._step.rows = np.concatenate(rows)
+                ended += self._count(*self._pool.shares[i])
+        self._step.env_indices = np.concatenate([self._indices[i] for i in ready])
         self._step.ended, self._step.restarted = ended, restarted
         return self._step
 
     def mark(self) -> None:
-        """Remember this moment as the one that `snapshot` describes."""
-        self._ask([MARK] * len(self._jobs))
+        """Remember the current state as the one that `snapshot` describes."""
+        self._assert_idle()
+        self._pool.ask_all(Command.MARK)
 
     def snapshot(self) -> dict[str, Array]:
-        """What is needed to bring every env back to the last mark; nothing while workers are in a step."""
-        if self._busy:  # collecting was given up, and one of them may hang
-            return {}
-        return merge_snapshots([pickle.loads(answer) for answer in self._ask([SNAPSHOT] * len(self._jobs))])
+        """What `restore` needs to bring every env back to the last mark; empty while workers are in a step."""
+        return {} if self._busy else self._pool.snapshot()  # busy: collecting was cut off, one may hang
 
     def restore(self, snapshot: Mapping[str, Array]) -> list[int]:
-        """Bring the envs back to a snapshot; returns the places of those that began a new episode."""
-        parts = [part_of_snapshot(snapshot, job.first, job.end) for job in self._jobs]
-        answers = self._ask([RESTORE + pickle.dumps(part) for part in parts])
-        return [
-            job.first + i
-            for job, answer in zip(self._jobs, answers, strict=True)
-            for i in (pickle.loads(answer) if answer else range(job.end - job.first))
-        ]
+        """Bring the envs back to a snapshot; returns the envs that began a new episode."""
+        self._assert_idle()
+        fresh = self._pool.restore(snapshot)
+        self._pool.restarted.clear()
+        self._statistics.restore(snapshot)
+        self._statistics.clear(fresh)
+        return fresh
 
     def close(self) -> None:
         """End every worker."""
-        self._crew.close()
+        self._pool.close()
 
-    def _look_briefly(self) -> None:
+    def _assert_idle(self) -> None:
+        assert not self._busy, "receive all steps first"
+
+    def _spin_briefly(self) -> None:
         if self._spin and self._busy:
             done, busy, until = self._shared["done"], list(self._busy), perf_counter() + self._spin
             while not done[busy].any() and perf_counter() < until:
                 pass
 
-    def _ended(self, job: Job) -> list[Episode]:
-        step, shared = self._step, self._shared
-        part = slice(job.first, job.end)
-        places = np.flatnonzero(step.terminated[part] | step.truncated[part]) + job.first
-        return [
-            Episode(int(self.env_ids[n]), float(shared["return"][n]), int(shared["length"][n]))
-            for n in places
-        ]
+    def _count(self, first: int, end: int) -> list[Episode]:
+        """Count a step of one worker's envs; returns the episodes that ended."""
+        step, part = self._step, slice(first, end)
+        self._statistics.add_some(part, step.reward[part])
+        return self._statistics.end(np.flatnonzero(step.terminated[part] | step.truncated[part]) + first)
 
-    def _bring_home(self) -> None:
+    def _wait_for_all(self) -> None:
         while self._busy:
             self.recv()
 
-    def _remember(self, rows: Array) -> None:
-        """Keep what the envs show before they step: a worker that is lost may have written over some of it."""
+    def _keep_obs(self, env_indices: Array) -> None:
+        """Keep what the envs observe before they step: a worker that is lost may have overwritten some of it."""
         if self.final_infos:
-            self.final_infos = {n: info for n, info in self.final_infos.items() if n not in rows}
-        if len(rows) < self.n_envs and np.isin(self._worker_of, self._worker_of[rows]).sum() > len(rows):
+            self.final_infos = {n: info for n, info in self.final_infos.items() if n not in env_indices}
+        stepped = np.isin(self._worker_of, self._worker_of[env_indices])
+        if len(env_indices) < self.n_envs and stepped.sum() > len(env_indices):
             raise FlatoutError("a worker steps all its envs at once: send actions for all that recv returned")
-        for kept, leaf in zip(self._before, self._step.obs, strict=True):
-            kept[rows] = leaf[rows]
+        for kept, obs in zip(self._obs_before, self._step.obs, strict=True):
+            kept[env_indices] = obs[env_indices]
 
     def _take_infos(self, i: int, packed: bytes) -> None:
-        """Put worker i's infos in their places; most workers have none, and had none the last time."""
-        job, step = self._jobs[i], self._step
-        infos, finals = unpack_infos(packed)
-        if infos or i in self._telling:
-            self.infos[job.first : job.end] = [infos.get(n, {}) for n in range(job.end - job.first)]
-            (self._telling.add if infos else self._telling.discard)(i)
-        part = slice(job.first, job.end)
-        for n in np.flatnonzero(step.terminated[part] | step.truncated[part]).tolist():
-            self.final_infos[job.first + n] = finals.get(n, {})
+        """Store worker i's infos; most workers have none, and had none the last time."""
+        first, end = self._pool.shares[i]
+        infos, finals = pickle.loads(packed) if packed else ({}, {})
+        if infos or i in self._had_infos:
+            self.infos[first:end] = [infos.get(n, {}) for n in range(end - first)]
+            (self._had_infos.add if infos else self._had_infos.discard)(i)
+        part = slice(first, end)
+        for n in np.flatnonzero(self._step.terminated[part] | self._step.truncated[part]).tolist():
+            self.final_infos[first + n] = finals.get(n, {})
 
     def _take_begun(self, answers: list[bytes]) -> None:
-        """What is left of the time before new episodes, and what their resets told."""
-        self._rebuilding.clear()
+        """Store the infos of the workers' resets; nothing is left of the episodes before."""
+        self._pool.restarted.clear()
         if self._is_open:
             for i, answer in enumerate(answers):
                 self._take_infos(i, answer)
         self.final_infos = {}
 
-    def _ask(self, messages: list[bytes]) -> list[bytes]:
-        """Send every worker its message and wait for all; one that was replaced has reset its envs instead."""
-        answers = self._ask_some(dict(enumerate(messages)))
-        return [answers[i] for i in range(len(messages))]
-
-    def _ask_some(self, messages: Mapping[int, bytes]) -> dict[int, bytes]:
-        assert not self._busy, "the envs must stand still"
-        for i, message in messages.items():
-            self._crew.send(i, message)
-        answers: dict[int, bytes] = {}
-        while len(answers) < len(messages):
-            waiting = [i for i in messages if i not in answers]
-            for i, answer in self._crew.receive(waiting, POLL_SECONDS):
-                if answer is not None:
-                    answers[i] = answer[1:]
-                    continue
-                kind = messages[i][:1]
-                if kind in (SNAPSHOT, MARK, APPLY):  # its envs began anew unseen: the next step will say so
-                    self._rebuilding.add(i)
-                self._crew.send(i, messages[i] if kind in (SNAPSHOT, MARK, APPLY, BEGIN) else RESET)
-        return answers
-
-    def _start(self, i: int, generation: int) -> ChildProcess:
-        if generation > 0:  # now, because the new worker writes over what the envs showed last
-            part = slice(self._jobs[i].first, self._jobs[i].end)
-            source = self._before if i in self._busy else self._step.obs
-            for final, leaf in zip(self._step.final_obs, source, strict=True):
-                final[part] = leaf[part]
-        job = replace(self._jobs[i], generation=generation)
-        return ChildProcess(f"flatout worker {i}", worker_main, (job,), self._shared)
-
-    def _describe(self, i: int) -> str:
-        ids = self._jobs[i].env_ids
-        return f"worker {i} with envs {ids[0]} to {ids[-1]}"
+    def _start(self, i: int, generation: int) -> tuple[Callable[..., None], tuple[Job], SharedArrays]:
+        first, end = self._pool.shares[i]
+        if generation > 0:  # now, because the new worker overwrites the last observations
+            source = self._obs_before if i in self._busy else self._step.obs
+            for final, obs in zip(self._step.final_obs, source, strict=True):
+                final[first:end] = obs[first:end]
+        envs = replace(self._job_envs, env_ids=self.env_ids[first:end])
+        job = Job(envs=envs, first=first, end=end, index=i, generation=generation)
+        return worker_main, (job,), self._shared
 
 
 def worker_main(connection: Connection, job: Job, shared: SharedArrays) -> None:
-    """A worker's life: step its envs whenever told, until the parent closes the connection."""
-    out = _step_of(shared, len(job.layout.specs), job.first, job.end)
-    seed = job.seed if job.generation == 0 else _rebuilt_seed(job)
-    envs = SerialExecutor(job.factory, job.layout, job.env_ids, seed, replayable=job.replayable, out=out)
+    """A worker process: steps its envs when told."""
+    out = _step_of(shared, len(job.envs.obs.specs), job.first, job.end)
+    seed = worker_seed(job.envs.seed, job.generation)
+    envs = SerialExecutor(replace(job.envs, seed=seed, out=out))
     if job.generation > 0:
         envs.reset()
     actions, done = shared["action"][job.first : job.end], shared["done"]
-    returns, lengths = shared["return"], shared["length"]
-    first_id = int(job.env_ids[0])
-    while True:
-        message = connection.recv_bytes()
-        kind, body = message[:1], message[1:]
-        if kind == STEP:
-            envs.send(actions, job.rows)
-            for episode in envs.recv().ended:
-                n = episode.env_id - first_id + job.first
-                returns[n], lengths[n] = episode.total_reward, episode.length
-            done[job.index] = 1
-            connection.send_bytes(DONE + pack_infos(envs.infos, envs.final_infos) if job.infos else DONE)
-        elif kind in (RESET, BEGIN):
-            if kind == RESET:
-                envs.reset()
-            else:
-                envs.begin(*pickle.loads(body))
-            connection.send_bytes(DONE + pack_infos(envs.infos, {}) if job.infos else DONE)
-        elif kind == APPLY:
-            connection.send_bytes(DONE + answer_call(envs, body))
-        elif kind == MARK:
-            envs.mark()
-            connection.send_bytes(DONE)
-        elif kind == SNAPSHOT:
-            connection.send_bytes(DONE + pickle.dumps(envs.snapshot()))
-        else:
-            connection.send_bytes(DONE + pickle.dumps(envs.restore(pickle.loads(body))))
+    own = np.arange(job.end - job.first)
+
+    def infos() -> bytes:
+        return _pack_infos(envs.infos, envs.final_infos) if job.envs.infos else b""
+
+    def step(_: bytes) -> bytes:
+        envs.send(actions, own)
+        envs.recv()
+        done[job.index] = 1
+        return infos()
+
+    def reset(_: bytes) -> bytes:
+        envs.reset()
+        return infos()
+
+    def reset_envs(body: bytes) -> bytes:
+        envs.reset_envs(*pickle.loads(body))
+        return infos()
+
+    def mark(_: bytes) -> bytes:
+        envs.mark()
+        return b""
+
+    serve(
+        connection,
+        {
+            **env_answers(envs),
+            Command.STEP: step,
+            Command.RESET: reset,
+            Command.RESET_ENVS: reset_envs,
+            Command.MARK: mark,
+            Command.APPLY: lambda body: _call(envs, body),
+        },
+    )
 
 
 def _spec(layout: ObsLayout, action: ActionLayout, n_envs: int) -> Spec:
-    zero = np.zeros((n_envs, action.size), action.dtype)
-    like = action.to_env(zero)
-    leaves = list(enumerate(layout.specs))
+    actions = action.to_env(np.zeros((n_envs, action.size), action.dtype))
+    specs = list(enumerate(layout.specs))
     return {
-        **{f"obs.{i}": ((n_envs, *leaf.shape), leaf.dtype) for i, leaf in leaves},
-        **{f"final_obs.{i}": ((n_envs, *leaf.shape), leaf.dtype) for i, leaf in leaves},
+        **{f"obs.{i}": ((n_envs, *spec.shape), spec.dtype) for i, spec in specs},
+        **{f"final_obs.{i}": ((n_envs, *spec.shape), spec.dtype) for i, spec in specs},
         "reward": ((n_envs,), np.float64),
         "terminated": ((n_envs,), np.bool_),
         "truncated": ((n_envs,), np.bool_),
-        "action": (like.shape, like.dtype),
-        "return": ((n_envs,), np.float64),
-        "length": ((n_envs,), np.int64),
+        "action": (actions.shape, actions.dtype),
         "done": ((n_envs,), np.int64),
     }
 
 
-def _step_of(shared: SharedArrays, n_leaves: int, first: int, end: int) -> Step:
-    """The rows from `first` to before `end` of the shared arrays as a Step."""
+def _step_of(shared: SharedArrays, n_arrays: int, first: int, end: int) -> Step:
+    """The envs from `first` to before `end` of the shared arrays as a Step."""
     return Step(
-        rows=np.arange(end - first),
-        obs=tuple(shared[f"obs.{i}"][first:end] for i in range(n_leaves)),
+        env_indices=np.arange(end - first),
+        obs=tuple(shared[f"obs.{i}"][first:end] for i in range(n_arrays)),
         reward=shared["reward"][first:end],
         terminated=shared["terminated"][first:end],
         truncated=shared["truncated"][first:end],
-        final_obs=tuple(shared[f"final_obs.{i}"][first:end] for i in range(n_leaves)),
+        final_obs=tuple(shared[f"final_obs.{i}"][first:end] for i in range(n_arrays)),
         ended=[],
         restarted=[],
     )
 
 
-def _rebuilt_seed(job: Job) -> int:
-    return int(np.random.SeedSequence([job.seed, job.generation, 2**31]).generate_state(1)[0])
+def pack(value: Any) -> bytes:
+    """Pickled; what the user's main module defines is sent by value, as a worker has another main module."""
+    try:
+        return pickle.dumps(value)
+    except Exception:
+        return bytes(cloudpickle.dumps(value))
+
+
+def _pack_infos(infos: Sequence[dict[str, Any]], final_infos: Mapping[int, dict[str, Any]]) -> bytes:
+    """The infos that are not empty, by env index; no bytes at all where all are empty."""
+    filled = {i: info for i, info in enumerate(infos) if info}
+    finals = {i: info for i, info in final_infos.items() if info}
+    if not filled and not finals:
+        return b""
+    try:
+        return pack((filled, finals))
+    except Exception as error:
+        # Without a cause: a new worker would have the same infos.
+        raise EnvError(
+            f"an env's info cannot be sent between processes ({one_line(error)}); "
+            "use infos=False, or executor 'serial' or 'thread'"
+        ) from None
+
+
+def _pack_call(function: Callable[..., Any], env_indices: Sequence[int]) -> bytes:
+    """A function to be called with these envs of a worker."""
+    try:
+        return bytes(cloudpickle.dumps((function, list(env_indices))))
+    except Exception as error:
+        raise EnvError(f"the function cannot be sent to the envs' processes: {one_line(error)}") from error
+
+
+def _call(envs: SerialExecutor, packed: bytes) -> bytes:
+    """Call a packed function and pack what it returned, or what it raised."""
+    try:
+        function, env_indices = pickle.loads(packed)
+        return pack((envs.apply(function, env_indices), None))
+    except Exception as error:
+        return pack((None, _sendable(error)))
+
+
+def _unpack_results(packed: bytes) -> list[Any]:
+    """What the function returned for each env; raises what it raised."""
+    values, error = pickle.loads(packed)
+    if error is not None:
+        raise error
+    return list(values)
+
+
+def _sendable(error: Exception) -> Exception:
+    try:
+        pickle.loads(pack(error))
+    except Exception:  # many exceptions cannot be made again from their message
+        return EnvError(one_line(error))
+    return error

@@ -1,4 +1,8 @@
-"""Envs that step N at once as torch tensors on any device: no observation, reward or action touches the host."""
+"""Batched envs as torch tensors on any device.
+
+For training no observation, reward or action is copied to the host (`TensorExecutor`). Evaluation copies every step
+(`HostExecutor`), because speed matters less there.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +13,21 @@ from typing import Any
 
 import numpy as np
 import torch
+from gymnasium.vector import VectorEnv
 from torch import Tensor
 
-from flatout.envs.batched import TensorEnvs
+from flatout.envs.batched import TensorEnvs, batched_kind
+from flatout.envs.make import EnvFactory
 from flatout.envs.spaces import Array, ObsLayout
-from flatout.errors import EnvError, one_line
-from flatout.executors.serial import env_seed
+from flatout.errors import EnvError, FlatoutError, one_line
+from flatout.executors.base import EnvSet, Executor, Step, alloc_step
+from flatout.executors.batched import BatchedExecutor
+from flatout.executors.episodes import EpisodeStatistics, env_seed
 
 
 @dataclass(slots=True)
 class TensorStep:
-    """What one step of all envs gave, on the envs' device; valid until the next step."""
+    """One step of all envs, on the envs' device; valid until the next step."""
 
     obs: tuple[Tensor, ...]
     reward: Tensor
@@ -30,7 +38,7 @@ class TensorStep:
 
 
 class TensorExecutor:
-    """Steps `TensorEnvs`; like an Executor, but in tensors and always all envs at once, so `step` is its primitive."""
+    """Steps `TensorEnvs`: like an Executor, but with tensors. All envs step at once, so its primitive is `step`."""
 
     def __init__(
         self, envs: TensorEnvs, layout: ObsLayout, env_ids: Array, seed: int, *, keep_open: bool = False
@@ -50,10 +58,10 @@ class TensorExecutor:
             obs, _ = self._envs.reset(env_seed(self._seed, int(self.env_ids[0]), self._seed_count))
         except Exception as error:
             raise self._failure("reset", error) from error
-        leaves = self._leaves(obs, "observation")
+        arrays = self._arrays(obs, "observation")
         reward = torch.zeros(self.n_envs, device=self.device)
         no = torch.zeros(self.n_envs, dtype=torch.bool, device=self.device)
-        self._current = TensorStep(leaves, reward, no, no, leaves)
+        self._current = TensorStep(arrays, reward, no, no, arrays)
         return self._current
 
     def step(self, actions: Tensor) -> TensorStep:
@@ -66,22 +74,22 @@ class TensorExecutor:
         for name, values in (("reward", reward), ("terminated", terminated), ("truncated", truncated)):
             if values.shape != (self.n_envs,):
                 raise self._wrong_shape(name, tuple(values.shape), (self.n_envs,))
-        # Asked for at every step: whether one is needed is known on the device only.
+        # Required at every step, because only the device knows whether an episode ended.
         if "final_obs" not in info:
             raise EnvError("the batched env gives no info['final_obs']; it must, at every step")
         self._current = TensorStep(
-            self._leaves(obs, "observation"),
+            self._arrays(obs, "observation"),
             reward,
             terminated,
             truncated,
-            self._leaves(info["final_obs"], "final observation"),
+            self._arrays(info["final_obs"], "final observation"),
         )
         return self._current
 
     @property
     def current(self) -> TensorStep:
-        """The envs as they stand now: what the last `reset`, `step` or `restore` left."""
-        assert self._current is not None, "reset comes first"
+        """The current state of all envs."""
+        assert self._current is not None, "call reset first"
         return self._current
 
     @property
@@ -90,36 +98,115 @@ class TensorExecutor:
         return self._n_steps
 
     def snapshot(self) -> dict[str, Array]:
-        """How often the envs were seeded, so that a resumed run begins with other episodes than the first."""
+        """How often the envs were seeded, so that a resumed run does not repeat the first episodes."""
         return {"seed_counts": np.full(self.n_envs, self._seed_count)}
 
     def restore(self, snapshot: Mapping[str, Array]) -> list[int]:
-        """Begin new episodes in all envs, as a batched env cannot be brought back to a moment."""
+        """Begin new episodes in all envs, because a batched env cannot be replayed."""
         self._seed_count = int(snapshot["seed_counts"][0])
         self.reset()
         return list(range(self.n_envs))
 
     def close(self) -> None:
-        """Close the batched env if it can be closed and is not its user's own."""
+        """Close the batched env, unless it belongs to the user."""
         if self._keep_open:
             return
         with suppress(Exception):
             self._envs.close()  # type: ignore[attr-defined]  # not every one has it
 
-    def _leaves(self, obs: Any, what: str) -> tuple[Tensor, ...]:
-        leaves = []
-        for leaf in self._layout.specs:
-            value: Tensor = leaf.pick(obs)
-            if value.shape != (self.n_envs, *leaf.shape):
-                raise self._wrong_shape(what, tuple(value.shape), (self.n_envs, *leaf.shape))
-            leaves.append(value)
-        return tuple(leaves)
+    def _arrays(self, obs: Any, what: str) -> tuple[Tensor, ...]:
+        arrays = []
+        for spec in self._layout.specs:
+            value: Tensor = spec.pick(obs)
+            if value.shape != (self.n_envs, *spec.shape):
+                raise self._wrong_shape(what, tuple(value.shape), (self.n_envs, *spec.shape))
+            arrays.append(value)
+        return tuple(arrays)
 
-    def _wrong_shape(self, what: str, got: tuple[int, ...], wanted: tuple[int, ...]) -> EnvError:
+    def _wrong_shape(self, what: str, got: tuple[int, ...], expected: tuple[int, ...]) -> EnvError:
         return EnvError(
             f"the batched env's {what} has shape {got} at step {self._n_steps}; "
-            f"its {self.n_envs} envs make {wanted}"
+            f"its {self.n_envs} envs make {expected}"
         )
 
     def _failure(self, doing: str, error: Exception) -> EnvError:
         return EnvError(f"the batched env raised in {doing} at step {self._n_steps}: {one_line(error)}")
+
+
+class HostExecutor(Executor):
+    """A TensorExecutor for callers that need arrays; every step is copied to the host and back."""
+
+    steps_together = True
+
+    def __init__(self, tensors: TensorExecutor, layout: ObsLayout) -> None:
+        self.n_envs, self.env_ids = tensors.n_envs, tensors.env_ids
+        self._tensors = tensors
+        self._step = alloc_step(layout, self.n_envs)
+        self._actions: Array = np.zeros(0)
+        self._statistics = EpisodeStatistics(self.env_ids)
+
+    def reset(self) -> Step:
+        """Begin a seeded episode in every env."""
+        self._statistics.clear()
+        return self._on_host(self._tensors.reset())
+
+    def send(self, actions: Array, env_indices: Array) -> None:
+        """Take the actions of all envs; `recv` steps them."""
+        assert len(env_indices) == self.n_envs, "a batched env steps all its envs at once"
+        self._actions = actions
+
+    def recv(self) -> Step:
+        """Step all envs once."""
+        actions = torch.from_numpy(self._actions).to(self._tensors.device)
+        out = self._on_host(self._tensors.step(actions))
+        self._statistics.add(out.reward)
+        out.ended = self._statistics.end(np.flatnonzero(out.terminated | out.truncated))
+        return out
+
+    @property
+    def current(self) -> Step:
+        """The current state of all envs."""
+        return self._step
+
+    def snapshot(self) -> dict[str, Array]:
+        """How often the envs were seeded."""
+        return self._tensors.snapshot()
+
+    def restore(self, snapshot: Mapping[str, Array]) -> list[int]:
+        """Begin new episodes in all envs."""
+        fresh = self._tensors.restore(snapshot)
+        self._statistics.clear()
+        self._on_host(self._tensors.current)
+        return fresh
+
+    def close(self) -> None:
+        """Close the envs."""
+        self._tensors.close()
+
+    def _on_host(self, now: TensorStep) -> Step:
+        out = self._step
+        pairs = [(out.reward, now.reward), (out.terminated, now.terminated), (out.truncated, now.truncated)]
+        pairs += [*zip(out.obs, now.obs, strict=True), *zip(out.final_obs, now.final_obs, strict=True)]
+        for array, tensor in pairs:
+            array[...] = tensor.cpu().numpy()
+        out.ended = []
+        return out
+
+
+def open_batched(envs: EnvSet) -> BatchedExecutor | TensorExecutor:
+    """The batched env that the factory makes, or the user's own, in NumPy or as tensors."""
+    factory = envs.factory
+    assert isinstance(factory, EnvFactory), "only an EnvFactory makes batched envs"
+    made = factory.make(len(envs.env_ids))
+    if batched_kind(made) is None:
+        raise FlatoutError(f"env '{factory.name}' made a batched env at first and now {type(made).__name__}")
+    ids = np.arange(made.num_envs)  # type: ignore[union-attr]
+    if isinstance(made, VectorEnv):
+        return BatchedExecutor(made, envs.obs, ids, envs.seed, keep_open=factory.is_instance)
+    return TensorExecutor(made, envs.obs, ids, envs.seed, keep_open=factory.is_instance)  # type: ignore[arg-type]
+
+
+def batched_executor(envs: EnvSet) -> Executor:
+    """An executor in NumPy over a batched env."""
+    executor = open_batched(envs)
+    return executor if isinstance(executor, BatchedExecutor) else HostExecutor(executor, envs.obs)

@@ -1,279 +1,287 @@
-"""What executors of envs that wait have in common: any env may be ready first, and each keeps its own order.
+"""Executors for envs that wait (networks, simulators, people): any env may be ready first, each keeps its own order.
 
-Workers (threads or tasks) only report outcomes; rows of the arrays are written here, by the thread that receives,
-so that an env which was given up can never write again. A subclass says how workers start, obey and stop.
+Env workers (threads or tasks) only report outcomes. The thread that receives writes them to the arrays, so an env that
+was given up can never write again.
 """
 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from time import perf_counter
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import gymnasium as gym
 import numpy as np
 
 from flatout.envs.check import nan_message
-from flatout.envs.spaces import Array, ObsArrays, ObsLayout
+from flatout.envs.spaces import Array
 from flatout.errors import EnvError, FlatoutError, one_line
-from flatout.executors.base import Episode, Step, alloc_step
-from flatout.executors.history import History
-from flatout.executors.life import Act, Apply, Begin, Doing, Life, Order, Outcome
-from flatout.executors.ready import ReadyQueue
-from flatout.executors.supervise import RestartBudget
+from flatout.executors.base import EnvSet, Episode, Executor, RestartBudget, Step, alloc_step
+from flatout.executors.env_worker import (
+    Act,
+    Apply,
+    Command,
+    Doing,
+    EnvTasks,
+    EnvThreads,
+    EnvWorker,
+    EnvWorkers,
+    Outcome,
+    Reset,
+)
+from flatout.executors.episodes import ActionLog, EpisodeStatistics, StepCheck
 
 T = TypeVar("T")
 
-STEP_TIMEOUT = 60.0
 REPLAY_SECONDS = 60.0
+HOLD_SHARE = 0.025
+"""How long the first env of a batch is held back when nobody set it, as a share of a step's duration."""
+MEMORY_STEPS = 500
+"""Over about how many steps durations are averaged."""
+ENV_MEMORY_STEPS = 30
+"""The same for one env's own."""
 
 
-class WaitingExecutor(ABC):
-    """The executor protocol for envs that are ready one by one, with lost envs rebuilt."""
+class WaitingExecutor(Executor):
+    """Envs that are ready one by one, in threads or tasks; lost envs are replaced."""
 
-    awaits = False
-    """Whether its envs have `async def reset` and `async def step`."""
+    waits = True
 
     def __init__(
         self,
-        factory: Callable[[], gym.Env[Any, Any]],
-        layout: ObsLayout,
-        env_ids: Array,
-        seed: int,
+        envs: EnvSet,
         *,
-        replayable: bool = False,
+        workers: Callable[[], EnvWorkers],
         batch_size: int | None = None,
         batch_seconds: float | None = None,
-        step_timeout: float | None = None,
+        step_timeout: float = 60.0,
         max_restarts: int = 10,
         window_seconds: float = 60.0,
-        budget: RestartBudget | None = None,
     ) -> None:
-        from flatout.executors import rows  # here, because the compiler takes a moment to load
-
-        n_envs = self.n_envs = len(env_ids)
-        self.env_ids = env_ids
-        self._all_finite = rows.all_finite
-        self._layout = layout
-        self._step = alloc_step(layout, n_envs)
-        self._history = History(env_ids, seed, replayable=replayable)
-        self.budget = budget or RestartBudget(max_restarts, window_seconds)
-        self._ready: ReadyQueue[Outcome] = ReadyQueue(batch_size, batch_seconds)
-        self._life = Life(factory, layout, self._ready.put, awaits=self.awaits)
-        self._timeout = STEP_TIMEOUT if step_timeout is None else step_timeout
-        self._generations = [0] * n_envs
+        n_envs = self.n_envs = len(envs.env_ids)
+        self.env_ids, self._layout = envs.env_ids, envs.obs
+        self._step = alloc_step(envs.obs, n_envs)
+        self._statistics = EpisodeStatistics(envs.env_ids)
+        self._log = ActionLog(envs.env_ids, envs.seed, replayable=bool(envs.replayable))
+        self._check = StepCheck(self._step, envs.env_ids)
+        self.budget = envs.budget or RestartBudget(max_restarts, window_seconds)
         self.infos: list[dict[str, Any]] = [{} for _ in range(n_envs)]
-        """What each env's last step told, or its last reset where an episode has just begun."""
         self.final_infos: dict[int, dict[str, Any]] = {}
-        """By place, what the last step of each episode told that ended in it."""
-        self._asked: dict[int, Begin] = {}
+        self._timeout = step_timeout
+        self._generations = [0] * n_envs
+        self._asked: dict[int, Reset] = {}
+        """The caller's resets under way; an env that is replaced meanwhile is reset in the same way."""
         self._actions: list[Any] = [None] * n_envs
         self._due = [math.inf] * n_envs
         self._next_due = math.inf
         self._n_away = 0
-        # Lists, because most batches have a few rows only, and NumPy costs more for those.
-        self._returns = [0.0] * n_envs
-        self._lengths = [0] * n_envs
+        """How many envs were sent a command and have not answered."""
         self._n_steps = [0] * n_envs
-        self._open()
+        self._ready: ReadyQueue[Outcome] = ReadyQueue(batch_size, batch_seconds)
+        self._workers = workers()
+        self._worker = EnvWorker(envs.factory, envs.obs, self._ready.put, awaits=self._workers.awaits)
         try:
             self._start_all()
         except BaseException:
-            self._stop()
+            self._workers.close()
             raise
 
     @property
     def notes(self) -> list[str]:
-        """One line for each env that was rebuilt."""
+        """One line for each env that was replaced."""
         return self.budget.notes
 
     @property
     def n_restarts(self) -> int:
-        """How many envs were rebuilt so far."""
+        """How many envs were replaced so far."""
         return self.budget.n_restarts
 
     @property
     def current(self) -> Step:
-        """The envs as they stand now: what the last `reset`, `recv` or `restore` left."""
+        """The current state of all envs."""
         return self._step
 
     def reset(self) -> Step:
         """Begin a seeded episode in every env, once those on their way are back."""
-        self._bring_home()
-        self._post({i: Begin(self._history.next_seed(i)) for i in range(self.n_envs)})
-        self._await_begun()
-        self._forget(range(self.n_envs))
+        self._wait_for_all()
+        self._send({i: Reset(self._log.next_seed(i)) for i in range(self.n_envs)})
+        self._receive_resets()
+        self._statistics.clear()
         self.mark()
-        return self._stand_still()
+        return self._begun()
 
-    def begin(
+    def reset_envs(
         self,
         seeds: Sequence[int | None],
         options: Sequence[dict[str, Any] | None] | None = None,
-        rows: Sequence[int] | None = None,
+        env_indices: Sequence[int] | None = None,
     ) -> Step:
-        """Begin new episodes, in the places named or in all, with the caller's seeds (None: none) and options."""
-        assert not self._history.replayable, "a replay knows only the executor's own seeds"
-        self._bring_home()
-        places = range(self.n_envs) if rows is None else rows
-        self._asked = {i: Begin(seeds[i], options=options[i] if options else None) for i in places}
-        self._post(self._asked)
-        self._await_begun()
+        """Begin new episodes in these envs, or in all, with the caller's seeds (None: unseeded) and options."""
+        assert not self._log.replayable, "a replay needs the executor's own seeds"
+        self._wait_for_all()
+        indices = list(range(self.n_envs) if env_indices is None else env_indices)
+        self._asked = {i: Reset(seeds[i], options=options[i] if options else None) for i in indices}
+        self._send(self._asked)
+        self._receive_resets()
         self._asked = {}
-        self._forget(places)
+        self._statistics.clear(indices)
         self.mark()
-        return self._stand_still(np.fromiter(places, np.intp))
+        return self._begun(np.array(indices, np.intp))
 
-    def apply(self, function: Callable[[gym.Env[Any, Any]], T], rows: Iterable[int] | None = None) -> list[T]:
-        """What `function` returns for each env, called where the env lives: in its thread, or on the loop.
-
-        What it returns is awaited there if it can be. The envs must stand still.
-        """
-        places = [range(self.n_envs)[i] for i in (range(self.n_envs) if rows is None else rows)]
-        if any(self._due[i] < math.inf for i in places):
+    def apply(
+        self, function: Callable[[gym.Env[Any, Any]], T], env_indices: Iterable[int] | None = None
+    ) -> list[T]:
+        """What `function` returns for each env, called in the env's thread or on the loop, and awaited there."""
+        everyone = range(self.n_envs)
+        indices = [everyone[i] for i in (everyone if env_indices is None else env_indices)]
+        if any(self._due[i] < math.inf for i in indices):
             raise FlatoutError("an env can be reached when its last step was received; recv first")
         results = []
-        for i in places:  # one by one, as one env may be named twice
+        for i in indices:  # one by one, as one env may be named twice
             result: Future[T] = Future()
-            self._give({i: Apply(function, result)})
-            results.append(self._answer(i, result))
+            self._workers.send({i: Apply(function, result)})
+            results.append(self._result(i, result))
         return results
 
-    def _answer(self, i: int, result: Future[T]) -> T:
+    def _result(self, i: int, result: Future[T]) -> T:
         try:
             return result.result(self._timeout)
         except TimeoutError as error:
             if result.done():  # the function's own
                 raise
-            self._refuse_blocked()
+            self._workers.raise_if_blocked()
             raise EnvError(f"env {self.env_ids[i]} gave no answer within {self._timeout:g} s") from error
 
-    def send(self, actions: Array, rows: Array) -> None:
-        """Hand each env in `rows` its action; it starts at once."""
-        # The caller may reuse its array while envs still look at their actions.
-        by_row = dict(zip(rows.tolist(), actions.copy(), strict=True))
+    def send(self, actions: Array, env_indices: Array) -> None:
+        """Send each of these envs its action; it starts at once."""
+        # A copy, because the caller may reuse its array while envs still look at their actions.
+        by_env = dict(zip(env_indices.tolist(), actions.copy(), strict=True))
         if self.final_infos:
-            self.final_infos = {i: info for i, info in self.final_infos.items() if i not in by_row}
-        if self._history.replayable:
-            for i, action in by_row.items():
+            self.final_infos = {i: info for i, info in self.final_infos.items() if i not in by_env}
+        if self._log.replayable:
+            for i, action in by_env.items():
                 self._actions[i] = action
-            self._post({i: Act(action, self._history.seed_at_end(i)) for i, action in by_row.items()})
+            self._send({i: Act(action, self._log.seed_at_end(i)) for i, action in by_env.items()})
         else:
-            self._post({i: Act(action, None) for i, action in by_row.items()})
+            self._send({i: Act(action, None) for i, action in by_env.items()})
 
     def recv(self) -> Step:
-        """Wait for a batch of envs that are ready, and for a lost one to begin anew."""
+        """Wait for a batch of envs that are ready; one that was lost is ready when it has begun a new episode."""
         assert self._n_away, "send comes first"
         outcomes: list[Outcome] = []
         while not outcomes:
             outcomes = self._arrivals()
         out = self._step
-        # An env that was sent an action and has begun an episode instead was lost on the way.
-        out.restarted = [o.row for o in outcomes if o.done == "reset"]
+        # An env that was sent an action and has been reset instead was lost on the way.
+        out.restarted = [o.env_index for o in outcomes if o.done == "reset"]
         if out.restarted:
-            for leaf, last in zip(out.final_obs, out.obs, strict=True):
-                leaf[out.restarted] = last[out.restarted]
-            self._forget(out.restarted)
-        out.rows = self._write(outcomes)
-        out.ended = [episode for o in outcomes if o.done == "step" for episode in self._count(o)]
-        if out.ended:
-            done = np.array([o.row for o in outcomes if o.final_obs is not None])
-            self._refuse_nan("observation", out.final_obs, done)
-        self._refuse_nan("observation", out.obs, out.rows)
-        self._ready.learn((o.row, o.seconds) for o in outcomes if o.done == "step")
+            for final, obs in zip(out.final_obs, out.obs, strict=True):
+                final[out.restarted] = obs[out.restarted]
+            self._statistics.clear(out.restarted)
+        out.env_indices = self._write(outcomes)
+        steps = [o for o in outcomes if o.done == "step"]
+        out.ended = [episode for o in steps for episode in self._count(o)]
+        done = [o.env_index for o in steps if o.final_obs is not None]
+        self._check.check_some(out.env_indices, self._n_steps, np.array(done) if done else None)
+        self._ready.learn((o.env_index, o.seconds) for o in steps)
         return out
 
     def mark(self) -> None:
-        """Remember this moment as the one that `snapshot` describes; steps on their way come after it."""
-        self._history.mark(self._step.obs, np.array(self._returns), np.array(self._lengths))
+        """Remember the current state as the one that `snapshot` describes; steps under way come after it."""
+        self._log.mark(self._step.obs, self._statistics)
 
-    def remember(self, rows: Array) -> None:
-        """Let the next mark describe these envs as they stand now, wherever they are by then."""
-        self._history.remember(rows, self._step.obs, self._returns, self._lengths)
+    def remember(self, env_indices: Array) -> None:
+        """Let the next mark describe these envs as they are now, even if they have been sent on by then."""
+        self._log.remember(env_indices, self._step.obs, self._statistics)
 
     def snapshot(self) -> dict[str, Array]:
-        """The envs' state at the last mark: how each was seeded and, if replayable, the actions since."""
-        return self._history.snapshot()
+        """Each env's seed and, if replayable, the actions from then to the last mark."""
+        return self._log.snapshot()
 
     def restore(self, snapshot: Mapping[str, Array], max_seconds: float = REPLAY_SECONDS) -> list[int]:
-        """Replay each env to the snapshot's moment, side by side; returns those that began a new episode."""
-        self._bring_home()
-        self._returns, self._lengths = snapshot["returns"].tolist(), snapshot["lengths"].tolist()
+        """Replay all envs to the snapshot at the same time; returns those that began a new episode instead."""
+        self._wait_for_all()
+        self._statistics.restore(snapshot)
         give_up_at = perf_counter() + max_seconds
-        walks, before = self._history.restore(snapshot), list(self._generations)
-        orders = {i: Begin(walk[0], walk[1], give_up_at) for i, walk in enumerate(walks) if walk is not None}
-        self._post(orders, extra_seconds=max_seconds)
-        walked = self._await_begun() & {i for i in orders if self._generations[i] == before[i]}
-        leaves = [(leaf, snapshot[f"obs.{k}"]) for k, leaf in enumerate(self._step.obs)]
-        kept = {i for i in walked if all(np.array_equal(leaf[i], then[i]) for leaf, then in leaves)}
+        replays, before = self._log.restore(snapshot), list(self._generations)
+        commands = {i: Reset(*replay, give_up_at) for i, replay in enumerate(replays) if replay is not None}
+        self._send(commands, extra_seconds=max_seconds)
+        replayed = self._receive_resets() & {i for i in commands if self._generations[i] == before[i]}
+        pairs = [(array, snapshot[f"obs.{k}"]) for k, array in enumerate(self._step.obs)]
+        kept = {i for i in replayed if all(np.array_equal(now[i], then[i]) for now, then in pairs)}
         fresh = [i for i in range(self.n_envs) if i not in kept]
-        # Those that were lost on the way have already begun anew.
-        self._post({i: Begin(self._history.next_seed(i)) for i in fresh if self._generations[i] == before[i]})
-        self._await_begun()
-        self._forget(fresh)
-        self._stand_still()
+        # Those that were lost meanwhile have already begun a new episode.
+        self._send({i: Reset(self._log.next_seed(i)) for i in fresh if self._generations[i] == before[i]})
+        self._receive_resets()
+        self._statistics.clear(fresh)
+        self._begun()
         self.mark()
         return fresh
 
     def close(self) -> None:
         """Close every env; one that hangs is left behind."""
-        self._stop()
+        self._workers.close()
+
+    def _start(self, env_indices: Iterable[int]) -> None:
+        self._workers.start(self._worker, {i: self._generations[i] for i in env_indices}, self.env_ids)
 
     def _start_all(self) -> None:
-        self._start(range(self.n_envs))
         missing = set(range(self.n_envs))
+        self._start(missing)
         while missing:
             made = self._ready.take(len(missing), perf_counter() + self._timeout)
             for outcome in made:
                 if outcome.error is not None:
-                    raise self._failure(outcome.row, outcome.done, outcome.error) from outcome.error
-                missing.discard(outcome.row)
+                    raise self._failure(outcome.env_index, outcome.done, outcome.error) from outcome.error
+                missing.discard(outcome.env_index)
             if not made:
-                self._refuse_blocked()
+                self._workers.raise_if_blocked()
                 env_id = self.env_ids[min(missing)]
                 raise EnvError(f"env {env_id} hangs in its constructor: not made within {self._timeout:g} s")
 
-    def _post(self, orders: Mapping[int, Order], extra_seconds: float = 0.0) -> None:
+    def _send(self, commands: Mapping[int, Command], extra_seconds: float = 0.0) -> None:
         due = perf_counter() + self._timeout + extra_seconds
-        for i in orders:
+        for i in commands:
             assert self._due[i] == math.inf, "an env takes an action when its last step was received"
             self._due[i] = due
         self._next_due = min(self._next_due, due)
-        self._n_away += len(orders)
-        self._give(orders)
+        self._n_away += len(commands)
+        self._workers.send(commands)
 
     def _arrivals(self) -> list[Outcome]:
-        """What came from envs that were expected; the lost ones are rebuilt and stay on their way."""
+        """Outcomes of envs that were expected; lost ones are replaced and stay on their way."""
         arrived = []
         for outcome in self._ready.take(self._n_away, self._next_due):
-            if outcome.generation != self._generations[outcome.row]:
+            i = outcome.env_index
+            if outcome.generation != self._generations[i]:
                 continue
             if outcome.error is not None:
-                self._rebuild(outcome.row, outcome.done, outcome.error)
+                self._replace(i, outcome.done, outcome.error)
             elif outcome.done != "constructor":
-                self._due[outcome.row] = math.inf
+                self._due[i] = math.inf
                 arrived.append(outcome)
         self._n_away -= len(arrived)
         if perf_counter() >= self._next_due:
-            self._rebuild_overdue()
+            self._replace_overdue()
         return arrived
 
-    def _rebuild_overdue(self) -> None:
+    def _replace_overdue(self) -> None:
         now = perf_counter()
         overdue = [i for i, due in enumerate(self._due) if due <= now]
         if overdue:
-            self._refuse_blocked()
+            self._workers.raise_if_blocked()
         for i in overdue:
-            self._rebuild(i, "step", TimeoutError(f"no answer within {self._timeout:g} s"))
+            self._replace(i, "step", TimeoutError(f"no answer within {self._timeout:g} s"))
         # Only here, because it may be too early for a while, but never too late.
         self._next_due = min(self._due)
 
-    def _rebuild(self, i: int, doing: Doing, error: BaseException) -> None:
+    def _replace(self, i: int, doing: Doing, error: BaseException) -> None:
         """Replace a lost env by a new one with its next seed, if that has not happened too often."""
-        if isinstance(error, EnvError) and doing != "constructor":  # it broke its contract and would again
+        if isinstance(error, EnvError) and doing != "constructor":  # a new env would break its spaces too
             raise self._failure(i, doing, error) from error
         self._generations[i] += 1
         cause = str(error) if isinstance(error, FlatoutError) else one_line(error)
@@ -281,37 +289,38 @@ class WaitingExecutor(ABC):
             self.budget.spend(f"env {self.env_ids[i]} was rebuilt: {cause}")
         except EnvError as storm:
             raise storm from error
-        self._abandon(i)
+        self._workers.abandon(i)
         self._start([i])
         self._due[i] = perf_counter() + self._timeout
         self._next_due = min(self._next_due, self._due[i])
-        self._give({i: self._asked.get(i) or Begin(self._history.next_seed(i))})
+        self._workers.send({i: self._asked.get(i) or Reset(self._log.next_seed(i))})
 
-    def _bring_home(self) -> None:
+    def _wait_for_all(self) -> None:
         while self._n_away:
             self.recv()
 
-    def _await_begun(self) -> set[int]:
-        """Wait for all that were told to begin; returns those that did."""
+    def _receive_resets(self) -> set[int]:
+        """Wait for all envs that were told to reset; returns those that did."""
         begun = []
         while self._n_away:
             begun += [outcome for outcome in self._arrivals() if outcome.obs is not None]
-        self._refuse_nan("observation", self._step.obs, self._write(begun))
-        return {outcome.row for outcome in begun}
+        self._check.check_some(self._write(begun), self._n_steps)
+        return {outcome.env_index for outcome in begun}
 
-    def _stand_still(self, begun: Array | slice = slice(None)) -> Step:
+    def _begun(self, env_indices: Array | slice = slice(None)) -> Step:
+        """The state after resets of these envs."""
         out = self._step
-        for flags in (out.reward, out.terminated, out.truncated):
-            flags[begun] = 0
+        for array in (out.reward, out.terminated, out.truncated):
+            array[env_indices] = 0
         self.final_infos = {}
-        out.rows, out.ended, out.restarted = np.arange(self.n_envs), [], []
+        out.env_indices, out.ended, out.restarted = np.arange(self.n_envs), [], []
         return out
 
     def _write(self, outcomes: list[Outcome]) -> Array:
-        """Copy what envs gave into their rows, which are returned."""
+        """Copy outcomes to the arrays; returns their env indices."""
         out, write = self._step, self._layout.write
         for outcome in outcomes:
-            i = outcome.row
+            i = outcome.env_index
             try:
                 write(out.obs, i, outcome.obs)
                 out.reward[i] = outcome.reward
@@ -321,39 +330,21 @@ class WaitingExecutor(ABC):
             self.infos[i] = outcome.info or {}
             if outcome.final_obs is not None:
                 self.final_infos[i] = outcome.final_info or {}
-                for leaf, final in zip(out.final_obs, outcome.final_obs, strict=True):
-                    leaf[i] = final[0]
-        return np.array([outcome.row for outcome in outcomes], np.intp)
+                for array, final in zip(out.final_obs, outcome.final_obs, strict=True):
+                    array[i] = final[0]
+        return np.array([outcome.env_index for outcome in outcomes], np.intp)
 
     def _count(self, outcome: Outcome) -> list[Episode]:
-        """Add a step to its env's statistics; returns the episode that it ended, if any."""
-        i, ended = outcome.row, outcome.final_obs is not None
+        """Count a step of one env; returns the episode that it ended, if any."""
+        i, ended = outcome.env_index, outcome.final_obs is not None
         reward = float(self._step.reward[i])
         self._n_steps[i] += 1
-        self._returns[i] += reward
-        self._lengths[i] += 1
         if not math.isfinite(reward):
             raise EnvError(nan_message("reward", int(self.env_ids[i]), self._n_steps[i]))
-        if self._history.replayable:
-            self._history.add(i, self._actions[i], ended=ended)
-        if not ended:
-            return []
-        episode = Episode(int(self.env_ids[i]), self._returns[i], self._lengths[i])
-        self._forget([i])
-        return [episode]
-
-    def _forget(self, rows: Iterable[int]) -> None:
-        """The episodes in these rows are over."""
-        for i in rows:
-            self._returns[i], self._lengths[i] = 0.0, 0
-
-    def _refuse_nan(self, what: str, arrays: ObsArrays, rows: Array) -> None:
-        for values in arrays:
-            if values.dtype.kind != "f" or self._all_finite(values.reshape(len(values), -1), rows):
-                continue
-            bad = ~np.isfinite(values[rows].reshape(len(rows), -1)).all(axis=1)
-            i = rows[bad.argmax()]
-            raise EnvError(nan_message(what, int(self.env_ids[i]), self._n_steps[i]))
+        self._statistics.add_some(i, reward)
+        if self._log.replayable:
+            self._log.add_one(i, self._actions[i], ended=ended)
+        return self._statistics.end([i]) if ended else []
 
     def _failure(self, i: int, doing: Doing, error: BaseException) -> EnvError:
         if doing == "constructor" and isinstance(error, FlatoutError):
@@ -362,26 +353,79 @@ class WaitingExecutor(ABC):
         when = "" if doing == "constructor" else f" at step {self._n_steps[i] + 1}"
         return EnvError(f"env {self.env_ids[i]} raised in {doing}{when}: {cause}")
 
-    @abstractmethod
-    def _open(self) -> None:
-        """Set up what workers need; comes before all else."""
 
-    @abstractmethod
-    def _start(self, rows: Sequence[int]) -> None:
-        """Give each row a new worker of its current generation, which makes an env and waits for orders."""
+ThreadExecutor = partial(WaitingExecutor, workers=EnvThreads)
+"""Blocking envs that wait, each in its own thread."""
+CoroutineExecutor = partial(WaitingExecutor, workers=EnvTasks)
+"""Async envs, each in its own task, all on one event loop."""
 
-    @abstractmethod
-    def _give(self, orders: Mapping[int, Order]) -> None:
-        """Hand each row's worker its order."""
 
-    @abstractmethod
-    def _abandon(self, row: int) -> None:
-        """End a row's worker, or give it up when it hangs."""
+class ReadyQueue(Generic[T]):
+    """Batches of items that many threads put and one takes.
 
-    @abstractmethod
-    def _stop(self) -> None:
-        """End all workers, waiting a moment for them at most; may be called twice."""
+    A batch closes when enough items are there or the first of them has waited long enough. Taking blocks on an OS
+    primitive and is woken at most twice per batch: by its first item and by the one that closes it.
 
-    def _refuse_blocked(self) -> None:
-        """Raise where it is not the overdue env that is to blame."""
-        return
+    Holding the envs of a batch back by w costs an env whose steps take d on average the share w/d of its steps; over
+    all envs' steps that is w times the mean of 1/d. An untuned w is HOLD_SHARE over that mean: the first env of a batch
+    loses 2.5 %, the average one half of that. Untuned, a batch closes early only when all envs under way are there: a
+    policy that takes long finds more envs ready when it returns.
+    """
+
+    def __init__(self, batch_size: int | None = None, batch_seconds: float | None = None) -> None:
+        self._batch_size, self._batch_seconds = batch_size, batch_seconds
+        self._changed = threading.Condition(threading.Lock())
+        self._items: list[T] = []
+        self._first_at = 0.0
+        self._wake_at = 0
+        self._rate = 0.0
+        self._means: dict[int, float] = {}
+        """Seconds of each env's steps: one that now and then answers at once is not a fast one."""
+
+    @property
+    def hold_seconds(self) -> float:
+        """How long the first env of a batch waits for others."""
+        if self._batch_seconds is not None:
+            return self._batch_seconds
+        return HOLD_SHARE / self._rate if self._rate else 0.0
+
+    def put(self, item: T) -> None:
+        """Add one item, from any thread."""
+        with self._changed:
+            self._items.append(item)
+            n_ready = len(self._items)
+            if n_ready == 1:
+                self._first_at = perf_counter()
+            if 0 < self._wake_at <= n_ready:
+                self._wake_at = 0
+                self._changed.notify()
+
+    def take(self, n_coming: int, until: float) -> list[T]:
+        """Wait for a batch of at most `n_coming` items; empty when none came until `until` (perf_counter)."""
+        with self._changed:
+            self._wait_for(1, until)
+            if self._items:
+                size = n_coming if self._batch_size is None else min(self._batch_size, n_coming)
+                self._wait_for(size, min(until, self._first_at + self.hold_seconds))
+            items, self._items = self._items, []
+            return items
+
+    def learn(self, steps: Iterable[tuple[int, float]]) -> None:
+        """Update the mean duration of steps from pairs of env index and seconds."""
+        means, rates = self._means, []
+        for env, seconds in steps:
+            before = means.get(env, seconds)
+            means[env] = before + (seconds - before) / ENV_MEMORY_STEPS
+            rates.append(1.0 / max(means[env], 1e-6))
+        if rates:
+            kept = (1.0 - 1.0 / MEMORY_STEPS) ** len(rates) if self._rate else 0.0
+            self._rate = kept * self._rate + (1.0 - kept) * sum(rates) / len(rates)
+
+    def _wait_for(self, n_items: int, until: float) -> None:
+        while len(self._items) < n_items:
+            left = until - perf_counter()
+            if left <= 0:
+                break
+            self._wake_at = n_items
+            self._changed.wait(min(left, threading.TIMEOUT_MAX))
+        self._wake_at = 0

@@ -20,8 +20,7 @@ from flatout.envs.make import EnvSource
 from flatout.envs.spaces import Array
 from flatout.errors import FlatoutError
 from flatout.executors.base import Step, step
-from flatout.executors.build import OpenEnvs, lost_as_truncated, open_envs
-from flatout.perf.choose import rank_kinds
+from flatout.vector import OpenEnvs, lost_as_truncated, open_envs
 
 
 def make_vec_env(
@@ -35,7 +34,7 @@ def make_vec_env(
 ) -> Any:
     """A Stable-Baselines3 `VecEnv` over `n_envs` copies of an env; `options` are the executor's own."""
     vec_env_type = _vec_env_type()
-    return vec_env_type(open_envs(env, n_envs, executor, seed or 0, env_kwargs, options, rank_kinds), seed)
+    return vec_env_type(open_envs(env, n_envs, executor, seed or 0, env_kwargs, options), seed)
 
 
 @cache
@@ -76,8 +75,8 @@ class _ExecutorVecEnv:
 
     def reset(self) -> Any:
         """Begin new episodes with the seeds and options that `seed` and `set_options` left, once."""
-        now = self.executor.begin(self._seeds, self._options)
-        self.reset_infos = list(self.executor.infos)
+        now = self.executor.reset_envs(self._seeds, self._options)
+        self.reset_infos = self._infos()
         self._seeds = [None] * self.num_envs
         self._options = [{} for _ in range(self.num_envs)]
         return self._layout.build([leaf.copy() for leaf in now.obs])
@@ -90,18 +89,21 @@ class _ExecutorVecEnv:
         """One step of all envs: observations, rewards, dones, and an info for each env."""
         now = lost_as_truncated(step(self.executor, self._actions))
         # Copies, as the env may hand out the same dict again.
-        infos = [{**info, "TimeLimit.truncated": False} for info in self.executor.infos]
+        infos = [{**info, "TimeLimit.truncated": False} for info in self._infos()]
         dones = now.terminated | now.truncated
         if dones.any():
-            self._end_episodes(now, infos)
+            self._end_episodes(now, np.flatnonzero(dones).tolist(), infos)
         obs = self._layout.build([leaf.copy() for leaf in now.obs])
         return obs, now.reward.astype(np.float32), dones, infos
 
-    def _end_episodes(self, now: Step, infos: list[dict[str, Any]]) -> None:
-        """Put what ended into the infos; what the next episodes' resets told is in `reset_infos`."""
-        places = [*self.executor.final_infos, *now.restarted]
-        for i in places:
-            self.reset_infos[i] = self.executor.infos[i]
+    def _infos(self) -> list[dict[str, Any]]:
+        return list(self.executor.infos) or [{} for _ in range(self.num_envs)]
+
+    def _end_episodes(self, now: Step, env_indices: list[int], infos: list[dict[str, Any]]) -> None:
+        """Put the ended episodes into the infos, and the infos of the next episodes' resets into `reset_infos`."""
+        reset_infos = self._infos()
+        for i in env_indices:
+            self.reset_infos[i] = reset_infos[i]
             infos[i] = {
                 **self.executor.final_infos.get(i, {}),
                 "TimeLimit.truncated": bool(now.truncated[i] and not now.terminated[i]),

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from flatout.device.machine import cache_folder
 from flatout.errors import FlatoutError
-from flatout.executors.supervise import ChildProcess
+from flatout.executors.workers import ChildProcess
 from flatout.learning.learner import Learner
 from flatout.learning.update import Step, Update
 

@@ -1,4 +1,4 @@
-"""Mean return of a policy over whole episodes, in envs of its own."""
+"""Evaluation: the returns of a policy over whole episodes, in separate envs."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import numpy as np
 import torch
 
 from flatout.collect.noise import ActionNoise
-from flatout.envs.spaces import ActionLayout
-from flatout.executors.base import Episode, Executor, step
+from flatout.envs.check import EnvInfo
+from flatout.envs.spaces import ActionLayout, ObsLayout
+from flatout.executors.base import EnvSet, Episode, Executor, make_executor, step
 from flatout.models.policy import PolicyNet
 
 
@@ -28,7 +29,7 @@ class Evaluation:
 
     @property
     def return_std(self) -> float:
-        """Deviation of the returns."""
+        """Standard deviation of the returns."""
         return float(np.std(self.returns))
 
     @property
@@ -37,7 +38,13 @@ class Evaluation:
         return float(np.mean(self.lengths))
 
 
-# No inference mode: tensors that a batched env makes there could not be changed by it elsewhere.
+def eval_executor(env: EnvInfo, layout: ObsLayout, n_envs: int, seed: int) -> Executor:
+    """New envs to evaluate in, or the user's own batched env where there is only that."""
+    kind = "batched" if env.batched else "async" if env.is_async else "serial"
+    return make_executor(kind, EnvSet(env.factory, layout, np.arange(n_envs), seed, replayable=False))
+
+
+# No inference mode: a batched env could not change tensors elsewhere that it made there.
 @torch.no_grad()
 def evaluate(
     executor: Executor,
@@ -50,7 +57,7 @@ def evaluate(
     deterministic: bool = True,
     on_episode: Callable[[int], None] | None = None,
 ) -> Evaluation:
-    """Play `n_episodes` from fresh resets; each env plays a fixed share, so short ones are not favoured."""
+    """Play `n_episodes` from new resets; each env plays a fixed share, so that short episodes are not favoured."""
     n_envs = executor.n_envs
     quota = [n_episodes // n_envs + (i < n_episodes % n_envs) for i in range(n_envs)]
     noise = ActionNoise(layout, executor.env_ids, seed)

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from flatout.collect.collector import Interrupted
+from flatout.collect.ragged import Interrupted
 from flatout.runlog.metrics import Progress
 from flatout.runlog.recorder import Recorder
 from flatout.timing import COLLECT_PHASES, LEARN_PHASES, Phase

@@ -112,7 +112,7 @@ class Pipeline(Generic[R]):
             self._fall_back_if_far(metrics)
         if background is not None:
             if not state.fell_back and state.env_steps + rollout.n_transitions < total_steps:
-                self._collector.offer(rollout)  # the learner is done with it
+                self._collector.offer_next(rollout)  # the learner is done with it
             self._clock.enter(Phase.WAIT)
             with stop.interruptible():
                 self.ready = CollectedRollout(1 - now.slot, background.result(), 1)

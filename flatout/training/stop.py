@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from time import perf_counter
 from types import FrameType
 
-from flatout.collect.collector import Interrupted
+from flatout.collect.ragged import Interrupted
 
 GRACE_SECONDS = 3.0
 """How long the running iteration may go on after the first signal."""

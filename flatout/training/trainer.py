@@ -15,29 +15,24 @@ import numpy as np
 import torch
 
 from flatout.buffers.rollout import Rollout
-from flatout.collect.batched import batched_collector, batched_eval_executor
-from flatout.collect.child import ChildCollectors, Job
 from flatout.collect.collector import Collector, Collects
-from flatout.collect.noise import USUAL
+from flatout.collect.noise import NO_EXPLORATION
+from flatout.collect.subprocess import CollectorJob, SubprocessCollectors
+from flatout.collect.tensors import batched_collector
 from flatout.config.run_config import RunConfig
 from flatout.device.accelerator import choose_precision, use_matmul_precision
 from flatout.device.machine import free_memory, torch_threads
 from flatout.envs.check import EnvInfo
-from flatout.envs.spaces import Array, ObsLayout, space_to_json
+from flatout.envs.spaces import space_to_json
 from flatout.errors import FlatoutError, one_line
-from flatout.executors.base import Executor, Plan
-from flatout.executors.coroutine import CoroutineExecutor
-from flatout.executors.process import ProcessExecutor
-from flatout.executors.serial import SerialExecutor
-from flatout.executors.supervise import RestartBudget
-from flatout.executors.thread import ThreadExecutor
+from flatout.executors.base import EXECUTORS, EnvSet, Executor, Plan, RestartBudget, make_executor
 from flatout.learning.compile import Compilation, Recipe
 from flatout.learning.learner import Learner
 from flatout.models.policy import Policy
 from flatout.perf.planning import Planning, faster_device, launch_seconds
 from flatout.timing import DeviceClock, Lane, PhaseClock
 from flatout.training.checkpoint import Checkpoint
-from flatout.training.evaluation import Evaluation, evaluate
+from flatout.training.evaluation import Evaluation, eval_executor, evaluate
 from flatout.training.pipeline import Pipeline, SizedRollout
 from flatout.training.state import TrainState
 from flatout.training.stop import StopRequest
@@ -137,7 +132,7 @@ class Trainer:
         """Build the best plan; where one cannot start, say so and take the next."""
         for plan, following in zip_longest(ranked, ranked[1:]):
             try:
-                return plan, *self._assemble(plan)
+                return plan, *self._make_collector(plan)
             except Exception as error:
                 if following is None:
                     raise
@@ -146,81 +141,56 @@ class Trainer:
                 )
         raise FlatoutError(f"--executor {self.config.executor} cannot run this env; use --executor auto")
 
-    def _assemble(self, plan: Plan) -> tuple[Collects[Any], Sequence[SizedRollout]]:
-        config, policy, env_ids = self.config, self.policy, np.arange(self.config.n_envs)
+    def _make_collector(self, plan: Plan) -> tuple[Collects[Any], Sequence[SizedRollout]]:
+        """The collector of a plan, and the rollouts it fills."""
+        config, policy = self.config, self.policy
         n_steps, n_slots = config.algorithm.n_steps, 2 if self.overlap else 1
-        clock = PhaseClock("collector 0")
-        model, source = policy.model, None
         explore = config.descriptor.exploration
-        habits = USUAL if explore is None else explore(config.algorithm, config.n_envs)
+        exploration = NO_EXPLORATION if explore is None else explore(config.algorithm, config.n_envs)
+        envs = EnvSet(
+            self._env.factory,
+            policy.obs,
+            np.arange(config.n_envs),
+            config.seed,
+            action=policy.action,
+            budget=self.budget,
+        )
         if plan.in_subprocesses:
-            job = Job(
-                factory=self._env.factory,
-                obs=policy.obs,
-                action=policy.action,
-                make_model=config.learner_spec(policy.obs, policy.action).make_model,
-                habits=habits,
-                seed=config.seed,
-                first=0,
-                end=config.n_envs,
+            make_model = config.learner_spec(policy.obs, policy.action).make_model
+            job = CollectorJob(envs=envs, make_model=make_model, exploration=exploration)
+            processes = SubprocessCollectors(
+                job, policy.model, plan.n_collectors, n_steps=n_steps, n_slots=n_slots
             )
-            children = ChildCollectors(
-                job,
-                model,
-                plan.n_collectors,
-                n_steps=n_steps,
-                n_slots=n_slots,
-                budget=self.budget,
-            )
-            return children, children.rollouts
-        device = policy.device if plan.kind == "batched" else faster_device(policy, config.n_envs)
-        if self.overlap or device != policy.device:  # beside learning, acting needs parameters of its own
+            return processes, processes.rollouts
+        is_batched = plan.kind == "batched"
+        device = policy.device if is_batched else faster_device(policy, config.n_envs)
+        model, source = policy.model, None
+        if self.overlap or device != policy.device:  # acting needs its own copy of the parameters
             model, source = copy.deepcopy(policy.model).to(device), policy.model
-        if plan.kind == "batched":
+        clock = PhaseClock("collector 0")
+        if is_batched:
             return batched_collector(
-                self._env,
+                envs,
                 model,
-                policy.obs,
-                policy.action,
-                n_envs=config.n_envs,
                 n_steps=n_steps,
-                device=policy.device,
-                seed=config.seed,
+                device=device,
                 clock=clock,
                 n_slots=n_slots,
                 source=source,
-                habits=habits,
+                exploration=exploration,
             )
         collector = Collector(
-            self._executor(plan, env_ids),
+            make_executor(plan.kind, envs, n_workers=plan.n_workers),
             model,
             policy.action,
             device=device,
             seed=config.seed,
             clock=clock,
             source=source,
-            habits=habits,
+            exploration=exploration,
         )
         slots = range(n_slots)
         return collector, [Rollout.alloc(policy.obs, policy.action, n_steps, config.n_envs) for _ in slots]
-
-    def _executor(self, plan: Plan, env_ids: Array) -> Executor:
-        factory, obs, seed = self._env.factory, self.policy.obs, self.config.seed
-        if plan.kind == "process":
-            return ProcessExecutor(
-                factory,
-                obs,
-                env_ids,
-                seed,
-                action=self.policy.action,
-                n_workers=plan.n_workers,
-                n_cores=self._n_cores,
-                budget=self.budget,
-            )
-        if plan.kind in ("thread", "async"):
-            waiting = ThreadExecutor if plan.kind == "thread" else CoroutineExecutor
-            return waiting(factory, obs, env_ids, seed, budget=self.budget)
-        return SerialExecutor(factory, obs, env_ids, seed, budget=self.budget)
 
     def start(self, checkpoint: Checkpoint | None = None) -> list[int]:
         """Reset the envs, or bring everything back to a checkpoint; returns the envs that began anew."""
@@ -243,7 +213,8 @@ class Trainer:
             replay = None  # of another checkpoint that had this name
         self.learner.restore_replay(replay, saved.env_steps)
         envs = {name: t.numpy() for name, t in _named("envs.", tensors).items()}
-        if not envs or (not self._env.batched and "ages" not in envs):  # saved without a way back
+        # Snapshots of batched envs do not say how to replay an env; only batched envs can restore them.
+        if not envs or ("ages" not in envs and self.plan.kind in EXECUTORS and not self._env.batched):
             self._collector.reset()
             return list(range(self.config.n_envs))
         return self._collector.restore(envs)
@@ -352,14 +323,6 @@ def _close(collector: Collects[Any], learner: Learner[Any]) -> None:
 
 def _named(prefix: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
-
-
-def eval_executor(env: EnvInfo, layout: ObsLayout, n_envs: int, seed: int) -> Executor:
-    """Envs to evaluate in."""
-    if env.batched:
-        return batched_eval_executor(env, layout, n_envs, seed)
-    kind = CoroutineExecutor if env.is_async else SerialExecutor
-    return kind(env.factory, layout, np.arange(n_envs), seed, replayable=False)
 
 
 def describe(config: RunConfig, env: EnvInfo, policy: Policy, state: TrainState) -> dict[str, Any]:

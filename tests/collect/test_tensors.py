@@ -13,7 +13,7 @@ from torch import Tensor
 from flatout.algorithms.ppo.config import PPOConfig
 from flatout.algorithms.ppo.learner import PPOLearner
 from flatout.buffers.rollout import Rollout, Staging, TensorRollout
-from flatout.collect.collector import Interrupted
+from flatout.collect.ragged import Interrupted
 from flatout.collect.tensors import DeviceNoise, TensorActions, TensorCollector, episode_sums
 from flatout.envs.spaces import ActionLayout, ObsLayout
 from flatout.errors import EnvError

@@ -14,11 +14,9 @@ from gymnasium import spaces
 from gymnasium.envs.classic_control import CartPoleEnv
 
 from flatout.envs.spaces import ObsLayout
-from flatout.executors.base import Episode
-from flatout.executors.coroutine import CoroutineExecutor
-from flatout.executors.thread import ThreadExecutor
+from flatout.executors.base import EnvSet, Episode
+from flatout.executors.waiting import CoroutineExecutor, ThreadExecutor, WaitingExecutor
 
-Waiting: TypeAlias = ThreadExecutor | CoroutineExecutor
 Make: TypeAlias = Callable[[], gym.Env[Any, Any]]
 StepResult: TypeAlias = tuple[Any, Any, bool, bool, dict[str, Any]]
 
@@ -145,14 +143,17 @@ class Kind:
         self.executor = ThreadExecutor if name == "thread" else CoroutineExecutor
         self.counter = Counter if name == "thread" else AsyncCounter
         self.cart_pole: Make = CartPoleEnv if name == "thread" else AsyncCartPole
-        self._open: list[Waiting] = []
+        self._open: list[WaitingExecutor] = []
 
-    def make(self, factory: Make, n_envs: int, layout: ObsLayout = LAYOUT, **settings: Any) -> Waiting:
-        made = self.executor(factory, layout, np.arange(n_envs), 5, **settings)
+    def make(
+        self, factory: Make, n_envs: int, layout: ObsLayout = LAYOUT, **settings: Any
+    ) -> WaitingExecutor:
+        given = {name: settings.pop(name) for name in ("replayable", "budget") if name in settings}
+        made = self.executor(EnvSet(factory, layout, np.arange(n_envs), 5, **given), **settings)
         self._open.append(made)
         return made
 
-    def counters(self, script: Script, n_envs: int, **settings: Any) -> Waiting:
+    def counters(self, script: Script, n_envs: int, **settings: Any) -> WaitingExecutor:
         """An executor of counters, begun."""
         envs = self.make(lambda: self.counter(script), n_envs, **settings)
         envs.reset()
@@ -184,18 +185,18 @@ def play(envs: Any, n_steps: int, actions: Callable[[int, int], Any] = lambda i,
     while min(taken) < n_steps:
         now = envs.recv()
         assert time.perf_counter() < deadline, f"taken so far: {taken}"
-        seen.batches.append(len(now.rows))
+        seen.batches.append(len(now.env_indices))
         seen.restarted += now.restarted
         for episode in now.ended:
             seen.ended[episode.env_id].append(episode)
-        for i in now.rows.tolist():
+        for i in now.env_indices.tolist():
             taken[i] += i not in now.restarted
             seen.obs[i].append(now.obs[0][i].tolist())
             seen.rewards[i].append(float(now.reward[i]))
             seen.flags[i].append((bool(now.terminated[i]), bool(now.truncated[i])))
             if now.terminated[i] or now.truncated[i]:
                 seen.finals[i].append(now.final_obs[0][i].tolist())
-        again = np.array([i for i in now.rows.tolist() if taken[i] < n_steps], np.int64)
+        again = np.array([i for i in now.env_indices.tolist() if taken[i] < n_steps], np.int64)
         if len(again):
             envs.send(np.array([actions(i, taken[i]) for i in again.tolist()]), again)
     return seen

@@ -19,10 +19,9 @@ import pytest
 from flatout.envs.make import env_factory
 from flatout.envs.spaces import ActionLayout, ObsLayout
 from flatout.errors import EnvError
-from flatout.executors.base import Step, step
+from flatout.executors.base import EnvSet, RestartBudget, Step, step
 from flatout.executors.process import ProcessExecutor
 from flatout.executors.serial import SerialExecutor
-from flatout.executors.supervise import RestartBudget
 from tests.faults import AlwaysRaises, Once, Walk
 
 
@@ -30,15 +29,10 @@ def workers(
     make: Callable[[], gym.Env[Any, Any]], n_envs: int = 6, n_workers: int = 3, **options: Any
 ) -> ProcessExecutor:
     env = make() if make.func is not Once else Walk()  # type: ignore[attr-defined]
+    given = {name: options.pop(name) for name in ("replayable", "budget", "infos") if name in options}
+    obs, action = ObsLayout(env.observation_space), ActionLayout(env.action_space)
     return ProcessExecutor(
-        make,
-        ObsLayout(env.observation_space),
-        np.arange(n_envs),
-        seed=5,
-        action=ActionLayout(env.action_space),
-        n_workers=n_workers,
-        n_cores=2,
-        **options,
+        EnvSet(make, obs, np.arange(n_envs), 5, action=action, **given), n_workers=n_workers, **options
     )
 
 
@@ -48,8 +42,9 @@ def test_trajectories_equal_those_of_the_serial_executor(env_id: str) -> None:
     env = factory()
     obs, action = ObsLayout(env.observation_space), ActionLayout(env.action_space)
     ids = np.arange(7)
-    serial = SerialExecutor(factory, obs, ids, seed=5)
-    process = ProcessExecutor(factory, obs, ids, seed=5, action=action, n_workers=3, n_cores=2)
+    envs = EnvSet(factory, obs, ids, seed=5, action=action)
+    serial = SerialExecutor(envs)
+    process = ProcessExecutor(envs, n_workers=3)
     try:
         serial.reset()
         process.reset()
@@ -124,7 +119,7 @@ def test_a_worker_killed_while_idle_is_rebuilt_and_named(which: int) -> None:
 
 def test_a_worker_killed_in_the_middle_of_its_step_is_rebuilt(tmp_path: Path) -> None:
     flag = tmp_path / "flag"
-    executor = workers(partial(Once, str(flag), "hang in step"), timeout=60.0)
+    executor = workers(partial(Once, str(flag), "hang in step"), step_timeout=60.0)
 
     def kill_the_one_that_hangs() -> None:
         while not flag.exists() or not flag.read_text():
@@ -147,7 +142,7 @@ def test_a_worker_killed_in_the_middle_of_its_step_is_rebuilt(tmp_path: Path) ->
 @pytest.mark.parametrize("fault", ["raise", "hang", "die"])
 def test_a_fault_anywhere_is_survived(fault: str, doing: str, tmp_path: Path) -> None:
     make = partial(Once, str(tmp_path / "flag"), f"{fault} in {doing}")
-    executor = workers(make, timeout=2.0)
+    executor = workers(make, step_timeout=2.0)
     try:
         restarted = walk_on(executor, 60)
         assert executor.budget.n_restarts == 1
@@ -162,7 +157,7 @@ def test_a_fault_anywhere_is_survived(fault: str, doing: str, tmp_path: Path) ->
 
 
 def test_a_restart_storm_ends_cleanly() -> None:
-    executor = workers(partial(AlwaysRaises), budget=RestartBudget(most=4, seconds=60))
+    executor = workers(partial(AlwaysRaises), budget=RestartBudget(4, 60.0))
     children = executor.pids
     try:
         with pytest.raises(

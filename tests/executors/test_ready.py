@@ -8,7 +8,7 @@ from time import perf_counter
 
 import pytest
 
-from flatout.executors.ready import HOLD_SHARE, ReadyQueue
+from flatout.executors.waiting import HOLD_SHARE, ReadyQueue
 
 
 def test_what_is_there_is_taken_at_once() -> None:

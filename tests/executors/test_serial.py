@@ -14,9 +14,9 @@ from gymnasium import spaces
 from flatout.envs.make import env_factory
 from flatout.envs.spaces import ActionLayout, ObsLayout
 from flatout.errors import EnvError
-from flatout.executors.base import Step, step
-from flatout.executors.serial import RESEED_STEPS, SerialExecutor
-from flatout.executors.supervise import RestartBudget
+from flatout.executors.base import EnvSet, RestartBudget, Step, step
+from flatout.executors.episodes import RESEED_STEPS
+from flatout.executors.serial import SerialExecutor
 
 IDS = np.arange(3)
 
@@ -45,7 +45,7 @@ class Counter(gym.Env[Any, Any]):
 
 
 def executor(make: Callable[[], gym.Env[Any, Any]], n_envs: int = 3) -> SerialExecutor:
-    out = SerialExecutor(make, ObsLayout(make().observation_space), np.arange(n_envs), seed=5)
+    out = SerialExecutor(EnvSet(make, ObsLayout(make().observation_space), np.arange(n_envs), seed=5))
     out.reset()
     return out
 
@@ -80,7 +80,7 @@ def play(envs: SerialExecutor, layout: ActionLayout, n_steps: int, seed: int) ->
         obs = tuple(leaf.copy() for leaf in now.obs)
         seen.append(
             Step(
-                now.rows,
+                now.env_indices,
                 obs,
                 now.reward.copy(),
                 now.terminated.copy(),
@@ -105,7 +105,7 @@ def test_a_snapshot_brings_envs_back_to_their_moment(env_id: str, n_before: int)
     snapshot = first.snapshot()
     want = play(first, layout, 150, seed=2)
 
-    second = SerialExecutor(make, ObsLayout(make().observation_space), IDS, seed=5)
+    second = SerialExecutor(EnvSet(make, ObsLayout(make().observation_space), IDS, seed=5))
     assert second.restore(snapshot) == []
     got = play(second, layout, 150, seed=2)
     for a, b in zip(want, got, strict=True):
@@ -135,7 +135,7 @@ def test_an_env_that_cannot_be_replayed_begins_anew() -> None:
     envs = executor(partial(Moody, 1000))
     play(envs, ActionLayout(spaces.Discrete(2)), 10, seed=0)
     envs.mark()
-    fresh = SerialExecutor(partial(Moody, 1000), ObsLayout(Moody.observation_space), IDS, seed=5)
+    fresh = SerialExecutor(EnvSet(partial(Moody, 1000), ObsLayout(Moody.observation_space), IDS, seed=5))
     assert fresh.restore(envs.snapshot()) == [0, 1, 2]
     now = step(fresh, np.zeros(3, np.int64))
     assert np.isfinite(now.obs[0]).all()
@@ -153,7 +153,7 @@ def test_the_same_seed_gives_the_same_trajectories_and_another_does_not() -> Non
     make = env_factory("CartPole-v1")
     layout = ActionLayout(spaces.Discrete(2))
     a, b = (play(executor(make), layout, 100, seed=1) for _ in range(2))
-    other = SerialExecutor(make, ObsLayout(make().observation_space), IDS, seed=6)
+    other = SerialExecutor(EnvSet(make, ObsLayout(make().observation_space), IDS, seed=6))
     other.reset()
     c = play(other, layout, 100, seed=1)
     assert all(np.array_equal(x.obs[0], y.obs[0]) for x, y in zip(a, b, strict=True))
@@ -195,7 +195,7 @@ class Faulty(Counter):
 )
 def test_a_fault_names_env_and_step(fault: str, words: str) -> None:
     makers = iter([Counter(100), Faulty(fault), Counter(100)])
-    envs = SerialExecutor(lambda: next(makers), ObsLayout(Counter.observation_space), IDS, seed=0)
+    envs = SerialExecutor(EnvSet(lambda: next(makers), ObsLayout(Counter.observation_space), IDS, seed=0))
     envs.reset()
     for _ in range(2):
         step(envs, np.zeros(3, np.int64))
@@ -233,7 +233,7 @@ def test_an_env_that_raises_is_rebuilt_while_the_budget_lasts() -> None:
             return super().step(action)
 
     budget = RestartBudget()
-    envs = SerialExecutor(Bad, ObsLayout(Counter.observation_space), IDS, seed=0, budget=budget)
+    envs = SerialExecutor(EnvSet(Bad, ObsLayout(Counter.observation_space), IDS, seed=0, budget=budget))
     envs.reset()
     for _ in range(5):
         step(envs, np.zeros(3, np.int64))
@@ -255,7 +255,7 @@ def test_a_wrong_shape_is_no_reason_to_rebuild() -> None:
             return np.zeros(3, np.float32), *super().step(action)[1:]
 
     budget = RestartBudget()
-    envs = SerialExecutor(Wide, ObsLayout(Counter.observation_space), IDS, seed=0, budget=budget)
+    envs = SerialExecutor(EnvSet(Wide, ObsLayout(Counter.observation_space), IDS, seed=0, budget=budget))
     envs.reset()
     with pytest.raises(
         EnvError, match=r"env 0 gave what does not fit its spaces in step at step 1: .*\(3,\)"

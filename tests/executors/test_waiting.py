@@ -16,9 +16,9 @@ from gymnasium.envs.classic_control import CartPoleEnv
 
 from flatout.envs.spaces import ObsLayout
 from flatout.errors import EnvError, FlatoutError
-from flatout.executors.base import Episode, step
-from flatout.executors.serial import RESEED_STEPS, SerialExecutor, env_seed
-from flatout.executors.supervise import RestartBudget
+from flatout.executors.base import EnvSet, Episode, RestartBudget, step
+from flatout.executors.episodes import RESEED_STEPS, env_seed
+from flatout.executors.serial import SerialExecutor
 from tests.executors.slow import Kind, Script, play
 
 CART_POLE = ObsLayout(CartPoleEnv().observation_space)
@@ -63,8 +63,8 @@ def test_each_envs_trajectory_is_that_of_the_serial_executor(
     kind: Kind, n_steps: int, replayable: bool
 ) -> None:
     envs = kind.make(kind.cart_pole, 3, CART_POLE, replayable=replayable)
-    assert envs.reset().rows.tolist() == [0, 1, 2]
-    serial = SerialExecutor(CartPoleEnv, CART_POLE, np.arange(3), 5, replayable=replayable)
+    assert envs.reset().env_indices.tolist() == [0, 1, 2]
+    serial = SerialExecutor(EnvSet(CartPoleEnv, CART_POLE, np.arange(3), 5, replayable=replayable))
     assert np.array_equal(serial.reset().obs[0], envs.current.obs[0])
     got, want = play(envs, n_steps, actions_of), play(serial, n_steps, actions_of)
     for part in ("obs", "rewards", "flags", "finals", "ended"):
@@ -75,7 +75,7 @@ def test_a_step_of_all_envs_is_derived(kind: Kind) -> None:
     envs = kind.counters(Script(seconds=(0.0, 0.02), length=4), 5, batch_seconds=0.0)
     for t in range(1, 9):
         now = step(envs, np.zeros(5, np.int64))
-        assert now.rows.tolist() == list(range(5))
+        assert now.env_indices.tolist() == list(range(5))
         assert now.obs[0][:, 0].tolist() == [t % 4] * 5
         assert len(now.ended) == (5 if t % 4 == 0 else 0)
 
@@ -87,8 +87,8 @@ def test_one_slow_env_holds_up_no_other(kind: Kind) -> None:
     n_taken = 0
     while n_taken < 7 * 20:
         now = envs.recv()
-        n_taken += len(now.rows)
-        envs.send(np.zeros(len(now.rows), np.int64), now.rows)
+        n_taken += len(now.env_indices)
+        envs.send(np.zeros(len(now.env_indices), np.int64), now.env_indices)
     assert script.made[3].buffer[0] == 0, "it is still in its first step"
 
 
@@ -104,14 +104,14 @@ def test_a_batch_closes_at_its_size_or_its_time(kind: Kind) -> None:
     n_away = 8
     by_size.send(np.zeros(8, np.int64), np.arange(8))
     while n_away:
-        n_got = len(by_size.recv().rows)
+        n_got = len(by_size.recv().env_indices)
         assert n_got >= min(3, n_away)
         n_away -= n_got
     script = Script(on_step=lambda made, t: 2.0 if made == 0 else 0.001 * made)
     by_time = kind.counters(script, 4, batch_seconds=0.5)
     start = time.perf_counter()
     by_time.send(np.zeros(4, np.int64), np.arange(4))
-    assert len(by_time.recv().rows) == 3
+    assert len(by_time.recv().env_indices) == 3
     assert 0.4 < time.perf_counter() - start < 1.9
 
 
@@ -293,7 +293,7 @@ def test_replayable_envs_come_back_to_the_mark(kind: Kind, n_before: int) -> Non
     want = play(first, 60, actions_of)
     snapshot = first.snapshot()
     second = kind.make(kind.cart_pole, 3, CART_POLE, replayable=True)
-    serial = SerialExecutor(CartPoleEnv, CART_POLE, np.arange(3), 5)
+    serial = SerialExecutor(EnvSet(CartPoleEnv, CART_POLE, np.arange(3), 5))
     for envs in (second, serial):
         assert envs.restore(snapshot) == []
         got = play(envs, 60, actions_of)
@@ -313,7 +313,7 @@ def test_envs_that_cannot_be_replayed_begin_anew_with_their_next_seeds(kind: Kin
     assert second.restore(first.snapshot()) == [0, 1, 2]
     assert sorted(s for s in script.seeds if s) == sorted(env_seed(5, i, 1) for i in range(3))
     assert second.current.obs[0].tolist() == [[0]] * 3
-    serial = SerialExecutor(CartPoleEnv, CART_POLE, np.arange(3), 5)
+    serial = SerialExecutor(EnvSet(CartPoleEnv, CART_POLE, np.arange(3), 5))
     carts = kind.make(kind.cart_pole, 3, CART_POLE)
     carts.reset()
     assert serial.restore(carts.snapshot()) == [0, 1, 2]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from gymnasium import spaces
 
-from flatout.collect.noise import ActionNoise, Habits
+from flatout.collect.noise import ActionNoise, Exploration
 from flatout.collect.tensors import DeviceNoise
 from flatout.envs.spaces import ActionLayout, Array, ObsLayout
 from flatout.errors import FlatoutError
@@ -81,9 +81,9 @@ def test_every_env_has_its_own_share_of_random_actions(where: str) -> None:
     layout = ActionLayout(spaces.Discrete(N_ACTIONS))
     shift = np.log1p(spread * np.linspace(0, 1, n_envs)).astype(np.float32)
     noise = (
-        ActionNoise(layout, np.arange(n_envs), 1, Habits(shift)).draw(0, n_steps)
+        ActionNoise(layout, np.arange(n_envs), 1, Exploration(shift)).draw(0, n_steps)
         if where == "host"
-        else DeviceNoise(layout, n_envs, 1, CPU, Habits(shift)).draw(0, n_steps)
+        else DeviceNoise(layout, n_envs, 1, CPU, Exploration(shift)).draw(0, n_steps)
     )
     head = network().greedy
     head.epsilon.fill_(0.5)
@@ -105,13 +105,13 @@ def test_other_actions_than_discrete_ones_are_refused(space: spaces.Space[Any]) 
 
 def test_noise_is_held_for_as_many_steps_however_rollouts_are_cut() -> None:
     layout = ActionLayout(spaces.Discrete(N_ACTIONS))
-    noise = ActionNoise(layout, np.arange(3), 1, Habits(hold=4))
+    noise = ActionNoise(layout, np.arange(3), 1, Exploration(hold=4))
     whole = noise.draw(0, 20)
     assert torch.equal(whole[8], whole[11])
     assert not torch.equal(whole[7], whole[8])
     parts = torch.cat([noise.draw(0, 6), noise.draw(6, 1), noise.draw(7, 13)])
     assert torch.equal(parts, whole)
-    held = DeviceNoise(layout, 3, 1, CPU, Habits(hold=4)).draw(0, 10)
+    held = DeviceNoise(layout, 3, 1, CPU, Exploration(hold=4)).draw(0, 10)
     assert held.shape == (10, 3, N_ACTIONS)
     assert torch.equal(held[4], held[7])
     assert not torch.equal(held[3], held[4])

@@ -15,7 +15,7 @@ from flatout.models.config import NetworkConfig
 
 if TYPE_CHECKING:
     from flatout.algorithms.dqn.learner import DQNLearner
-    from flatout.collect.noise import Habits
+    from flatout.collect.noise import Exploration
     from flatout.envs.spaces import ActionLayout, ObsLayout
     from flatout.models.policy import QNetwork
 
@@ -36,14 +36,14 @@ def make_learner(model: QNetwork, config: DQNConfig, **how: Any) -> DQNLearner:
     return DQNLearner(model, config, **how)
 
 
-def exploration(config: EpsilonGreedy, n_envs: int) -> Habits:
+def exploration(config: EpsilonGreedy, n_envs: int) -> Exploration:
     """Epsilon-greedy exploration, with its own epsilon for each env where `exploration_spread` asks for that."""
     import numpy as np
 
-    from flatout.collect.noise import Habits
+    from flatout.collect.noise import Exploration
 
     shift = np.log1p(config.exploration_spread * np.linspace(0, 1, n_envs)).astype(np.float32)
-    return Habits(shift if config.exploration_spread else None, config.exploration_hold)
+    return Exploration(shift if config.exploration_spread else None, config.exploration_hold)
 
 
 ALGORITHM = Algorithm(

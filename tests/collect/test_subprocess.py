@@ -19,10 +19,11 @@ import pytest
 import torch
 
 from flatout.buffers.rollout import Rollout
-from flatout.collect.child import ChildCollectors, Job
 from flatout.collect.collector import Collector
+from flatout.collect.subprocess import CollectorJob, SubprocessCollectors
 from flatout.envs.make import env_factory
 from flatout.envs.spaces import ActionLayout, ObsLayout
+from flatout.executors.base import EnvSet
 from flatout.executors.process import ProcessExecutor
 from flatout.executors.serial import SerialExecutor
 from flatout.models.config import NetworkConfig
@@ -33,27 +34,22 @@ from tests.faults import Once, Walk
 N_STEPS = 24
 
 
-def job_for(source: Any, n_envs: int) -> tuple[Job, ActorCritic]:
+def job_for(source: Any, n_envs: int) -> tuple[CollectorJob, ActorCritic]:
     factory = env_factory(source)
     env = Walk() if isinstance(source, partial) and source.func is Once else factory()
     obs, action, network = ObsLayout(env.observation_space), ActionLayout(env.action_space), NetworkConfig()
     model = build(obs, action, network, seed=1)
-    job = Job(
-        factory=factory,
-        obs=obs,
-        action=action,
-        make_model=partial(build, obs, action, network, 1),
-        seed=1,
-        first=0,
-        end=n_envs,
-    )
+    envs = EnvSet(factory, obs, np.arange(n_envs), 1, action=action)
+    job = CollectorJob(envs=envs, make_model=partial(build, obs, action, network, 1))
     return job, model
 
 
 @contextmanager
-def children(source: Any, n_envs: int, n_children: int, timeout: float = 30.0) -> Iterator[ChildCollectors]:
+def children(
+    source: Any, n_envs: int, n_children: int, timeout: float = 30.0
+) -> Iterator[SubprocessCollectors]:
     job, model = job_for(source, n_envs)
-    out = ChildCollectors(job, model, n_children, n_steps=N_STEPS, timeout=timeout)
+    out = SubprocessCollectors(job, model, n_children, n_steps=N_STEPS, timeout=timeout)
     try:
         out.reset()
         yield out
@@ -70,16 +66,17 @@ def arrays_of(rollout: Rollout) -> dict[str, Any]:
 def test_rollouts_do_not_depend_on_how_envs_are_spread(env_id: str, n_envs: int) -> None:
     """One process, worker processes, and 1, 2 or 4 child collectors: identical to the bit."""
     job, model = job_for(env_id, n_envs)
-    ids = np.arange(n_envs)
-    process = ProcessExecutor(job.factory, job.obs, ids, 1, action=job.action, n_workers=2, n_cores=2)
+    envs, action = job.envs, job.envs.action
+    assert action is not None
+    process = ProcessExecutor(envs, n_workers=2)
     wanted: list[dict[str, Any]] = []
     try:
-        for executor in (SerialExecutor(job.factory, job.obs, ids, 1), process):
+        for executor in (SerialExecutor(envs), process):
             executor.reset()
             collector = Collector(
-                executor, model, job.action, device=torch.device("cpu"), seed=1, clock=PhaseClock()
+                executor, model, action, device=torch.device("cpu"), seed=1, clock=PhaseClock()
             )
-            rollout = Rollout.alloc(job.obs, job.action, N_STEPS, n_envs)
+            rollout = Rollout.alloc(envs.obs, action, N_STEPS, n_envs)
             got = []
             for _ in range(8):
                 collector.collect(rollout)
@@ -130,15 +127,13 @@ def test_a_lost_child_is_rebuilt_and_no_transition_mixes_episodes(fault: str, tm
 
 def test_a_worker_lost_in_a_ragged_rollout_leaves_only_whole_transitions(tmp_path: Path) -> None:
     job, model = job_for(partial(Once, str(tmp_path / "flag"), "die in step", at_step=33), 6)
-    executor = ProcessExecutor(
-        job.factory, job.obs, np.arange(6), 1, action=job.action, n_workers=3, n_cores=2, timeout=10
-    )
+    action = job.envs.action
+    assert action is not None
+    executor = ProcessExecutor(job.envs, n_workers=3, step_timeout=10)
     try:
         executor.reset()
-        collector = Collector(
-            executor, model, job.action, device=torch.device("cpu"), seed=1, clock=PhaseClock()
-        )
-        rollout = Rollout.alloc(job.obs, job.action, N_STEPS, 6)
+        collector = Collector(executor, model, action, device=torch.device("cpu"), seed=1, clock=PhaseClock())
+        rollout = Rollout.alloc(job.envs.obs, action, N_STEPS, 6)
         for _ in range(4):
             collector.collect(rollout)
             assert_whole(rollout)
@@ -151,13 +146,14 @@ SCRIPT = """
 import signal, sys, numpy as np
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job inherits it ignored
 from flatout.envs.spaces import ActionLayout, ObsLayout
-from flatout.executors.base import step
+from flatout.executors.base import EnvSet, step
 from flatout.executors.process import ProcessExecutor
 from tests.faults import Hangs, Walk
 factory = Hangs if sys.argv[1] == "hang" else Walk
 env = Walk()
-envs = ProcessExecutor(factory, ObsLayout(env.observation_space), np.arange(4), 1,
-                       action=ActionLayout(env.action_space), n_workers=2, n_cores=2, timeout=600)
+action = ActionLayout(env.action_space)
+envs = EnvSet(factory, ObsLayout(env.observation_space), np.arange(4), 1, action=action)
+envs = ProcessExecutor(envs, n_workers=2, step_timeout=600)
 envs.reset()
 print(*envs.pids, flush=True)
 while True:

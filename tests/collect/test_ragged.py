@@ -13,8 +13,9 @@ import flatout
 from flatout.buffers.rollout import Rollout
 from flatout.collect.collector import Collector
 from flatout.envs.spaces import ActionLayout, ObsLayout
+from flatout.executors.base import EnvSet
 from flatout.executors.serial import SerialExecutor
-from flatout.executors.thread import ThreadExecutor
+from flatout.executors.waiting import ThreadExecutor
 from flatout.models.config import NetworkConfig
 from flatout.models.policy import build
 from flatout.timing import PhaseClock
@@ -50,7 +51,7 @@ def collect_three(executor: Any, *, early: bool, script: Script) -> tuple[list[d
         for k in range(3):
             if early:  # what learning from the rollout before has led to
                 change(made._source, 0.1)
-                made.offer(rollouts[(k + 1) % 2])
+                made.offer_next(rollouts[(k + 1) % 2])
             made.collect(rollouts[k % 2])
             out.append({name: array.copy() for name, array in rollouts[k % 2].arrays.items()})
             taken.append(script.made[0].n_steps)
@@ -64,8 +65,7 @@ def collect_three(executor: Any, *, early: bool, script: Script) -> tuple[list[d
 
 def run(kind: Any, *, early: bool) -> tuple[list[dict[str, Any]], list[int]]:
     script = Script(length=5, on_step=lambda made, t: 0.02 if made == N_ENVS - 1 else 0.001)
-    options = {"replayable": False}
-    executor = kind(lambda: Counter(script), OBS, np.arange(N_ENVS), 7, **options)
+    executor = kind(EnvSet(lambda: Counter(script), OBS, np.arange(N_ENVS), 7, replayable=False))
     return collect_three(executor, early=early, script=script)
 
 
@@ -89,12 +89,12 @@ def test_without_an_offer_nobody_goes_ahead() -> None:
 
 def test_a_mark_describes_the_end_of_the_rollout_wherever_envs_are_by_then() -> None:
     script = Script(length=100, on_step=lambda made, t: 0.02 if made == N_ENVS - 1 else 0.0)
-    executor = ThreadExecutor(lambda: Counter(script), OBS, np.arange(N_ENVS), 7, replayable=True)
+    executor = ThreadExecutor(EnvSet(lambda: Counter(script), OBS, np.arange(N_ENVS), 7, replayable=True))
     made, rollouts = collector(executor)
     made.reset()
     try:
         made.publish()
-        made.offer(rollouts[1])
+        made.offer_next(rollouts[1])
         made.collect(rollouts[0])
         assert script.made[0].n_steps > N_STEPS
         snapshot = made.snapshot()
