@@ -17,10 +17,10 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
-from flatout.envs.wrappers import Blocking, blocking
 from flatout.envs.check import validate_spaces
 from flatout.envs.make import EnvFactory, EnvSource, env_factory
 from flatout.envs.spaces import ActionLayout, Array, ObsArrays, ObsLayout
+from flatout.envs.wrappers import Blocking, blocking
 from flatout.errors import EnvError, FlatoutError, did_you_mean, one_line
 from flatout.executors.base import EXECUTORS, EnvSet, Executor, Step, make_executor, option_names, step
 from flatout.perf.choose import rank_kinds

@@ -19,8 +19,8 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import gymnasium as gym
 
-from flatout.envs.wrappers import CLOSE_SECONDS, LoopThread, is_async
 from flatout.envs.spaces import Array, ObsArrays, ObsLayout
+from flatout.envs.wrappers import CLOSE_SECONDS, LoopThread, is_async
 from flatout.errors import EnvError, FlatoutError, one_line
 
 Doing = Literal["constructor", "reset", "step"]
