@@ -9,6 +9,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from flatout.learning.update import GraphBackend
 from gymnasium import spaces
 
 import flatout
@@ -16,8 +17,7 @@ from flatout.algorithms.ppo import loss as ppo
 from flatout.algorithms.ppo.config import PPOConfig
 from flatout.algorithms.ppo.learner import PPOLearner
 from flatout.envs.spaces import ActionLayout, ObsLayout
-from flatout.learning.graphs import Captured
-from flatout.learning.transitions import Transitions
+from flatout.learning.rollouts import Transitions
 from flatout.learning.update import Update
 from flatout.models.config import NetworkConfig
 from flatout.models.params import FlatParams
@@ -54,7 +54,7 @@ def test_acting_and_the_update_never_wait_for_the_device(action_space: gym.Space
         final_index=torch.zeros(2, dtype=torch.int64, device=META),
     )
     batch = ppo.advantages(model.value, data, config)
-    update: Update[ppo.Minibatch] = Update(
+    update: Update[ppo.PPOMinibatch] = Update(
         model,
         FlatParams(model),
         lambda batch, clip_range: ppo.loss(model, batch, clip_range, config),
@@ -94,7 +94,7 @@ def test_a_captured_step_learns_like_the_update_and_sees_new_weights() -> None:
     batch = plain.example_batch(32)
     for learner in learners:
         learner.update.begin(1e-3, 0.2)
-    captured.update.replayed = Captured(captured.update, captured.update.run, batch).step
+    captured.update.use(GraphBackend(captured.update, batch))
     for i in range(5):
         for learner in learners:
             learner.update.step(batch)

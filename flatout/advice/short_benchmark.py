@@ -148,19 +148,18 @@ def update_costs(agent: Agent) -> tuple[UpdateCost, UpdateCost | None, float]:
     torch.set_num_threads(threads)
     try:
         launch = launch_seconds(policy, config)
-        by_hand, learner.update.by_hand = learner.update.by_hand, None
         eager = update_cost(learner, launch, TINY, size, min(4 * size, max(config.total_batch, size)))
         compiled = None
         spec = config.learner_spec(policy.obs, policy.action)
         path = kept(Recipe(spec=spec, device="cpu", precision="fp32", n_threads=threads))
         batch = learner.example_batch(size)
         fast: Callable[[], Any] | None = None
-        if by_hand is not None:
-            fast = partial(by_hand, batch)
+        if config.compile == "auto" and learner.use_fused():
+            fast = partial(learner.update.step, batch)
         elif path.exists():
-            fast = partial(load(path), *learner.update.current_inputs(batch))
+            fast = partial(load(path), *learner.update.inputs(batch))
         if fast is not None:
-            with learner.update.rehearsing():
+            with learner.update.preserving_state():
                 seconds = fastest(fast, 8)
             compiled = UpdateCost(python=min(0.05e-3, seconds), rows=((size, seconds),))
         value = 0.0
@@ -191,7 +190,7 @@ def _update_seconds(learner: Learner[Any], n_rows: int) -> float:
     update.parts.n_rows = max(update.parts.n_rows, n_rows)
     times: list[float] = []
     began = perf_counter()
-    with update.rehearsing():
+    with update.preserving_state():
         while len(times) < 12 and perf_counter() - began < 1.0:
             at = perf_counter()
             update.step(batch)

@@ -172,6 +172,7 @@ class TensorRollout:
             for t in range(n_steps if device.type == "cpu" else 0)
         ]
         """In RAM: observations, actions and log-probabilities of each time step, as NumPy views."""
+        self._host: Rollout | None = None
 
     @property
     def n_transitions(self) -> int:
@@ -193,3 +194,12 @@ class TensorRollout:
             final_obs=tuple(x.flatten(0, 1)[index].to(device) for x in self.final_obs),
             final_index=index.to(device),
         )
+
+    def on_host(self) -> Rollout:
+        """The rollout as arrays in RAM: views, made once, if it is there already, else a copy."""
+        if self._host is not None:
+            return self._host
+        host = Rollout({name: tensor.cpu().numpy() for name, tensor in self.by_name.items()})
+        if self.reward.device.type == "cpu":
+            self._host = host
+        return host

@@ -23,7 +23,7 @@ from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
 from time import perf_counter, time
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ from flatout.device.machine import cache_folder
 from flatout.errors import FlatoutError
 from flatout.executors.workers import ChildProcess
 from flatout.learning.learner import Learner
-from flatout.learning.update import Step, Update
+from flatout.learning.update import Batch, Step, Update
 
 DONE = b"D"
 WORTH_SECONDS = 90.0
@@ -131,7 +131,7 @@ def compile_to(path: Path, update: Update[Any], batch: Any) -> None:
     """Trace the step, compile it, and keep it under `path`, whole or not at all."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    groups = update.example_inputs(batch)
+    groups = [[tensor.detach().clone() for tensor in group] for group in update.inputs(batch)]
     sizes = [len(group) for group in groups]
     pure = update.pure(batch)
 
@@ -173,6 +173,19 @@ def _library_in(package: Path, folder: Path) -> Path:
         if any(name.endswith((".json", ".blob", ".bin")) and "_metadata" not in name for name in names):
             raise FlatoutError("the compiled update needs more than its library")
         return Path(archive.extract(library, folder))
+
+
+class CompiledBackend(Generic[Batch]):
+    """An update's step as compiled code."""
+
+    name = "compiled"
+
+    def __init__(self, update: Update[Batch], step: Step) -> None:
+        self._update, self._step = update, step
+
+    def step(self, batch: Batch) -> None:
+        """Learn from one minibatch."""
+        self._update.commit(self._step(*self._update.inputs(batch)))
 
 
 class Compilation:
@@ -236,7 +249,7 @@ class Compilation:
         self.close()
         step = load(self._path)
         check_same(update, step, batch)
-        update.compiled = step
+        update.use(CompiledBackend(update, step))
         self.notes.append("the update is compiled from here on")
 
     def _give_up(self, why: str) -> None:
@@ -284,8 +297,8 @@ def compiler_main(connection: Connection, recipe: Recipe, path: str) -> None:
 
 def check_same(update: Update[Any], step: Step, batch: Any) -> None:
     """Raise where a compiled step does not do to this minibatch what the update itself does."""
-    want = update.run(batch)
-    got = step(*update.current_inputs(batch))
+    want = update.next_state(batch)
+    got = step(*update.inputs(batch))
     for a, b in zip(got, want, strict=True):
         a, b = a.float(), b.float()
         limit = 1e-3 * b.abs().max().clamp(min=1e-3)

@@ -1,6 +1,6 @@
-"""What every learner has, whatever the algorithm: parameters, the update, its compiled form, notes, checkpoints.
+"""What every learner has, whatever the algorithm: parameters, the update and its backend, notes, checkpoints.
 
-An algorithm adds how a rollout becomes minibatches: `learn` takes a rollout and tells what happened, once.
+An algorithm adds how a rollout becomes minibatches: `learn` takes a rollout and returns metrics.
 """
 
 from __future__ import annotations
@@ -16,44 +16,43 @@ from torch import Tensor
 from flatout.buffers.rollout import Learnable, Staging
 from flatout.device.machine import torch_threads
 from flatout.envs.spaces import Array
-from flatout.learning.graphs import Captured
 from flatout.learning.memory import PartSize, bytes_per_row, rows_that_fit
 from flatout.learning.normalize import RunningMoments
-from flatout.learning.update import Batch, Update
+from flatout.learning.update import Backend, Batch, GraphBackend, Update
 from flatout.models.params import FlatParams
 from flatout.models.policy import PolicyNet
 from flatout.timing import DeviceClock, Phase, PhaseClock
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
-"""The number format that forward passes of an update use; all else is float32."""
+"""Number format of an update's forward passes; everything else is float32."""
 TINY_BATCH = 8
-"""Rows that memory per row is measured with."""
+"""Samples that memory per sample is measured with."""
 VISIT_SECONDS = 0.2
 """How often to ask for a compiled update; an iteration of few steps is far shorter."""
 
 
-class BringsCompiled(Protocol):
-    """Gives an update its compiled step, when there is one."""
+class Compiles(Protocol):
+    """Brings a compiled backend into a run once there is one."""
 
     only_kept: bool
     """Whether to begin no compilation."""
     notes: list[str]
-    """What a user should know, one line each."""
+    """Messages for the user, one line each."""
 
     def visit(self, update: Update[Any], batch: Any, *, seconds_left: float) -> None:
         """Called between rollouts."""
 
     def close(self) -> None:
-        """End what is under way."""
+        """End a compilation that is under way."""
 
 
 class Learner(ABC, Generic[Batch]):
-    """Makes better parameters of rollouts of one shape, on one device."""
+    """Improves a model's parameters from rollouts of one shape, on one device."""
 
     update: Update[Batch]
 
     def __init__(
-        self, model: PolicyNet, *, n_envs: int, seed: int, clock: PhaseClock, normalize_obs: bool
+        self, model: PolicyNet, *, n_envs: int, seed: int, clock: PhaseClock, normalize_obs: bool = False
     ) -> None:
         self.params = FlatParams(model)
         self.device = self.params.flat.device
@@ -62,11 +61,11 @@ class Learner(ABC, Generic[Batch]):
         self.notes: list[str] = []
         self._net, self._clock = model, clock
         self._staging = Staging(self.device)
-        self.compilation: BringsCompiled | None = None
-        """Brings a compiled update in; None: learn without."""
+        self.compilation: Compiles | None = None
+        """Brings a compiled update in; None: no compilation."""
         self._visit_at = 0.0
         self.device_clock: DeviceClock | None = None
-        """Sees when the device works on what; None on the host, whose clock sees it."""
+        """Times phases on the device; None on the CPU, where the host's clock does."""
         self.capture = False
         """Whether to capture the step as a CUDA graph."""
         self._obs_moments = {
@@ -74,10 +73,6 @@ class Learner(ABC, Generic[Batch]):
             for i in model.vector_indices
             if normalize_obs
         }
-
-    def threads(self, n_cores: int, n_taken: int = 0) -> int:
-        """Threads for its updates on cores of which `n_taken` have other work too."""
-        return torch_threads(self.params.flat.numel(), self.update.batch_size, n_cores, n_taken)
 
     @abstractmethod
     def learn(
@@ -91,26 +86,36 @@ class Learner(ABC, Generic[Batch]):
     ) -> dict[str, float]:
         """Learn from one rollout; `progress` in [0, 1] drives the schedules. Returns the metrics.
 
-        `lag`: how many versions the policy that collected it is behind.
+        `lag`: how many versions older than the current policy the one that collected it is.
         """
 
     @abstractmethod
-    def example_batch(self, n_rows: int) -> Batch:
-        """A minibatch of the right shapes, to try things with."""
+    def example_batch(self, n: int) -> Batch:
+        """A minibatch of `n` samples of the right shapes, for timing, compiling and measuring memory."""
 
-    @abstractmethod
-    def loss(self, batch: Batch) -> Tensor:
-        """The loss of a minibatch, to see what it takes."""
+    def make_fused(self) -> Backend[Batch] | None:
+        """The algorithm's fused backend for this model; None: it has none."""
+        return None
+
+    def use_fused(self) -> bool:
+        """Compute steps by the fused backend, if the algorithm has one for this model; returns whether it has."""
+        fused = self.make_fused() if self.update.autocast is None and self.device.type == "cpu" else None
+        self.update.use(fused)
+        return fused is not None
+
+    def threads(self, n_cores: int, n_taken: int = 0) -> int:
+        """Threads for its updates on cores of which `n_taken` have other work too."""
+        return torch_threads(self.params.flat.numel(), self.update.batch_size, n_cores, n_taken)
 
     def reserve(self) -> None:
-        """Take what memory a whole run needs besides updates, or refuse."""
+        """Allocate what memory a whole run needs besides updates, or refuse."""
 
     def replay(self) -> Mapping[str, Array] | None:
-        """What was stored to be learned from again, if it is to be kept."""
+        """The replay buffer's content, if checkpoints are to keep it."""
         return None
 
     def restore_replay(self, saved: Mapping[str, Array] | None, env_steps: int) -> None:
-        """Go on at so many env steps with what `replay` gave, or without."""
+        """Continue after so many env steps with what `replay` gave, or without."""
 
     def close(self) -> None:
         """End what is under way."""
@@ -118,7 +123,7 @@ class Learner(ABC, Generic[Batch]):
             self.compilation.close()
 
     def _parts(self) -> Sequence[PartSize]:
-        """All that may run out of memory."""
+        """Everything that may run out of memory."""
         return [self.update.parts]
 
     def _enter(self, phase: Phase) -> None:
@@ -127,41 +132,43 @@ class Learner(ABC, Generic[Batch]):
             self.device_clock.enter(phase)
 
     def _leave(self) -> None:
-        """The rollout is learned from."""
+        """After a rollout's last operation."""
         if self.device_clock is not None:
             self.device_clock.enter(Phase.IDLE)
             self.device_clock.cut()
 
-    def _speed_up(self, example: Callable[[], Batch], progress: float) -> None:
-        """Bring in the compiled update or the CUDA graph, if it is time."""
-        if self.compilation is not None and self.update.compiled is None and perf_counter() >= self._visit_at:
+    def _prepare_backend(self, example: Callable[[], Batch], progress: float) -> None:
+        """Bring in the compiled update or the CUDA graph, if it is time; called between rollouts."""
+        if self.update.backend != "eager":
+            return
+        if self.compilation is not None and perf_counter() >= self._visit_at:
             self._enter(Phase.COMPILE)
             self.compilation.visit(self.update, example(), seconds_left=self._seconds_left(progress))
             self._visit_at = perf_counter() + VISIT_SECONDS
-        if self.capture and self.update.replayed is None:
+        if self.capture:
             self._capture(example())
 
     def _seconds_left(self, progress: float) -> float:
-        """What the updates still to come take if they take what those before took."""
+        """What the remaining updates take if they take as long as those so far."""
         return self._clock.seconds.get(Phase.UPDATE, 0.0) * (1 - progress) / progress if progress > 0 else 0.0
 
     def _capture(self, batch: Batch) -> None:
-        """Capture the step; where that cannot be done, learn without and say so."""
+        """Capture the step; where that fails, continue without and say so."""
         try:
-            self.update.replayed = Captured(self.update, self.update.run, batch).step
+            self.update.use(GraphBackend(self.update, batch))
         except RuntimeError as error:
             self.capture = False
             self.notes.append(f"learning without a CUDA graph: {str(error).splitlines()[0]}")
 
     def fit_into(self, free_bytes: int) -> None:
-        """Learn from minibatches in parts from the start where a whole one would not fit into this much memory."""
+        """Split minibatches into parts from the start where a whole one would not fit into this much memory."""
         tiny, size = self.example_batch(TINY_BATCH), self.update.parts.n_rows
-        row_bytes = bytes_per_row(lambda: self.loss(tiny), len(tiny))
-        self.update.parts.n_rows = n_rows = rows_that_fit(free_bytes, row_bytes, size)
-        if n_rows < size:
+        row_bytes = bytes_per_row(lambda: self.update.loss(tiny), len(tiny))
+        self.update.parts.n_rows = n = rows_that_fit(free_bytes, row_bytes, size)
+        if n < size:
             self.notes.append(
-                f"a minibatch of {size} rows wants {size * row_bytes / 1e9:.1f} GB, {free_bytes / 1e9:.1f} GB are free: "
-                f"it is learned from in parts of {n_rows}, same result"
+                f"a minibatch of {size} samples needs {size * row_bytes / 1e9:.1f} GB, {free_bytes / 1e9:.1f} GB are free: "
+                f"it is computed in parts of {n}, same result"
             )
 
     @property
@@ -170,7 +177,7 @@ class Learner(ABC, Generic[Batch]):
         return sum(parts.n_backoffs for parts in self._parts())
 
     def take_notes(self) -> list[str]:
-        """What happened since this was asked last, one line each."""
+        """Messages since the last call, one line each."""
         sources = [self.notes, *(parts.notes for parts in self._parts())]
         if self.compilation is not None:
             sources.append(self.compilation.notes)
@@ -179,8 +186,8 @@ class Learner(ABC, Generic[Batch]):
             source.clear()
         return notes
 
-    def _renormalize(self, obs: Sequence[Tensor]) -> None:
-        """Take these observations into what they are normalised by, after the updates."""
+    def _update_obs_statistics(self, obs: Sequence[Tensor]) -> None:
+        """Merge these observations into the statistics that normalize them, after the updates."""
         # A rollout is learned from with the statistics it was collected with.
         with torch.no_grad():
             for i, moments in self._obs_moments.items():
@@ -189,7 +196,7 @@ class Learner(ABC, Generic[Batch]):
                 self._net.get_buffer(f"obs_scale_{i}").copy_((moments.var + 1e-8).rsqrt())
 
     def _read(self, names: Sequence[str], *more: Tensor) -> dict[str, float]:
-        """Means of the update's metrics, and others: the one read from the device of an iteration."""
+        """Means of the update's metrics, and `more`: the only read from the device in an iteration."""
         update = self.update
         tail = torch.stack([*more, update.n_taken, update.n_bad])
         values = torch.cat([update.metrics / update.n_taken.clamp(min=1), tail]).tolist()
@@ -202,7 +209,7 @@ class Learner(ABC, Generic[Batch]):
         }
 
     def state(self) -> dict[str, Tensor]:
-        """Everything that learning on needs, by name."""
+        """Everything that a checkpoint needs, by name."""
         tensors = {f"model.{name}": value for name, value in self._net.state_dict().items()}
         tensors |= {f"optimizer.{name}": value for name, value in self.update.state().items()}
         for i, moments in self._obs_moments.items():
@@ -210,20 +217,26 @@ class Learner(ABC, Generic[Batch]):
         return tensors
 
     def load_state(self, tensors: dict[str, Any]) -> None:
-        """Take back what `state` gave, in place."""
+        """Restore what `state` gave, in place."""
         with torch.no_grad():
             for name, tensor in self.state().items():
                 tensor.copy_(tensors[name])
 
 
-def example_obs(model: PolicyNet, n_rows: int, device: torch.device) -> tuple[Tensor, ...]:
-    """Observations of the right shapes, with every action allowed, to try things with."""
-    leaves = []
-    for leaf, layout in zip(model.obs.alloc(n_rows), model.obs.specs, strict=True):
-        tensor = torch.from_numpy(leaf)
-        if layout.kind == "discrete":
-            tensor += torch.tensor(layout.start).view(tensor.shape[1:])
-        elif layout.kind == "mask":
+def example_obs(model: PolicyNet, n: int, device: torch.device) -> tuple[Tensor, ...]:
+    """Observations of the right shapes, with every action allowed."""
+    arrays = []
+    for array, spec in zip(model.obs.alloc(n), model.obs.specs, strict=True):
+        tensor = torch.from_numpy(array)
+        if spec.kind == "discrete":
+            tensor += torch.tensor(spec.start).view(tensor.shape[1:])
+        elif spec.kind == "mask":
             tensor.fill_(True)
-        leaves.append(tensor.to(device))
-    return tuple(leaves)
+        arrays.append(tensor.to(device))
+    return tuple(arrays)
+
+
+def example_actions(model: PolicyNet, n: int, device: torch.device) -> Tensor:
+    """Actions of the right shapes."""
+    dtype = torch.float32 if model.action.continuous else torch.int64
+    return torch.zeros(n, model.action.size, dtype=dtype, device=device)

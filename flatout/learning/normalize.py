@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flatout.learning.returns import discounted_scan
+from flatout.learning.rollouts import discounted_scan
 
 REWARD_CLIP = 10.0
 EPSILON = 1e-8

@@ -1,34 +1,82 @@
-"""One optimizer step as one function: loss, gradients, clipping, Adam (Kingma and Ba 2015).
+"""One optimizer step on a minibatch: gradient of a loss, clipping to a norm, Adam; and the backends that compute it.
 
-The step changes nothing until everything that needs memory is there, so a step that runs out of memory leaves no
-trace. Nothing is read back to the host: a step that must not happen (loss or gradient not finite, policy moved too
-far) is left out on the device. `pure` is the same step as a function from state to state, which is what is compiled.
+`Update.step` has one meaning. The eager backend here defines it: autograd, operation by operation. The others compute
+the same faster, for minibatches of `batch_size`, and tests hold them equal to it: `GraphBackend` here, compiled code
+(compile.py), and code written out for small networks on the CPU (fused.py). A step changes nothing until all memory
+that it needs is allocated, so one that runs out of memory can be repeated in smaller parts. Nothing is read back to the
+host: a step that must not happen (loss or gradient not finite, KL limit exceeded) is skipped on the device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from flatout.learning.adam import BETA1, BETA2, EPSILON
 from flatout.learning.memory import PartSize
-from flatout.learning.minibatch import Rows
 from flatout.models.params import FlatParams
 
+BETA1, BETA2, EPSILON = 0.9, 0.999, 1e-5
+"""Adam's constants."""
 FIRST_SCALE, GROWTH_STEPS = 2.0**14, 1000
 """Loss scale for fp16: halved when gradients overflow, doubled after so many good steps."""
+WARM_UPS = 3
+"""Steps before a graph is captured."""
 
 
-Batch = TypeVar("Batch", bound=Rows)
+class Minibatch:
+    """Base of an algorithm's minibatch: a dataclass of tensors, or tuples of them, with one row per transition."""
+
+    __slots__ = ()
+    __match_args__: ClassVar[tuple[str, ...]]  # the dataclass's fields
+
+    def take(self, index: Tensor | slice) -> Self:
+        """The samples named by the index."""
+        if isinstance(index, slice):
+            return self._mapped(lambda tensor: tensor[index])
+        return self._mapped(lambda tensor: tensor.index_select(0, index))
+
+    def _mapped(self, change: Callable[[Tensor], Tensor]) -> Self:
+        fields = [getattr(self, name) for name in self.__match_args__]
+        return type(self)(*[tuple(map(change, it)) if type(it) is tuple else change(it) for it in fields])
+
+    def tensors(self) -> list[Tensor]:
+        """All of its tensors, in a fixed order."""
+        out: list[Tensor] = []
+        for name in self.__match_args__:
+            field = getattr(self, name)
+            out += field if type(field) is tuple else [field]
+        return out
+
+    def like(self, tensors: Sequence[Tensor]) -> Self:
+        """A minibatch of other tensors, in the order of `tensors`."""
+        left = iter(tensors)
+        return self._mapped(lambda _: next(left))
+
+    def __len__(self) -> int:
+        field = getattr(self, self.__match_args__[-1])
+        return len(field[0] if type(field) is tuple else field)
+
+
+Batch = TypeVar("Batch", bound=Minibatch)
 LossFn = Callable[[Batch, Tensor], tuple[Tensor, ...]]
-"""(minibatch, the algorithm's scheduled coefficient) → mean loss over rows, vector of mean metrics over rows, and
-what `row_output` asks for: a number for each row."""
+"""(minibatch, scheduled coefficient) → mean loss over the samples, vector of mean metrics whose first is the loss, and,
+where `sample_output` asks for it, a number for each sample."""
 Step = Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]], Sequence[Tensor]]
 """(state, settings, the model's buffers, a minibatch's tensors) → new state."""
+BatchIn = TypeVar("BatchIn", bound=Minibatch, contravariant=True)
+
+
+class Backend(Protocol[BatchIn]):
+    """Computes an update's step on minibatches of its `batch_size`."""
+
+    name: str
+
+    def step(self, batch: BatchIn) -> None:
+        """Learn from one minibatch; out of memory leaves no trace."""
 
 
 class Update(Generic[Batch]):
@@ -47,15 +95,16 @@ class Update(Generic[Batch]):
         kl_index: int = 0,
         kl_limit: float | None = None,
         autocast: torch.dtype | None = None,
-        row_output: bool = False,
+        sample_output: bool = False,
     ) -> None:
+        """`prepare`: applied to a whole minibatch before it may be split. `kl_index`: the metric that is the KL."""
         self._model, self._params, self._loss, self._prepare = model, params, loss, prepare
         self.max_grad_norm, self.kl_index, self.kl_limit = max_grad_norm, kl_index, kl_limit
-        self._autocast = autocast
+        self.batch_size, self.autocast = batch_size, autocast
         flat = params.flat
         self.device = flat.device
         self.parts = PartSize(batch_size)
-        """How many rows of a minibatch are worked on at once."""
+        """How many samples of a minibatch are differentiated at once."""
         self.momentum, self.variance = torch.zeros_like(flat), torch.zeros_like(flat)
         self.n_steps = torch.zeros((), device=flat.device)
         scale = FIRST_SCALE if autocast is torch.float16 else 1.0
@@ -69,18 +118,21 @@ class Update(Generic[Batch]):
         self.coefficient = torch.zeros((), device=flat.device)
         self._state = [flat, self.momentum, self.variance, self.n_steps, self.scale]
         self._state += [self.metrics, self.n_taken, self.n_bad, self.stopped]
-        self.row_output = torch.zeros(batch_size if row_output else 0, device=flat.device)
-        """What the last step's loss said of each row."""
-        self._state += [self.row_output] if row_output else []
+        self.sample_output = torch.zeros(batch_size if sample_output else 0, device=flat.device)
+        """What the last step's loss returned for each sample."""
+        self._state += [self.sample_output] if sample_output else []
         self._settings = [self.learning_rate, self.coefficient]
         self.step_size = 0.0
-        self.compiled: Step | None = None
-        """The same step as a compiled function, for minibatches of `batch_size` rows; None: not (yet)."""
-        self.replayed: Callable[[Batch], None] | None = None
-        """On CUDA: the same step, committed, as a graph; None: not captured."""
-        self.by_hand: Callable[[Batch], None] | None = None
-        """The same step, for minibatches of `batch_size` rows, written out without autograd; None: there is no such code."""
-        self.batch_size = batch_size
+        self._backend: Backend[Batch] | None = None
+
+    @property
+    def backend(self) -> str:
+        """What computes the steps: eager, compiled, graph or fused."""
+        return "eager" if self._backend is None else self._backend.name
+
+    def use(self, backend: Backend[Batch] | None) -> None:
+        """Compute the steps of whole minibatches with this backend from now on; None: eager."""
+        self._backend = backend
 
     def begin(self, learning_rate: float, coefficient: float = 0.0) -> None:
         """Start a rollout's updates: clear the sums, set the step size and the loss's coefficient."""
@@ -91,52 +143,33 @@ class Update(Generic[Batch]):
             tensor.zero_()
 
     def step(self, batch: Batch) -> None:
-        """Learn from one minibatch."""
-        if self.replayed is not None and len(batch) == self.batch_size == self.parts.n_rows:
-            self.replayed(batch)
-            return
-        if self.by_hand is not None and len(batch) == self.batch_size == self.parts.n_rows:
-            self.by_hand(batch)
-        elif self.compiled is not None and len(batch) == self.batch_size == self.parts.n_rows:
-            self.commit(self.parts.attempt(lambda: self._run_compiled(batch)))
+        """Learn from one minibatch; eagerly if its size is another one, or in parts after out-of-memory."""
+        self.parts.attempt(lambda: self._step(batch))
+
+    def _step(self, batch: Batch) -> None:
+        if self._backend is not None and len(batch) == self.batch_size == self.parts.n_rows:
+            self._backend.step(batch)
         else:
-            self._apply(*self.parts.attempt(lambda: self._change(batch)))
+            self.eager_step(batch)
 
-    def _run_compiled(self, batch: Batch) -> Sequence[Tensor]:
-        if self.compiled is None or self.parts.n_rows < self.batch_size:  # it did not fit into memory
-            return self.run_eagerly(batch)
-        return self.compiled(self._state, self._settings, self.buffers(), batch.tensors())
-
-    def run(self, batch: Batch) -> Sequence[Tensor]:
-        """The state after learning from one minibatch, compiled or not; changes nothing."""
-        return self._run_compiled(batch) if self.compiled is not None else self.run_eagerly(batch)
-
-    def run_eagerly(self, batch: Batch) -> list[Tensor]:
-        """The same, operation by operation."""
-        gradient, metrics, rows = self._gradient(batch, self._params.leaves, self._loss, self.coefficient)
+    def eager_step(self, batch: Batch) -> None:
+        """The step as it is defined."""
+        grad, metrics, samples = self._gradient(batch, self._params.leaves, self._loss, self.coefficient)
         with torch.no_grad():
-            return [*self._advance(self._state, self.learning_rate, gradient, metrics), *rows]
+            taken, clip_scale, counters = self._check(self._state, grad, metrics)
+            divisor, skipped = 1 / clip_scale, 1 - taken
+            # From here on everything happens in place: nothing can run out of memory.
+            self._adam_in_place(grad, divisor, skipped, counters[0])
+            torch._foreach_copy_(self._state[3:9], counters)
+            for values in samples:
+                n = min(len(values), len(self.sample_output))
+                self.sample_output[:n] = values[:n]
 
-    def _change(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-        """All that a step needs memory for: gradient, what to divide it by, whether to leave it out, new counters."""
-        gradient, metrics, rows = self._gradient(batch, self._params.leaves, self._loss, self.coefficient)
-        with torch.no_grad():
-            go, shrink, counters = self._judge(self._state, gradient, metrics)
-            return gradient, 1 / shrink, 1 - go, [*counters, *rows]
-
-    @torch.no_grad()
-    def _apply(self, gradient: Tensor, divisor: Tensor, left_out: Tensor, counters: list[Tensor]) -> None:
-        """Adam in one pass over the parameters, in place; in what passes and memory cost, `_advance` is no match."""
-        self._adam(gradient, divisor, left_out, counters[0])
-        torch._foreach_copy_(self._state[3:9], counters[:6])
-        for rows in counters[6:]:  # a batch of another size is only being tried
-            n = min(len(rows), len(self.row_output))
-            self.row_output[:n] = rows[:n]
-
-    def _adam(self, gradient: Tensor, divisor: Tensor, left_out: Tensor, n_steps: Tensor) -> None:
+    def _adam_in_place(self, grad: Tensor, divisor: Tensor, skipped: Tensor, n_steps: Tensor) -> None:
+        """`adam` in one pass over the parameters."""
         torch._fused_adam_(
             [self._params.flat],
-            [gradient],
+            [grad],
             [self.momentum],
             [self.variance],
             [],
@@ -149,17 +182,27 @@ class Update(Generic[Batch]):
             amsgrad=False,
             maximize=False,
             grad_scale=divisor,
-            found_inf=left_out,
+            found_inf=skipped,
         )
 
+    def loss(self, batch: Batch) -> Tensor:
+        """The mean loss of a prepared minibatch."""
+        return self._loss(batch, self.coefficient)[0]
+
+    def next_state(self, batch: Batch) -> list[Tensor]:
+        """The state after learning from one minibatch; changes nothing."""
+        grad, metrics, samples = self._gradient(batch, self._params.leaves, self._loss, self.coefficient)
+        with torch.no_grad():
+            return [*self._advance(self._state, self.learning_rate, grad, metrics), *samples]
+
     @torch.no_grad()
-    def commit(self, new: Sequence[Tensor]) -> None:
+    def commit(self, state: Sequence[Tensor]) -> None:
         """Make a computed state the current one; in place, so that nothing here can run out of memory."""
-        torch._foreach_copy_(self._state, list(new))
+        torch._foreach_copy_(self._state, list(state))
 
     @contextmanager
-    def rehearsing(self) -> Iterator[None]:
-        """Steps taken inside leave nothing behind: for timing and warming up."""
+    def preserving_state(self) -> Iterator[None]:
+        """Undo the steps taken inside: for timing and warming up."""
         kept = [tensor.detach().clone() for tensor in self._state]
         try:
             yield
@@ -167,11 +210,15 @@ class Update(Generic[Batch]):
             self.commit(kept)
 
     def buffers(self) -> list[Tensor]:
-        """The model's own tensors that change between rollouts, such as observation statistics."""
+        """The model's tensors that change between rollouts, such as observation statistics."""
         return [b for b in self._model.buffers() if b.dtype == torch.float32]
 
+    def inputs(self, batch: Batch) -> tuple[list[Tensor], ...]:
+        """What `pure` takes, as it is now: the tensors themselves."""
+        return self._state, self._settings, self.buffers(), batch.tensors()
+
     def pure(self, example: Batch) -> Step:
-        """The step as a function of its arguments alone, for tracing; `example` says what minibatches are like."""
+        """`next_state` as a function of its arguments alone, for tracing; `example` shows what minibatches look like."""
         names = [name for name, _ in self._model.named_parameters()]
         buffer_names = [name for name, b in self._model.named_buffers() if b.dtype == torch.float32]
         wrapped = _Loss(self._model, self._loss)
@@ -191,20 +238,11 @@ class Update(Generic[Batch]):
                 return out
 
             batch = example.like(tensors)
-            gradient, metrics, rows = self._gradient(batch, leaves, loss, settings[1], state[4])
+            grad, metrics, samples = self._gradient(batch, leaves, loss, settings[1], state[4])
             with torch.no_grad():
-                return [*self._advance(state, settings[0], gradient, metrics), *rows]
+                return [*self._advance(state, settings[0], grad, metrics), *samples]
 
         return step
-
-    def example_inputs(self, batch: Batch) -> tuple[list[Tensor], ...]:
-        """Copies of what `pure` takes."""
-        inputs = (self._state, self._settings, self.buffers(), batch.tensors())
-        return tuple([tensor.detach().clone() for tensor in group] for group in inputs)
-
-    def current_inputs(self, batch: Batch) -> tuple[list[Tensor], ...]:
-        """What `pure` takes, as it is now."""
-        return self._state, self._settings, self.buffers(), batch.tensors()
 
     def _gradient(
         self,
@@ -214,72 +252,109 @@ class Update(Generic[Batch]):
         coefficient: Tensor,
         scale: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """Flat gradient and metrics of a minibatch, in parts of what fits into memory, and what it says of rows."""
+        """Flat gradient, metrics and per-sample output of a minibatch, computed in parts that fit into memory."""
         scale = self.scale if scale is None else scale
         batch, n, size = self._prepare(batch), len(batch), self.parts.n_rows
         grads: list[Tensor] = []
         means: list[Tensor] = []
-        said: list[Tensor] = []
+        samples: list[Tensor] = []
         for start in range(0, n, size):
             part = batch if size >= n else batch.take(slice(start, start + size))
             with self._precision():
-                loss, metrics, *rows = loss_of(part, coefficient)
-            said += rows
-            share = len(part) / n
-            scaled = self._autocast is torch.float16
-            part_grads = torch.autograd.grad(loss * (scale * share if scaled else share), leaves)
+                loss, metrics, *output = loss_of(part, coefficient)
+            samples += output
+            weight = len(part) / n
+            scaled = self.autocast is torch.float16
+            part_grads = torch.autograd.grad(loss * (scale * weight if scaled else weight), leaves)
             flat = self._params.flatten(part_grads)
             grads.append(flat / scale if scaled else flat)
-            means.append(metrics * share)
+            means.append(metrics * weight)
             if len(grads) == 2:
                 grads, means = [grads[0] + grads[1]], [means[0] + means[1]]
-        return grads[0], means[0], [torch.cat(said)] if len(said) > 1 else said
+        return grads[0], means[0], [torch.cat(samples)] if len(samples) > 1 else samples
 
     def _precision(self) -> Any:
-        if self._autocast is None:
+        if self.autocast is None:
             return nullcontext()
-        return torch.autocast(self.device.type, self._autocast, cache_enabled=False)
+        return torch.autocast(self.device.type, self.autocast, cache_enabled=False)
 
     def _advance(
         self, state: Sequence[Tensor], learning_rate: Tensor, grad: Tensor, metrics: Tensor
     ) -> list[Tensor]:
         """The state after one step with this gradient."""
-        flat, momentum, variance = state[:3]
-        go, shrink, counters = self._judge(state, grad, metrics)
-        grad = torch.where(go > 0, grad * shrink, 0.0)
-        momentum = torch.lerp(momentum, grad, (1 - BETA1) * go)
-        variance = torch.lerp(variance, grad.square(), (1 - BETA2) * go)
-        n_steps = counters[0]
-        step_size = go * learning_rate / (1 - BETA1**n_steps).clamp(min=1 - BETA1)
-        divisor = (1 - BETA2**n_steps).clamp(min=1 - BETA2).sqrt()
-        flat = flat - step_size * momentum / (variance.sqrt() / divisor + EPSILON)
-        return [flat, momentum, variance, *counters]
+        taken, clip_scale, counters = self._check(state, grad, metrics)
+        params, momentum, variance = old = state[:3]
+        stepped = adam(params, momentum, variance, grad * clip_scale, counters[0], learning_rate)
+        return [*(torch.where(taken > 0, new, was) for new, was in zip(stepped, old, strict=True)), *counters]
 
-    def _judge(
+    def _check(
         self, state: Sequence[Tensor], grad: Tensor, metrics: Tensor
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """Whether this step counts (1.0 or 0.0), what clipping multiplies the gradient by, and the counters after."""
+        """Whether this step is taken (1.0 or 0.0), what clipping multiplies the gradient by, and the new counters."""
         n_steps, scale, sums, n_taken, n_bad, stopped = state[3:9]
         norm = torch.linalg.vector_norm(grad)
         finite = torch.isfinite(norm) & torch.isfinite(metrics[0])
         if self.kl_limit is not None:
             stopped = stopped | (metrics[self.kl_index] > self.kl_limit)
-        go = (finite & ~stopped).float()
-        n_steps = n_steps + go
-        shrink = (self.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
-        seen = torch.cat([metrics, norm.view(1)])
-        sums = sums + torch.where(go > 0, seen, 0.0)
+        taken = (finite & ~stopped).float()
+        n_steps = n_steps + taken
+        clip_scale = (self.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+        sums = sums + torch.where(taken > 0, torch.cat([metrics, norm.view(1)]), 0.0)
         bad = ~finite
-        if self._autocast is torch.float16:  # too large a scale is no fault
+        if self.autocast is torch.float16:  # an overflow at a large scale only lowers the scale
             bad = bad & (scale <= 1.0)
             grown = torch.where(n_steps % GROWTH_STEPS == GROWTH_STEPS - 1, scale * 2, scale)
             scale = torch.where(finite, grown, (scale / 2).clamp(min=1.0))
-        return go, shrink, [n_steps, scale.clone(), sums, n_taken + go, n_bad + bad.float(), stopped.clone()]
+        counters = [n_steps, scale.clone(), sums, n_taken + taken, n_bad + bad.float(), stopped.clone()]
+        return taken, clip_scale, counters
 
     def state(self) -> dict[str, Tensor]:
         """The optimizer's state, for a checkpoint."""
         state = {"momentum": self.momentum, "variance": self.variance, "n_steps": self.n_steps}
-        return state | ({"scale": self.scale} if self._autocast is torch.float16 else {})
+        return state | ({"scale": self.scale} if self.autocast is torch.float16 else {})
+
+
+def adam(
+    params: Tensor, momentum: Tensor, variance: Tensor, grad: Tensor, n_steps: Tensor, learning_rate: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Adam (Kingma and Ba 2015): parameters, momentum and variance after step number `n_steps`, counted from 1.
+
+    The formula of every backend. Eager computes it by PyTorch's fused kernel, `fused.py` by a compiled loop.
+    """
+    momentum = torch.lerp(momentum, grad, 1 - BETA1)
+    variance = torch.lerp(variance, grad.square(), 1 - BETA2)
+    step_size = learning_rate / (1 - BETA1**n_steps)
+    divisor = (1 - BETA2**n_steps).sqrt()
+    return params - step_size * momentum / (variance.sqrt() / divisor + EPSILON), momentum, variance
+
+
+class GraphBackend(Generic[Batch]):
+    """The step captured as a CUDA graph: one launch instead of hundreds, for minibatches shaped like `example`.
+
+    A graph reads and writes fixed addresses. Minibatches are copied into the captured one; the update's state and
+    settings and the model's buffers are only ever changed in place, so every replay sees their current values.
+    """
+
+    name = "graph"
+
+    def __init__(self, update: Update[Batch], example: Batch) -> None:
+        self._inputs = [tensor.clone() for tensor in example.tensors()]
+        own = example.like(self._inputs)
+        stream = torch.cuda.Stream()
+        self._graph = torch.cuda.CUDAGraph()
+        with update.preserving_state():
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for _ in range(WARM_UPS):
+                    update.commit(update.next_state(own))
+            torch.cuda.current_stream().wait_stream(stream)
+            with torch.cuda.graph(self._graph):
+                update.commit(update.next_state(own))
+
+    def step(self, batch: Batch) -> None:
+        """Learn from one minibatch."""
+        torch._foreach_copy_(self._inputs, batch.tensors())
+        self._graph.replay()
 
 
 class _Loss(nn.Module):

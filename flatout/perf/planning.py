@@ -157,9 +157,9 @@ class Planning:
         torch.set_num_threads(n_threads)
         try:
             if path is None:
-                with self.learner.update.rehearsing():
+                with self.learner.update.preserving_state():
                     return fastest(lambda: self.learner.update.step(batch))
-            step, inputs = load(path), self.learner.update.current_inputs(batch)
+            step, inputs = load(path), self.learner.update.inputs(batch)
             return fastest(lambda: step(*inputs))
         finally:
             torch.set_num_threads(before)
@@ -171,7 +171,11 @@ class Planning:
     def _compiled(self, n_threads: int) -> Path | None:
         """The compiled update that is kept for so many threads, if one is and may be used."""
         policy = self.policy
-        if self.config.compile == "off" or policy.device.type != "cpu" or self.learner.update.by_hand:
+        if (
+            self.config.compile == "off"
+            or policy.device.type != "cpu"
+            or self.learner.update.backend == "fused"
+        ):
             return None
         spec = self.config.learner_spec(policy.obs, policy.action)
         path = kept(Recipe(spec=spec, device="cpu", precision=self.precision, n_threads=n_threads))

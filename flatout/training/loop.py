@@ -263,6 +263,7 @@ def summarize(
         "precision": trainer.precision,
         "measured": trainer.measured(),
         "compiled": trainer.compiled,
+        "backend": trainer.learner.update.backend,
         "restarts": trainer.budget.n_restarts,
         "oom_backoffs": trainer.learner.n_backoffs,
         "nan_skips": state.nan_skips,

@@ -76,8 +76,8 @@ class Trainer:
             clock=self.clock,
             precision=self.precision,
         )
-        if config.compile == "on":
-            self.learner.update.by_hand = None
+        if config.compile == "auto":
+            self.learner.use_fused()
         self.learner.fit_into(free_memory(policy.device))
         self.learner.reserve()
         if config.eval_every and env.factory.is_instance:
@@ -122,8 +122,8 @@ class Trainer:
         if device == "cuda":
             self.learner.capture = True
             return
-        if self.learner.update.by_hand is not None:
-            return  # as fast, from the first update on
+        if self.learner.update.backend == "fused":
+            return
         spec = config.learner_spec(self.policy.obs, self.policy.action)
         recipe = Recipe(spec=spec, device=device, precision=self.precision, n_threads=n_threads)
         self.learner.compilation = Compilation(recipe, wait=config.compile == "on")
@@ -276,9 +276,8 @@ class Trainer:
 
     @property
     def compiled(self) -> bool:
-        """Whether updates run as compiled code or as a CUDA graph by now."""
-        update = self.learner.update
-        return any(form is not None for form in (update.compiled, update.replayed, update.by_hand))
+        """Whether updates run as anything faster than plain autograd by now."""
+        return self.learner.update.backend != "eager"
 
     def take_notes(self) -> list[str]:
         """What happened since this was asked last, one line each."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from flatout.algorithms.dqn import loss as dqn
 from flatout.algorithms.dqn import make_model
 from flatout.algorithms.dqn.config import DQNConfig
-from flatout.algorithms.dqn.fused import HandMadeDQN, can_be_made_by_hand
+from flatout.algorithms.dqn.fused import can_fuse
 from flatout.algorithms.dqn.learner import DQNLearner
 from flatout.envs.spaces import ActionLayout, ObsLayout
 from flatout.errors import FlatoutError
@@ -37,7 +37,7 @@ def learner(
     assert isinstance(model, QNetwork)
     out = DQNLearner(model, config, n_envs=2, seed=0, clock=PhaseClock())
     if device == "cpu":
-        out.twins.target.add_(torch.randn(out.twins.target.shape, generator=generator(7)) * 0.1)
+        out.networks.target.add_(torch.randn(out.networks.target.shape, generator=generator(7)) * 0.1)
     return out
 
 
@@ -45,7 +45,7 @@ def generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def random_batch(it: DQNLearner, n: int) -> dqn.Minibatch:
+def random_batch(it: DQNLearner, n: int) -> dqn.DQNMinibatch:
     g = generator(n)
     batch = it.example_batch(n)
     for leaf in (*batch.obs, *batch.next_obs):
@@ -67,11 +67,11 @@ def random_batch(it: DQNLearner, n: int) -> dqn.Minibatch:
 def test_targets_are_what_the_formula_says(double: bool, obs: spaces.Space[Any]) -> None:
     it = learner(DQNConfig(batch_size=30, double=double), obs)
     batch = random_batch(it, 30)
-    got = dqn.targets(it.twins, batch, double=double)
+    got = dqn.targets(it.networks, batch, double=double)
     online = it.model(batch.next_obs).detach()
     kept = it.params.flat.clone()
     with torch.no_grad():
-        it.params.flat.copy_(it.twins.target)
+        it.params.flat.copy_(it.networks.target)
         older = it.model(batch.next_obs)
         it.params.flat.copy_(kept)
     mask = it.model.mask(batch.next_obs)
@@ -97,8 +97,8 @@ def test_the_loss_is_the_weighted_mean_and_errors_come_out(kind: Any) -> None:
     config = DQNConfig(batch_size=20, loss=kind)
     it = learner(config)
     batch = random_batch(it, 20)
-    total, metrics, errors = dqn.loss(it.twins, batch, config)
-    error = dqn.targets(it.twins, batch, double=True) - it.model(batch.obs).gather(1, batch.action)[:, 0]
+    total, metrics, errors = dqn.loss(it.networks, batch, config)
+    error = dqn.targets(it.networks, batch, double=True) - it.model(batch.obs).gather(1, batch.action)[:, 0]
     size = error.abs()
     rows = error.square() if kind == "mse" else torch.where(size < 1, error.square() / 2, size - 0.5)
     torch.testing.assert_close(total, (batch.weight * rows).mean())
@@ -110,52 +110,54 @@ def test_the_loss_is_the_weighted_mean_and_errors_come_out(kind: Any) -> None:
 @pytest.mark.parametrize("double", [False, True])
 @pytest.mark.parametrize("kind", ["huber", "mse"])
 @pytest.mark.parametrize("obs", [PLAIN, MASKED], ids=["plain", "masked"])
-def test_the_gradient_by_hand_is_autograds(
+def test_the_fused_gradient_is_autograds(
     activation: str, double: bool, kind: Any, obs: spaces.Space[Any]
 ) -> None:
     config = DQNConfig(batch_size=24, double=double, loss=kind, normalize_obs=True)
     it = learner(config, obs, activation=activation)
-    assert isinstance(it.update.by_hand, HandMadeDQN)
+    fused = it.make_fused()
+    assert fused is not None
     with torch.no_grad():
         i = it.model.vector_indices[0]
         it.model.get_buffer(f"obs_mean_{i}").fill_(0.3)
         it.model.get_buffer(f"obs_scale_{i}").fill_(1.7)
     batch = random_batch(it, 24)
-    total, metrics, errors = dqn.loss(it.twins, batch, config)
+    total, metrics, errors = dqn.loss(it.networks, batch, config)
     want = it.params.flatten(torch.autograd.grad(total, it.params.leaves))
-    it.update.by_hand.differentiate(batch)
-    torch.testing.assert_close(it.update.by_hand.gradient, want, rtol=1e-4, atol=1e-6)
-    torch.testing.assert_close(torch.from_numpy(it.update.by_hand.means), metrics)
-    torch.testing.assert_close(it.update.row_output, errors)
-    seen_before = it.update.by_hand.look_ahead(random_batch(it, 72))  # of other rows: must not stay
-    batch.later = it.update.by_hand.look_ahead(batch)
-    assert batch.later is not seen_before
-    it.update.by_hand.gradient.zero_()
-    it.update.by_hand.differentiate(batch)
-    torch.testing.assert_close(it.update.by_hand.gradient, want, rtol=1e-4, atol=1e-6)
+    fused.differentiate(batch)
+    torch.testing.assert_close(fused.gradient, want, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(torch.from_numpy(fused.means), metrics)
+    torch.testing.assert_close(it.update.sample_output, errors)
+    seen_before = fused.target_q(random_batch(it, 72))  # of other rows: must not stay
+    batch.target_q = fused.target_q(batch)
+    assert batch.target_q is not seen_before
+    fused.gradient.zero_()
+    fused.differentiate(batch)
+    torch.testing.assert_close(fused.gradient, want, rtol=1e-4, atol=1e-6)
 
 
-def test_by_hand_a_wide_input_is_like_a_narrow_one() -> None:
+def test_a_wide_input_is_fused_like_a_narrow_one() -> None:
     it = learner(DQNConfig(batch_size=24), spaces.Box(-1, 1, (40,)))
-    assert isinstance(it.update.by_hand, HandMadeDQN)
+    fused = it.make_fused()
+    assert fused is not None
     batch = random_batch(it, 24)
-    total, _, _ = dqn.loss(it.twins, batch, it.config)
-    it.update.by_hand.differentiate(batch)
+    total, _, _ = dqn.loss(it.networks, batch, it.config)
+    fused.differentiate(batch)
     want = it.params.flatten(torch.autograd.grad(total, it.params.leaves))
-    torch.testing.assert_close(it.update.by_hand.gradient, want, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(fused.gradient, want, rtol=1e-4, atol=1e-6)
 
 
-def test_only_plain_perceptrons_are_made_by_hand() -> None:
-    assert not can_be_made_by_hand(learner(DQNConfig(dueling=True)).model, torch.device("cpu"))
-    assert not can_be_made_by_hand(learner(DQNConfig(), activation="silu").model, torch.device("cpu"))
+def test_only_plain_mlps_are_fused() -> None:
+    assert not can_fuse(learner(DQNConfig(dueling=True)).model, torch.device("cpu"))
+    assert not can_fuse(learner(DQNConfig(), activation="silu").model, torch.device("cpu"))
     images = spaces.Box(0, 255, (8, 8, 3), np.uint8)
-    assert not can_be_made_by_hand(learner(DQNConfig(), images).model, torch.device("cpu"))
+    assert not can_fuse(learner(DQNConfig(), images).model, torch.device("cpu"))
 
 
-def step(it: DQNLearner, batch: dqn.Minibatch) -> tuple[Tensor, Tensor]:
+def step(it: DQNLearner, batch: dqn.DQNMinibatch) -> tuple[Tensor, Tensor]:
     it.update.begin(1e-2)
     it.update.step(batch)
-    return it.params.flat.clone(), it.update.row_output.clone()
+    return it.params.flat.clone(), it.update.sample_output.clone()
 
 
 @pytest.mark.parametrize("dueling", [False, True])
@@ -168,11 +170,10 @@ def test_a_batch_in_parts_gives_what_the_whole_gives(dueling: bool) -> None:
     torch.testing.assert_close(errors, others)
 
 
-@pytest.mark.parametrize("by_hand", [False, True])
-def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(by_hand: bool) -> None:
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(fused: bool) -> None:
     it = learner(DQNConfig(batch_size=24))
-    if not by_hand:
-        it.update.by_hand = None
+    assert not fused or it.use_fused()
     batch = random_batch(it, 24)
     before = it.params.flat.clone()
     bad = random_batch(it, 24)
@@ -187,38 +188,38 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(by_hand: bool)
     assert torch.isfinite(it.update.metrics).all()
 
 
-def test_by_hand_clips_and_steps_as_the_update_does() -> None:
+def test_the_fused_step_clips_and_steps_as_the_eager_one_does() -> None:
     config = DQNConfig(batch_size=24, max_grad_norm=0.1)
-    hand, auto = learner(config), learner(config)
-    auto.update.by_hand = None
+    fused, eager = learner(config), learner(config)
+    assert fused.use_fused()
     for seed in range(5):
-        batch = random_batch(hand, 24)
+        batch = random_batch(fused, 24)
         batch.reward.add_(seed)
-        (a, errors), (b, others) = step(hand, batch), step(auto, batch)
+        (a, errors), (b, others) = step(fused, batch), step(eager, batch)
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
         torch.testing.assert_close(errors, others, rtol=1e-3, atol=1e-4)
-        torch.testing.assert_close(hand.update.metrics, auto.update.metrics, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(fused.update.metrics, eager.update.metrics, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("dueling", [False, True])
 def test_the_update_never_waits_for_the_device(dueling: bool) -> None:
     """On `meta` a host sync or a device mix-up raises."""
     it = learner(DQNConfig(batch_size=8, dueling=dueling, tau=0.1), MASKED, device="meta")
-    assert it.update.by_hand is None
+    assert not it.use_fused()
     it.update.begin(1e-3)
-    state = it.update.run(it.example_batch(8))
+    state = it.update.next_state(it.example_batch(8))
     it.update.commit(state)
-    it.twins.follow(0.1)
-    assert it.update.row_output.device.type == "meta"
+    it.networks.soft_update(0.1)
+    assert it.update.sample_output.device.type == "meta"
 
 
 def test_the_target_follows_hard_and_softly() -> None:
     it = learner(DQNConfig())
-    older = it.twins.target.clone()
-    it.twins.follow(0.25)
-    torch.testing.assert_close(it.twins.target, older + 0.25 * (it.params.flat - older))
-    it.twins.follow()
-    assert torch.equal(it.twins.target, it.params.flat)
+    older = it.networks.target.clone()
+    it.networks.soft_update(0.25)
+    torch.testing.assert_close(it.networks.target, older + 0.25 * (it.params.flat - older))
+    it.networks.soft_update()
+    assert torch.equal(it.networks.target, it.params.flat)
 
 
 def test_the_share_of_random_actions_falls_to_its_end() -> None:

@@ -16,7 +16,7 @@ from flatout.algorithms.ppo import loss as ppo
 from flatout.algorithms.ppo.config import PPOConfig
 from flatout.envs.spaces import ActionLayout, ObsLayout
 from flatout.errors import FlatoutError
-from flatout.learning.transitions import Transitions
+from flatout.learning.rollouts import Transitions
 from flatout.models.config import NetworkConfig
 from flatout.models.policy import ActorCritic, build
 
@@ -28,9 +28,9 @@ def model(trunk: str = "separate") -> ActorCritic:
     return build(OBS, ACTION, NetworkConfig(network_arch=(8, 8), trunk=trunk), seed=0)  # type: ignore[arg-type]
 
 
-def minibatch(n_rows: int = 64) -> ppo.Minibatch:
+def minibatch(n_rows: int = 64) -> ppo.PPOMinibatch:
     g = torch.Generator().manual_seed(1)
-    return ppo.Minibatch(
+    return ppo.PPOMinibatch(
         obs=(torch.randn(n_rows, 3, generator=g),),
         action=torch.randint(0, 4, (n_rows, 1), generator=g),
         log_prob=-1.4 + 0.4 * torch.randn(n_rows, generator=g),
@@ -40,7 +40,7 @@ def minibatch(n_rows: int = 64) -> ppo.Minibatch:
     )
 
 
-def reference_loss(net: ActorCritic, batch: ppo.Minibatch, clip: float, config: PPOConfig) -> Tensor:
+def reference_loss(net: ActorCritic, batch: ppo.PPOMinibatch, clip: float, config: PPOConfig) -> Tensor:
     """The paper's objective, written out row by row."""
     out = net.policy(batch.obs)
     value = net.value(batch.obs)
@@ -82,7 +82,7 @@ def test_loss_and_gradients_equal_the_reference(trunk: str, normalize: bool, cli
 def test_kl_is_zero_for_the_policy_that_collected() -> None:
     net, batch = model(), minibatch()
     log_prob = net.evaluate(batch.obs, batch.action)[0].detach()
-    same = ppo.Minibatch(batch.obs, batch.action, log_prob, batch.advantage, batch.returns, batch.value)
+    same = ppo.PPOMinibatch(batch.obs, batch.action, log_prob, batch.advantage, batch.returns, batch.value)
     _, metrics = ppo.loss(net, same, torch.tensor(0.2), PPOConfig())
     values = dict(zip(ppo.METRICS, metrics.tolist(), strict=True))
     assert values["train/approx_kl"] == pytest.approx(0, abs=1e-7)

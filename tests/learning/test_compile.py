@@ -72,8 +72,10 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_compiled_once_and_the_same_from_then_on(cache: Path) -> None:
     eager, agent = learned("auto")  # nothing is kept yet, and a short run does not compile
     assert not agent.summary["compiled"]
+    assert agent.summary["backend"] == "eager"
     compiled, agent = learned("on")
     assert agent.summary["compiled"]
+    assert agent.summary["backend"] == "compiled"
     assert agent.summary["phases"]["compile"] > 1
     torch.testing.assert_close(compiled, eager, rtol=1e-3, atol=1e-4)
     assert [path.suffix for path in (cache / "updates").iterdir()] == [".so"]  # no working files left behind
@@ -85,12 +87,16 @@ def test_compiled_once_and_the_same_from_then_on(cache: Path) -> None:
     assert torch.equal(learned("off")[0], eager)
 
 
-def test_what_is_written_out_by_hand_is_not_compiled(cache: Path) -> None:
+def test_a_fused_update_is_not_compiled_and_off_means_eager(cache: Path) -> None:
     agent = flatout.PPO("CartPole-v1", **SETTINGS | {"activation": "tanh"}, compile="auto")
     agent.learn(4 * 16 * 5)
     assert agent.summary["compiled"]  # from the first update on
     assert "compile" not in agent.summary["phases"]
+    assert agent.summary["backend"] == "fused"
     assert not (cache / "updates").exists()
+    agent = flatout.PPO("CartPole-v1", **SETTINGS | {"activation": "tanh"}, compile="off")
+    agent.learn(4 * 16)
+    assert agent.summary["backend"] == "eager"
 
 
 def test_learning_goes_on_while_it_compiles_and_then_swaps(
@@ -102,7 +108,7 @@ def test_learning_goes_on_while_it_compiles_and_then_swaps(
     compilation = Compilation(recipe, wait=False)
     batch, update = learner.example_batch(32), learner.update
     n, deadline = 0, monotonic() + 240
-    while update.compiled is None and monotonic() < deadline:
+    while update.backend == "eager" and monotonic() < deadline:
         update.step(batch)
         n += 1
         sleep(0.02)  # leaves the compiler a core
@@ -135,7 +141,7 @@ def test_a_broken_library_is_not_used_and_the_run_goes_on(cache: Path) -> None:
     kept(recipe).write_bytes(b"half a file")
     learner, compilation = make_learner(recipe), Compilation(recipe, wait=False)
     compilation.visit(learner.update, learner.example_batch(32), seconds_left=0.0)
-    assert learner.update.compiled is None
+    assert learner.update.backend == "eager"
     assert compilation.notes[0].startswith("learning without a compiled update")
     learner.update.step(learner.example_batch(32))
     assert learner.update.n_taken == 1
@@ -178,8 +184,8 @@ def test_the_pure_step_is_the_update_to_the_bit() -> None:
     learner = make_learner(make_recipe(config=PPOConfig(batch_size=32, target_kl=0.01, clip_range_vf=0.2)))
     batch, update = learner.example_batch(32), learner.update
     for _ in range(5):
-        new = update.pure(batch)(*update.current_inputs(batch))
-        for a, b in zip(new, update.run(batch), strict=True):
+        new = update.pure(batch)(*update.inputs(batch))
+        for a, b in zip(new, update.next_state(batch), strict=True):
             assert torch.equal(a, b)
         update.commit(new)
 

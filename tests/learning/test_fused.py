@@ -13,7 +13,7 @@ from gymnasium import spaces
 
 from flatout.algorithms.ppo import loss as ppo
 from flatout.algorithms.ppo.config import PPOConfig
-from flatout.algorithms.ppo.fused import HandMadePPO, can_be_made_by_hand
+from flatout.algorithms.ppo.fused import FusedPPO, can_fuse
 from flatout.algorithms.ppo.learner import PPOLearner
 from flatout.envs.spaces import ActionLayout, ObsLayout
 from flatout.models.config import NetworkConfig
@@ -46,7 +46,7 @@ def learner(
     return it
 
 
-def random_batch(it: PPOLearner, n_rows: int = N) -> ppo.Minibatch:
+def random_batch(it: PPOLearner, n_rows: int = N) -> ppo.PPOMinibatch:
     rng, model = np.random.default_rng(7), it.model
     batch = it.example_batch(n_rows)
     leaves = list(batch.obs)
@@ -65,21 +65,21 @@ def random_batch(it: PPOLearner, n_rows: int = N) -> ppo.Minibatch:
         action, log_prob = model.sample(obs, noise)
         value = model.value(obs)
     spread = [torch.from_numpy(rng.normal(size=n_rows).astype(np.float32)) for _ in range(4)]
-    return ppo.Minibatch(
+    return ppo.PPOMinibatch(
         obs, action, log_prob + 0.4 * spread[0], spread[1], value + spread[2], value + 0.5 * spread[3]
     )
 
 
-def both_ways(it: PPOLearner, batch: ppo.Minibatch) -> tuple[HandMadePPO, torch.Tensor]:
-    """The hand-made step once it has found the gradient, which must be autograd's; and the loss's metrics."""
-    by_hand = it.update.by_hand
-    assert isinstance(by_hand, HandMadePPO)
+def both_ways(it: PPOLearner, batch: ppo.PPOMinibatch) -> tuple[FusedPPO, torch.Tensor]:
+    """The fused backend after it computed the gradient, which must be autograd's; and the loss's metrics."""
+    fused = it.make_fused()
+    assert fused is not None
     it.update.begin(3e-4, 0.2)
     total, metrics = ppo.loss(it.model, ppo.prepare(batch, it.config), it.update.coefficient, it.config)
     want = it.params.flatten(torch.autograd.grad(total, it.params.leaves))
-    by_hand.differentiate(batch)
-    torch.testing.assert_close(by_hand.gradient, want, rtol=1e-3, atol=2e-6)
-    return by_hand, metrics
+    fused.differentiate(batch)
+    torch.testing.assert_close(fused.gradient, want, rtol=1e-3, atol=2e-6)
+    return fused, metrics
 
 
 CASES = {
@@ -123,20 +123,20 @@ def test_the_gradient_is_autograds(
     )
     it = learner(*CASES[case], config, activation=activation)
     batch = random_batch(it)
-    by_hand, metrics = both_ways(it, batch)
-    torch.testing.assert_close(torch.from_numpy(by_hand.means), metrics, rtol=1e-4, atol=1e-6)
+    fused, metrics = both_ways(it, batch)
+    torch.testing.assert_close(torch.from_numpy(fused.means), metrics, rtol=1e-4, atol=1e-6)
     assert 0 < metrics[-1] < 1  # some were clipped, some were not
     then = ppo.log_ratio(it.model, batch.obs, batch.action, batch.log_prob)
-    now = by_hand.log_prob(batch.obs, batch.action) - batch.log_prob
+    now = fused.log_prob(batch.obs, batch.action) - batch.log_prob
     torch.testing.assert_close(now, then, rtol=1e-3, atol=1e-5)
-    torch.testing.assert_close(by_hand.values(batch.obs), it.model.value(batch.obs), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(fused.values(batch.obs), it.model.value(batch.obs), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("target_kl", [None, 0.06])
-def test_steps_are_those_of_the_generic_update(target_kl: float | None) -> None:
+def test_fused_steps_are_the_eager_ones(target_kl: float | None) -> None:
     config = PPOConfig(batch_size=N, n_steps=N, target_kl=target_kl)
     pair = [learner(PLAIN, spaces.Discrete(4), config) for _ in range(2)]
-    pair[1].update.by_hand = None
+    assert pair[0].use_fused()
     batch = random_batch(pair[0])
     broken = replace(batch, advantage=batch.advantage * math.nan)
     for it in pair:
@@ -144,6 +144,7 @@ def test_steps_are_those_of_the_generic_update(target_kl: float | None) -> None:
         for part in (batch, broken, batch, batch, batch):
             it.update.step(part)
     ours, generic = (it.update for it in pair)
+    assert (ours.backend, generic.backend) == ("fused", "eager")
     assert generic.n_bad == ours.n_bad == 1
     assert generic.stopped == ours.stopped == (target_kl is not None)
     assert generic.n_taken == ours.n_taken
@@ -154,12 +155,13 @@ def test_steps_are_those_of_the_generic_update(target_kl: float | None) -> None:
 
 def test_a_minibatch_of_another_size_is_learned_from_too() -> None:
     it = learner(PLAIN, spaces.Discrete(4), PPOConfig(batch_size=N, n_steps=N))
+    assert it.use_fused()
     it.update.begin(1e-3, 0.2)
     it.update.step(random_batch(it, N - 3))
     assert it.update.n_taken == 1
 
 
-def test_only_plain_perceptrons_are_made_by_hand() -> None:
+def test_only_plain_mlps_are_fused() -> None:
     config, cpu = PPOConfig(batch_size=N, n_steps=N), torch.device("cpu")
     image = spaces.Box(0, 255, (20, 20, 3), np.uint8)
     action = spaces.Discrete(2)
@@ -169,5 +171,6 @@ def test_only_plain_perceptrons_are_made_by_hand() -> None:
         learner(PLAIN, action, config, activation="silu"),
         learner(PLAIN, spaces.Box(-1, 1, (2,)), config, squash=True),
     ):
-        assert not can_be_made_by_hand(it.model, cpu)
-        assert it.update.by_hand is None
+        assert not can_fuse(it.model, cpu)
+        assert not it.use_fused()
+        assert it.update.backend == "eager"

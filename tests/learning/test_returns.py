@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flatout.learning.returns import discounted_scan, gae, lambda_returns
+from flatout.learning.rollouts import discounted_scan, gae, lambda_returns
 
 
 def slow_gae(

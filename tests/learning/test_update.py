@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import math
+
+import numpy as np
 import torch
 from gymnasium import spaces
 from torch import Tensor, nn
@@ -17,7 +20,6 @@ from flatout.algorithms.ppo.config import PPOConfig
 from flatout.algorithms.ppo.learner import PPOLearner
 from flatout.envs.spaces import ActionLayout, ObsLayout
 from flatout.learning.memory import bytes_per_row, rows_that_fit
-from flatout.learning.minibatch import Rows
 from flatout.learning.update import Update
 from flatout.models.config import NetworkConfig
 from flatout.models.params import FlatParams
@@ -36,16 +38,10 @@ def batches(n: int) -> list[Tensor]:
 
 
 @dataclass(frozen=True)
-class Inputs(Rows):
+class Inputs(Minibatch):
     """A minibatch of one tensor."""
 
     x: Tensor
-
-    def tensors(self) -> list[Tensor]:
-        return [self.x]
-
-    def like(self, tensors: Sequence[Tensor]) -> Inputs:
-        return Inputs(tensors[0])
 
 
 def make_update(model: nn.Sequential, kl_limit: float | None = None, **options: Any) -> Update[Inputs]:
@@ -74,6 +70,35 @@ def test_equals_torch_adam_with_clipping() -> None:
         nn.utils.clip_grad_norm_(theirs.parameters(), 0.5)
         optimizer.step()
         torch.testing.assert_close(params(ours), params(theirs), rtol=1e-4, atol=1e-5)
+
+
+def test_every_form_of_adam_is_the_reference() -> None:
+    """PyTorch's fused kernel in the eager step and the compiled loop of the fused backend, against `adam`."""
+    generator = torch.Generator().manual_seed(3)
+    n, rate = 40, 1e-2
+    flat, momentum, variance = torch.randn(3, n, generator=generator)
+    variance = variance.square()
+    loop = [x.numpy().copy() for x in (flat, momentum, variance)]
+    model = nn.Linear(n, 1, bias=False)
+    update = make_update(nn.Sequential(model), max_grad_norm=1e9)
+    own = update.inputs(Inputs(torch.zeros(16, n)))[0][:3]
+    for tensor, value in zip(own, (flat, momentum, variance), strict=True):
+        tensor[:n] = value
+    update.begin(rate)
+    counts = [np.zeros(1, np.float32) for _ in range(4)]
+    for step in range(1, 6):
+        grad = torch.randn(n, generator=generator)
+        flat, momentum, variance = adam(flat, momentum, variance, grad, torch.tensor(float(step)), torch.tensor(rate))
+        fused.adam(
+            float(grad.norm()), 1e9, rate, 0.0, math.inf, loop[0], grad.numpy(), *loop[1:],
+            np.zeros(1, np.float32), *counts, np.zeros(2, np.float32),
+        )
+        padded = torch.zeros_like(own[0])
+        padded[:n] = grad
+        update._adam_in_place(padded, torch.ones(()), torch.zeros(()), torch.tensor(float(step)))
+        for want, by_loop, by_torch in zip((flat, momentum, variance), loop, own, strict=True):
+            torch.testing.assert_close(torch.from_numpy(by_loop), want, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(by_torch[:n].detach(), want, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

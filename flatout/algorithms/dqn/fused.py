@@ -1,4 +1,4 @@
-"""DQN's update written out."""
+"""DQN's loss and its gradient written out for plain MLPs on the CPU; tests hold them equal to `loss.py`."""
 
 from __future__ import annotations
 
@@ -9,102 +9,105 @@ import torch
 from torch import Tensor
 
 from flatout.algorithms.dqn.config import DQNConfig
-from flatout.algorithms.dqn.loss import Minibatch, Twins
+from flatout.algorithms.dqn.loss import DQNMinibatch, TargetNetwork
 from flatout.device.jit import compiled
 from flatout.envs.spaces import Array
-from flatout.learning.fused import HandMadeStep, Perceptron, is_plain, layers_in
+from flatout.learning.fused import FusedBackend, FusedMLP, is_plain, layers_in
 from flatout.learning.update import Update
 from flatout.models.params import FlatParams
 from flatout.models.policy import QNetwork
 
 
 @compiled
-def errors(
+def loss_gradient(
     squared: bool,
     mask: Array,
     action: Array,
     reward: Array,
     discount: Array,
     weight: Array,
-    value: Array,
-    later: Array,
-    chooses: Array,
+    q: Array,
+    target_q: Array,
+    online_q: Array,
     error_out: Array,
-    slope_out: Array,
+    q_grad: Array,
     means_out: Array,
 ) -> None:
-    """Errors (B,), the mean loss's slope by value (B, A), and means of loss, value and error; no mask: no rows."""
-    n, n_actions = value.shape
+    """TD errors (B,), the mean loss's gradient w.r.t. Q-values (B, A), and means of loss, Q-value and error.
+
+    `target_q` and `online_q` are of the next observations; a mask without rows: all actions are allowed.
+    """
+    n, n_actions = q.shape
     total, values, sizes = 0.0, 0.0, 0.0
     for b in range(n):
-        choice, most = -1, np.float32(0)
+        best, most = -1, np.float32(0)
         for a in range(n_actions):
-            if (not len(mask) or mask[b, a]) and (choice < 0 or chooses[b, a] > most):
-                choice, most = a, chooses[b, a]
+            if (not len(mask) or mask[b, a]) and (best < 0 or online_q[b, a] > most):
+                best, most = a, online_q[b, a]
         taken = action[b, 0]
-        error = value[b, taken] - (reward[b] + discount[b] * later[b, max(choice, 0)])
+        error = q[b, taken] - (reward[b] + discount[b] * target_q[b, max(best, 0)])
         size = abs(error)
         if squared:
-            loss, pull = error * error, error + error
+            loss, grad = error * error, error + error
         elif size < 1:
-            loss, pull = np.float32(0.5) * error * error, error
-        else:  # an error that is no number comes here too, and stays one
-            loss, pull = size - np.float32(0.5), np.float32(np.sign(error))
+            loss, grad = np.float32(0.5) * error * error, error
+        else:  # NaN comes here too, and stays NaN
+            loss, grad = size - np.float32(0.5), np.float32(np.sign(error))
         for a in range(n_actions):
-            slope_out[b, a] = 0
-        slope_out[b, taken] = pull * weight[b] / n
+            q_grad[b, a] = 0
+        q_grad[b, taken] = grad * weight[b] / n
         error_out[b] = size
         total += np.float64(weight[b] * loss)
-        values += np.float64(value[b, taken])
+        values += np.float64(q[b, taken])
         sizes += np.float64(size)
     means_out[0], means_out[1], means_out[2] = total / n, values / n, sizes / n
 
 
-class HandMadeDQN(HandMadeStep[Minibatch]):
-    """Learns from minibatches of one size, as `dqn.loss` and `Update` would."""
+class FusedDQN(FusedBackend[DQNMinibatch]):
+    """`dqn.loss` and its gradient, for minibatches of one size."""
 
     def __init__(
-        self, twins: Twins, params: FlatParams, config: DQNConfig, update: Update[Minibatch]
+        self, networks: TargetNetwork, params: FlatParams, config: DQNConfig, update: Update[DQNMinibatch]
     ) -> None:
-        model = twins.online
+        model = networks.online
         super().__init__(model, params, update)
         self._config = config
-        n, bend, layers = config.batch_size, model.activation, model.acting_layers()
+        n, activation, layers = config.batch_size, model.activation, model.acting_layers()
         grads = layers_in(params, self.gradient, layers)
-        older = layers_in(params, twins.target, layers)
-        self._online = Perceptron(layers, n, bend, grads)
-        self._target = Perceptron(older, n, bend)
-        self._chooser = Perceptron(layers, n, bend)
-        self._ahead = lru_cache(2)(lambda n_rows: Perceptron(older, n_rows, bend))
-        self._errors: tuple[Array, ...] = update.row_output.numpy(), self._online.slope, self.means
+        target = layers_in(params, networks.target, layers)
+        self._online = FusedMLP(layers, n, activation, grads)
+        self._target = FusedMLP(target, n, activation)
+        self._online_next = FusedMLP(layers, n, activation)
+        self._many_targets = lru_cache(2)(lambda n: FusedMLP(target, n, activation))
+        self._outputs: tuple[Array, ...] = update.sample_output.numpy(), self._online.grad, self.means
 
-    def look_ahead(self, batches: Minibatch) -> Tensor:
-        """The older network's values of what follows in several minibatches at once; valid until the next ones."""
-        network: Perceptron = self._ahead(len(batches))
-        return network.forward(self._seen(batches.next_obs))
+    def target_q(self, batches: DQNMinibatch) -> Tensor:
+        """The target network's Q-values of the next observations of several minibatches; valid until the next call."""
+        network: FusedMLP = self._many_targets(len(batches))
+        return network.forward(self._features(batches.next_obs))
 
-    def differentiate(self, batch: Minibatch) -> None:
-        """Fill in the gradient, the rows' errors and the means."""
-        following = self._seen(batch.next_obs)
-        later = self._target.forward(following) if batch.later is None else batch.later
-        chooses = self._chooser.forward(following) if self._config.double else later
-        x = self._seen(batch.obs)
+    def differentiate(self, batch: DQNMinibatch) -> None:
+        """Fill in the gradient, the TD errors and the means."""
+        x_next = self._features(batch.next_obs)
+        target_q = self._target.forward(x_next) if batch.target_q is None else batch.target_q
+        online_q = self._online_next.forward(x_next) if self._config.double else target_q
+        x = self._features(batch.obs)
         self._online.forward(x)
-        errors(
+        loss_gradient(
             self._config.loss == "mse",
-            self._allowed(batch.next_obs),
+            self._mask(batch.next_obs),
             batch.action.numpy(),
             batch.reward.numpy(),
             batch.discount.numpy(),
             batch.weight.numpy(),
             self._online.out,
-            later.numpy(),
-            chooses.numpy(),
-            *self._errors,
+            target_q.numpy(),
+            online_q.numpy(),
+            *self._outputs,
         )
         self._online.backward(x)
 
 
-def can_be_made_by_hand(model: QNetwork, device: torch.device) -> bool:
-    """Whether there is such code for this network."""
+def can_fuse(model: QNetwork, device: torch.device) -> bool:
+    """Whether the fused code covers this network."""
     return model.v_out is None and is_plain(model, device)

@@ -1,9 +1,10 @@
-"""DQN's learner: stores a rollout, then takes exactly as many updates from the replay as the ratio asks for."""
+"""DQN's learner: stores a rollout in the replay buffer, then takes exactly as many updates as `train_ratio` asks for."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,20 +13,29 @@ from torch import Tensor
 from flatout.algorithms.base import scheduled
 from flatout.algorithms.dqn import loss as dqn
 from flatout.algorithms.dqn.config import DQNConfig
-from flatout.algorithms.dqn.experience import Experience
-from flatout.algorithms.dqn.fused import HandMadeDQN, can_be_made_by_hand
+from flatout.algorithms.dqn.fused import FusedDQN, can_fuse
+from flatout.algorithms.dqn.loss import DQNMinibatch
+from flatout.buffers.batch import ReplayBatch, alloc_batch
+from flatout.buffers.capacity import SPARED, fitting_capacity, parse_capacity, transition_bytes
+from flatout.buffers.device_replay import TensorPrioritized, TensorReplay, TensorUniform
+from flatout.buffers.prefetch import Prefetch
+from flatout.buffers.priority import Prioritized
+from flatout.buffers.replay import Replay, Uniform
 from flatout.buffers.rollout import Learnable, Rollout, TensorRollout
-from flatout.envs.spaces import Array
-from flatout.learning.learner import AUTOCAST, Learner, example_obs
+from flatout.device.machine import free_memory
+from flatout.envs.spaces import ActionLayout, Array, ObsLayout
+from flatout.learning.learner import AUTOCAST, Learner, example_actions, example_obs
 from flatout.learning.update import Update
 from flatout.models.policy import QNetwork
 from flatout.timing import Phase, PhaseClock
 
 NAMES = (*dqn.METRICS, "train/grad_norm")
+SAMPLED_AT_ONCE = 16
+"""Minibatches that are sampled together where sampling is uniform."""
 
 
-class DQNLearner(Learner[dqn.Minibatch]):
-    """DQN's update from a replay, on one device."""
+class DQNLearner(Learner[DQNMinibatch]):
+    """Trains a Q-network from a replay buffer, on one device."""
 
     def __init__(
         self,
@@ -39,27 +49,26 @@ class DQNLearner(Learner[dqn.Minibatch]):
     ) -> None:
         super().__init__(model, n_envs=n_envs, seed=seed, clock=clock, normalize_obs=config.normalize_obs)
         self.model, self.config = model, config
-        self.twins = dqn.Twins(model, self.params.flat, self.params.views)
+        self.networks = dqn.TargetNetwork(model, self.params.flat, self.params.views)
         self.update = Update(
-            self.twins,
+            self.networks,
             self.params,
-            partial(_loss, self.twins, config),
+            partial(_loss, self.networks, config),
             len(dqn.METRICS),
             max_grad_norm=config.max_grad_norm,
             batch_size=config.batch_size,
             autocast=AUTOCAST.get(precision),
-            row_output=True,
+            sample_output=True,
         )
-        if precision not in AUTOCAST and can_be_made_by_hand(model, self.device):
-            self.update.by_hand = HandMadeDQN(self.twins, self.params, config, self.update)
+        self._fused: FusedDQN | None = None
         model.greedy.epsilon.fill_(config.epsilon(0.0))
         self._experience: Experience | None = None
         self._starts = config.learning_starts
-        """Env steps before the first update; later where a run goes on without what it had stored."""
+        """Env steps before the first update; later where a run is resumed without its replay buffer."""
 
     @property
     def experience(self) -> Experience:
-        """What it learns from; memory is taken when it is first needed."""
+        """The replay buffer; allocated on first use."""
         if self._experience is None:
             model = self.model
             self._experience = Experience(
@@ -68,7 +77,7 @@ class DQNLearner(Learner[dqn.Minibatch]):
         return self._experience
 
     def reserve(self) -> None:
-        """Take the replay's memory, or refuse with what fits."""
+        """Allocate the replay buffer, or refuse with the size that fits."""
         self.experience  # noqa: B018
 
     def learn(
@@ -77,7 +86,7 @@ class DQNLearner(Learner[dqn.Minibatch]):
         *,
         iteration: int,
         progress: float,
-        lag: int = 0,  # noqa: ARG002  what is replayed is old anyway
+        lag: int = 0,  # noqa: ARG002  Q-learning is off-policy
         stop: Callable[[], bool] = lambda: False,
     ) -> dict[str, float]:
         """Store a rollout and learn; `progress` in [0, 1] drives the schedules. Returns the metrics."""
@@ -85,22 +94,22 @@ class DQNLearner(Learner[dqn.Minibatch]):
         learning_rate = scheduled(config.learning_rate, config.learning_rate_schedule, progress)
         beta = config.priority_beta + (1 - config.priority_beta) * min(progress, 1.0)
         self._enter(Phase.STAGE)
-        assert isinstance(rollout, Rollout | TensorRollout), "what is stored is read directly"
+        assert isinstance(rollout, Rollout | TensorRollout), "a replay buffer reads rollouts directly"
         experience.add(rollout)
         before = iteration * self.n_envs * config.n_steps
         after = before + self.n_envs * config.n_steps
         n_due = config.updates_after(after - self._starts) - config.updates_after(before - self._starts)
         self.update.begin(learning_rate)
         if n_due:
-            self._speed_up(experience.peek, progress)
+            self._prepare_backend(experience.peek, progress)
         self._enter(Phase.UPDATE)
         interval = config.target_update_interval
         if config.tau >= 1 and after // interval > before // interval:
-            self.twins.follow()
+            self.networks.soft_update()
         self._take(n_due, beta, stop)
         if self._obs_moments:
             data = rollout.tensors(self._staging)
-            self._renormalize([leaf[:-1].flatten(0, 1) for leaf in data.obs])
+            self._update_obs_statistics([array[:-1].flatten(0, 1) for array in data.obs])
         epsilon = config.epsilon(progress)
         self.model.greedy.epsilon.fill_(epsilon)
         metrics = self._read(NAMES)
@@ -115,43 +124,41 @@ class DQNLearner(Learner[dqn.Minibatch]):
         }
 
     def _take(self, n_updates: int, beta: float, stop: Callable[[], bool]) -> None:
-        """The updates, each followed by what depends on it."""
+        """Take the updates, each followed by the soft update and new priorities."""
         if n_updates == 0:
             return
-        update, twins, experience = self.update, self.twins, self.experience
-        soft = self.config.tau if self.config.tau < 1 else None
-        prioritized = self.config.prioritized
-        by_hand = update.by_hand
-        look_ahead = by_hand.look_ahead if isinstance(by_hand, HandMadeDQN) and soft is None else None
-        for batch, sample in experience.batches(n_updates, beta, look_ahead):
+        update, experience = self.update, self.experience
+        tau = self.config.tau if self.config.tau < 1 else None
+        fused = self._fused if update.backend == "fused" and tau is None else None
+        for batch, sample in experience.batches(n_updates, beta, None if fused is None else fused.target_q):
             update.step(batch)
-            if soft is not None:
-                twins.follow(soft)
-            if prioritized:
-                experience.surprise(sample, update.row_output)
+            if tau is not None:
+                self.networks.soft_update(tau)
+            if self.config.prioritized:
+                experience.update_priorities(sample, update.sample_output)
             if stop():
                 break
 
-    def example_batch(self, n_rows: int) -> dqn.Minibatch:
-        """A minibatch of the right shapes, to try things with."""
-        obs = example_obs(self.model, n_rows, self.device)
-        action = torch.zeros(n_rows, 1, dtype=torch.int64, device=self.device)
-        reward = torch.linspace(-1, 1, n_rows).to(self.device)
-        ones = torch.ones(n_rows, device=self.device)
-        return dqn.Minibatch(obs, tuple(leaf.clone() for leaf in obs), action, reward, ones, ones.clone())
+    def make_fused(self) -> FusedDQN | None:
+        """The fused backend, for plain MLPs."""
+        fits = can_fuse(self.model, self.device)
+        self._fused = FusedDQN(self.networks, self.params, self.config, self.update) if fits else None
+        return self._fused
 
-    def loss(self, batch: dqn.Minibatch) -> Tensor:
-        """The loss of a minibatch, to see what it takes."""
-        return dqn.loss(self.twins, batch, self.config)[0]
+    def example_batch(self, n: int) -> DQNMinibatch:
+        """A minibatch of the right shapes."""
+        obs, action = example_obs(self.model, n, self.device), example_actions(self.model, n, self.device)
+        reward, ones = torch.linspace(-1, 1, n).to(self.device), torch.ones(n, device=self.device)
+        return DQNMinibatch(obs, tuple(x.clone() for x in obs), action, reward, ones, ones.clone())
 
     def replay(self) -> Mapping[str, Array] | None:
-        """What was stored, if it is to be kept."""
+        """The replay buffer's content, if checkpoints are to keep it."""
         if not self.config.save_replay:
             return None
         return self.experience.arrays() | {"starts": np.array([self._starts])}
 
     def restore_replay(self, saved: Mapping[str, Array] | None, env_steps: int) -> None:
-        """Go on at so many env steps with what `replay` gave; without it, collect as much as at first before learning."""
+        """Continue after so many env steps with what `replay` gave; without it, refill the buffer before learning."""
         if saved is not None:
             self.experience.restore(saved)
             self._starts = int(saved["starts"][0])
@@ -163,8 +170,8 @@ class DQNLearner(Learner[dqn.Minibatch]):
             )
 
     def state(self) -> dict[str, Tensor]:
-        """Everything that learning on needs, by name."""
-        return super().state() | {"target": self.twins.target}
+        """Everything that a checkpoint needs, by name."""
+        return super().state() | {"target": self.networks.target}
 
     def close(self) -> None:
         """End what is under way."""
@@ -173,5 +180,130 @@ class DQNLearner(Learner[dqn.Minibatch]):
             self._experience.close()
 
 
-def _loss(twins: dqn.Twins, config: DQNConfig, batch: dqn.Minibatch, _: Tensor) -> tuple[Tensor, ...]:
-    return dqn.loss(twins, batch, config)
+def _loss(
+    networks: dqn.TargetNetwork, config: DQNConfig, batch: DQNMinibatch, _: Tensor
+) -> tuple[Tensor, ...]:
+    return dqn.loss(networks, batch, config)
+
+
+class Experience:
+    """The replay buffer, where the learner can reach it fast, and minibatches sampled from it.
+
+    On the CPU it is in RAM; for a GPU it is on the device where it fits, else in pinned RAM with prefetching.
+    """
+
+    def __init__(
+        self,
+        obs: ObsLayout,
+        action: ActionLayout,
+        config: DQNConfig,
+        *,
+        n_envs: int,
+        device: torch.device,
+        seed: int,
+    ) -> None:
+        self._config, self._device = config, device
+        each = transition_bytes(obs, action, prioritized=config.prioritized)
+        capacity = parse_capacity(config.buffer_size, each)
+        how: dict[str, Any] = {"gamma": config.gamma, "n_step": config.multi_step, "seed": seed}
+        if config.prioritized:
+            how["alpha"] = config.priority_alpha
+        on_device = device.type != "cpu" and capacity * each <= free_memory(device) * (1 - SPARED) / 2
+        self.replay: Replay | TensorReplay
+        self._sampler: Uniform | Prioritized | TensorUniform | TensorPrioritized
+        if on_device:
+            self.replay = TensorReplay(obs, action, n_envs, capacity, device)
+            kind = TensorPrioritized if config.prioritized else TensorUniform
+            self._sampler = kind(self.replay, **how)
+        else:
+            capacity = fitting_capacity(config.buffer_size, each, torch.device("cpu"))
+            self.replay = Replay(obs, action, n_envs, capacity, pin=device.type == "cuda")
+            self._sampler = (Prioritized if config.prioritized else Uniform)(self.replay, **how)
+        self._in_ram = device.type == "cpu"
+        self._buffers: dict[int, tuple[ReplayBatch, DQNMinibatch, list[DQNMinibatch]]] = {}
+        self._prefetch = Prefetch(
+            self._sampler,
+            config.batch_size,
+            device,
+            alloc=None
+            if on_device
+            else lambda: alloc_batch(obs, action, config.batch_size, pin=not self._in_ram),
+            background=None if device.type == "cuda" else False,
+        )
+
+    def add(self, rollout: Rollout | TensorRollout) -> None:
+        """Store a rollout's transitions."""
+        if isinstance(self.replay, TensorReplay):
+            self.replay.add_rollout(rollout)
+        else:
+            self.replay.add_rollout(rollout if isinstance(rollout, Rollout) else rollout.on_host())
+
+    def batches(
+        self, n: int, beta: float, target_q: Callable[[DQNMinibatch], Tensor] | None = None
+    ) -> Iterator[tuple[DQNMinibatch, ReplayBatch]]:
+        """`n` minibatches, each with the replay sample that it is a part of; valid until the next one.
+
+        `target_q`: the target network's Q-values of several minibatches, if that network stays the same meanwhile.
+        """
+        if self._in_ram and not self._config.prioritized:
+            size = self._config.batch_size
+            for start in range(0, n, SAMPLED_AT_ONCE):
+                sample, whole, parts = self._buffer(min(SAMPLED_AT_ONCE, n - start))
+                self._sampler.sample(len(sample.reward), out=sample)
+                q = target_q(whole) if target_q else None
+                for i, part in enumerate(parts):
+                    part.target_q = None if q is None else q[i * size : (i + 1) * size]
+                    yield part, sample
+            return
+        self._prefetch.ask(beta)
+        n_left = n
+        try:
+            while n_left:
+                sample, n_left = self._prefetch.take(), n_left - 1
+                if n_left:  # before this one is used, so that the next is prefetched meanwhile
+                    self._prefetch.ask(beta)
+                yield _minibatch(sample), sample
+        finally:
+            if n_left:  # stopped early
+                self._prefetch.take()
+            self._prefetch.finish()
+
+    def peek(self) -> DQNMinibatch:
+        """A minibatch for comparing steps; does not advance the sampler."""
+        n_draws = self._sampler.n_draws
+        sample = self._sampler.sample(self._config.batch_size).to(self._device)
+        self._sampler.n_draws = n_draws
+        return _minibatch(sample)
+
+    def _buffer(self, n: int) -> tuple[ReplayBatch, DQNMinibatch, list[DQNMinibatch]]:
+        if n not in self._buffers:
+            size, replay = self._config.batch_size, self.replay
+            sample = alloc_batch(replay.obs_layout, replay.action_layout, n * size)
+            whole = _minibatch(sample)
+            self._buffers[n] = sample, whole, [whole.take(slice(i * size, (i + 1) * size)) for i in range(n)]
+        return self._buffers[n]
+
+    def update_priorities(self, sample: ReplayBatch, error: Tensor) -> None:
+        """Set the priorities of a sample's transitions to their absolute TD errors."""
+        if self._config.prioritized:
+            self._prefetch.update(sample, error)
+
+    def arrays(self) -> dict[str, Array]:
+        """Its content by name; views if it is in RAM."""
+        return self.replay.arrays() | {f"sampler.{k}": v for k, v in self._sampler.arrays().items()}
+
+    def restore(self, arrays: Mapping[str, Array]) -> None:
+        """Restore what `arrays` gave."""
+        self.replay.restore(arrays)
+        names = [name for name in arrays if name.startswith("sampler.")]
+        self._sampler.restore({name[8:]: arrays[name] for name in names})
+
+    def close(self) -> None:
+        """End the prefetching thread."""
+        self._prefetch.close()
+
+
+def _minibatch(sample: ReplayBatch) -> DQNMinibatch:
+    return DQNMinibatch(
+        sample.obs, sample.next_obs, sample.action, sample.reward, sample.discount, sample.weight
+    )

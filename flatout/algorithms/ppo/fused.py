@@ -1,4 +1,4 @@
-"""PPO's update written out."""
+"""PPO's loss and its gradient written out for plain MLPs on the CPU; tests hold them equal to `loss.py`."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from flatout.algorithms.ppo.config import PPOConfig
-from flatout.algorithms.ppo.loss import Minibatch
+from flatout.algorithms.ppo.loss import PPOMinibatch
 from flatout.device.jit import compiled
 from flatout.envs.spaces import Array
-from flatout.learning.fused import HandMadeStep, Perceptron, is_plain, layers_in
+from flatout.learning.fused import FusedBackend, FusedMLP, is_plain, layers_in
 from flatout.learning.update import Update
 from flatout.models.encoders import Obs
 from flatout.models.heads import LOG_SQRT_2PI, MASKED, CategoricalHead, GaussianHead
@@ -25,26 +25,26 @@ _HALF, _ONE = np.float32(0.5), np.float32(1)
 
 
 @compiled
-def moments(advantage: Array, normalizes: bool) -> tuple[float, float]:
-    """What to take from every advantage, and what to divide by."""
+def moments(advantage: Array, normalize: bool) -> tuple[float, float]:
+    """The mean to subtract from every advantage, and the standard deviation to divide it by."""
     n = len(advantage)
-    if not normalizes or n == 1:
+    if not normalize or n == 1:
         return 0.0, 1.0
     mean = 0.0
     for b in range(n):
         mean += np.float64(advantage[b])
     mean /= n
-    spread = 0.0
+    squares = 0.0
     for b in range(n):
-        spread += (np.float64(advantage[b]) - mean) ** 2
-    return mean, math.sqrt(spread / (n - 1)) + 1e-8
+        squares += (np.float64(advantage[b]) - mean) ** 2
+    return mean, math.sqrt(squares / (n - 1)) + 1e-8
 
 
 @compiled
 def categorical(
     out: Array, mask: Array, nvec: Array, action: Array, log_p: Array, log_prob: Array, entropy: Array
 ) -> None:
-    """Log-probabilities of all choices, of the rows' own, and entropies of the groups; no mask: no rows."""
+    """Log-probabilities of all actions and of those taken, and each component's entropy; a mask without rows: none."""
     for b in range(len(out)):
         start, total = 0, np.float32(0)
         for g in range(len(nvec)):
@@ -68,7 +68,7 @@ def categorical(
 
 @compiled
 def gaussian(out: Array, log_std: Array, action: Array, noise: Array, log_prob: Array) -> None:
-    """How many spreads each action lies from its mean, and the rows' log-probabilities."""
+    """Each action's distance from its mean in standard deviations, and the log-probabilities of the actions."""
     for b in range(len(out)):
         total = np.float32(0)
         for d in range(len(log_std)):
@@ -78,151 +78,152 @@ def gaussian(out: Array, log_std: Array, action: Array, noise: Array, log_prob: 
 
 
 @compiled
-def pulls(
+def loss_gradient(
     log_prob: Array,
-    log_prob_then: Array,
+    old_log_prob: Array,
     advantage: Array,
-    normalizes: bool,
+    normalize: bool,
     clip_range: float,
     value: Array,
-    value_then: Array,
+    old_value: Array,
     returns: Array,
     clip_range_vf: float,
     vf_coef: float,
-    pull_out: Array,
-    value_slope_out: Array,
-    sums_out: Array,
+    log_prob_grad: Array,
+    value_grad: Array,
+    means_out: Array,
 ) -> None:
-    """The mean loss's slope by log-probability and by value; means of the losses, the KL and what was clipped.
+    """The mean loss's gradient w.r.t. log-probabilities and values, and its metrics but for the entropy.
 
-    A `clip_range_vf` that is infinite clips nothing.
+    An infinite `clip_range_vf` clips nothing.
     """
-    n, (mean, spread) = len(log_prob), moments(advantage, normalizes)
+    n, (mean, std) = len(log_prob), moments(advantage, normalize)
     policy, squares, kl, n_clipped = 0.0, 0.0, 0.0, 0
     clip, clip_vf, share = np.float32(clip_range), np.float32(clip_range_vf), np.float32(1 / n)
     low, high = _ONE - clip, _ONE + clip
     for b in range(n):
-        gain = np.float32((np.float64(advantage[b]) - mean) / spread)
-        log_ratio = log_prob[b] - log_prob_then[b]
+        adv = np.float32((np.float64(advantage[b]) - mean) / std)
+        log_ratio = log_prob[b] - old_log_prob[b]
         ratio = np.exp(log_ratio)
-        free, held = ratio * gain, min(max(ratio, low), high) * gain
-        # What is no number must stay one, and be seen in the loss.
-        counts = not free > held
-        policy -= np.float64(free if counts else held)
-        pull_out[b] = -ratio * gain * share if counts else np.float32(0)
+        unclipped, clipped = ratio * adv, min(max(ratio, low), high) * adv
+        # `not >` instead of `<=`: NaN must reach the loss.
+        is_free = not unclipped > clipped
+        policy -= np.float64(unclipped if is_free else clipped)
+        log_prob_grad[b] = -ratio * adv * share if is_free else np.float32(0)
         kl += np.float64((ratio - _ONE) - log_ratio)
         n_clipped += abs(ratio - _ONE) > clip
-        moved = value[b, 0] - value_then[b]
-        within = abs(moved) <= clip_vf or not math.isfinite(moved)
-        now = value[b, 0] if within else value_then[b] + (clip_vf if moved > 0 else -clip_vf)
+        change = value[b, 0] - old_value[b]
+        within = abs(change) <= clip_vf or not math.isfinite(change)
+        now = value[b, 0] if within else old_value[b] + (clip_vf if change > 0 else -clip_vf)
         error = now - returns[b]
         squares += np.float64(error * error)
-        value_slope_out[b, 0] = np.float32(2 * vf_coef) * error * share if within else np.float32(0)
-    sums_out[1], sums_out[2] = policy / n, squares / n
-    sums_out[4], sums_out[5] = kl / n, n_clipped / n
+        value_grad[b, 0] = np.float32(2 * vf_coef) * error * share if within else np.float32(0)
+    means_out[1], means_out[2] = policy / n, squares / n
+    means_out[4], means_out[5] = kl / n, n_clipped / n
 
 
 @compiled
-def categorical_slopes(
+def categorical_gradient(
     log_p: Array,
     mask: Array,
     nvec: Array,
     action: Array,
-    pull: Array,
+    log_prob_grad: Array,
     entropy: Array,
     ent_coef: float,
-    slope_out: Array,
+    logits_grad: Array,
 ) -> float:
-    """The loss's slope by logit; returns the mean entropy."""
-    n, total = len(pull), 0.0
+    """The loss's gradient w.r.t. logits; returns the mean entropy."""
+    n, total = len(log_prob_grad), 0.0
     share = np.float32(ent_coef / n)
     for b in range(n):
         start = 0
         for g in range(len(nvec)):
-            own, spread = start + action[b, g], entropy[b, g]
-            total += np.float64(spread)
+            taken, group_entropy = start + action[b, g], entropy[b, g]
+            total += np.float64(group_entropy)
             for a in range(start, start + nvec[g]):
                 p = np.exp(log_p[b, a])
-                is_own = _ONE if a == own else np.float32(0)
-                slope = pull[b] * (is_own - p) + share * p * (log_p[b, a] + spread)
-                slope_out[b, a] = slope if not len(mask) or mask[b, a] else np.float32(0)
+                is_taken = _ONE if a == taken else np.float32(0)
+                grad = log_prob_grad[b] * (is_taken - p) + share * p * (log_p[b, a] + group_entropy)
+                logits_grad[b, a] = grad if not len(mask) or mask[b, a] else np.float32(0)
             start += nvec[g]
     return total / n
 
 
 @compiled
-def gaussian_slopes(
-    noise: Array, log_std: Array, pull: Array, ent_coef: float, slope_out: Array, log_std_out: Array
+def gaussian_gradient(
+    noise: Array, log_std: Array, log_prob_grad: Array, ent_coef: float, mean_grad: Array, log_std_grad: Array
 ) -> float:
-    """The loss's slope by mean and by log of the spread; returns the entropy."""
+    """The loss's gradient w.r.t. means and log standard deviations; returns the entropy."""
     entropy = 0.0
     for d in range(len(log_std)):
-        log_std_out[d] = -ent_coef
+        log_std_grad[d] = -ent_coef
         entropy += 0.5 + np.float64(_HALF_LOG_2PI) + np.float64(log_std[d])
-    for b in range(len(pull)):
+    for b in range(len(log_prob_grad)):
         for d in range(len(log_std)):
-            slope_out[b, d] = pull[b] * noise[b, d] / np.exp(log_std[d])
-            log_std_out[d] += pull[b] * (noise[b, d] * noise[b, d] - _ONE)
+            mean_grad[b, d] = log_prob_grad[b] * noise[b, d] / np.exp(log_std[d])
+            log_std_grad[d] += log_prob_grad[b] * (noise[b, d] * noise[b, d] - _ONE)
     return entropy
 
 
-class HandMadePPO(HandMadeStep[Minibatch]):
-    """Learns from minibatches of one size, as `ppo.prepare`, `ppo.loss` and `Update` would."""
+class FusedPPO(FusedBackend[PPOMinibatch]):
+    """`ppo.prepare`, `ppo.loss` and their gradient, for minibatches of one size and for whole rollouts."""
 
     def __init__(
-        self, model: ActorCritic, params: FlatParams, config: PPOConfig, update: Update[Minibatch]
+        self, model: ActorCritic, params: FlatParams, config: PPOConfig, update: Update[PPOMinibatch]
     ) -> None:
         super().__init__(model, params, update)
         self._config, n = config, config.batch_size
-        bend, policy, value = model.activation, model.acting_layers(), model.value_layers()
-        self._policy = Perceptron(policy, n, bend, layers_in(params, self.gradient, policy))
-        self._value = Perceptron(value, n, bend, layers_in(params, self.gradient, value))
-        self._all_values = lru_cache(1)(lambda n_rows: Perceptron(value, n_rows, bend))
-        self._all_actions = lru_cache(1)(lambda n_rows: Perceptron(policy, n_rows, bend))
-        self._log_prob, self._pull = np.zeros((2, n), np.float32)
-        self._within = np.zeros_like(self._policy.out)
-        """Log-probabilities of the choices, or how many spreads an action lies from its mean."""
+        activation, policy, value = model.activation, model.acting_layers(), model.value_layers()
+        self._policy = FusedMLP(policy, n, activation, layers_in(params, self.gradient, policy))
+        self._value = FusedMLP(value, n, activation, layers_in(params, self.gradient, value))
+        self._all_values = lru_cache(1)(lambda n: FusedMLP(value, n, activation))
+        self._all_actions = lru_cache(1)(lambda n: FusedMLP(policy, n, activation))
+        self._log_prob, self._log_prob_grad = np.zeros((2, n), np.float32)
+        self._details = np.zeros_like(self._policy.out)
+        """Log-probabilities of all actions, or an action's distance from its mean in standard deviations."""
         self._nvec = np.array(model.action.nvec)
         self._entropy = np.zeros((n, len(model.action.nvec)), np.float32)
         self._log_std: tuple[Array, Array] | None = None
         if isinstance(model.head, GaussianHead):
             places = zip(params.leaves, params.views(self.gradient), strict=True)
-            slope = next(view for leaf, view in places if leaf is model.head.log_std)
-            self._log_std = model.head.log_std.detach().numpy(), slope.numpy()
+            grad = next(view for leaf, view in places if leaf is model.head.log_std)
+            self._log_std = model.head.log_std.detach().numpy(), grad.numpy()
 
     def values(self, obs: Obs) -> Tensor:
         """Values of a whole rollout's observations."""
-        x = self._seen(obs)
-        network: Perceptron = self._all_values(len(x))
+        x = self._features(obs)
+        network: FusedMLP = self._all_values(len(x))
         return network.forward(x).squeeze(1).clone()
 
     def log_prob(self, obs: Obs, action: Tensor) -> Tensor:
         """Log-probabilities of a whole rollout's actions."""
-        x = self._seen(obs)
-        network: Perceptron = self._all_actions(len(x))
+        x = self._features(obs)
+        network: FusedMLP = self._all_actions(len(x))
         network.forward(x)
-        within, out = np.empty_like(network.out), np.empty(len(x), np.float32)
+        details, out = np.empty_like(network.out), np.empty(len(x), np.float32)
         self._evaluate(
-            network, obs, action.numpy(), within, out, np.empty((len(x), len(self._nvec)), np.float32)
+            network, obs, action.numpy(), details, out, np.empty((len(x), len(self._nvec)), np.float32)
         )
         return torch.from_numpy(out)
 
     def _evaluate(
-        self, network: Perceptron, obs: Obs, action: Array, within: Array, log_prob: Array, entropy: Array
+        self, network: FusedMLP, obs: Obs, action: Array, details: Array, log_prob: Array, entropy: Array
     ) -> None:
         if self._log_std is None:
-            categorical(network.out, self._allowed(obs), self._nvec, action, within, log_prob, entropy)
+            categorical(network.out, self._mask(obs), self._nvec, action, details, log_prob, entropy)
         else:
-            gaussian(network.out, self._log_std[0], action, within, log_prob)
+            gaussian(network.out, self._log_std[0], action, details, log_prob)
 
-    def differentiate(self, batch: Minibatch) -> None:
+    def differentiate(self, batch: PPOMinibatch) -> None:
         """Fill in the gradient and the means."""
-        config, x = self._config, self._seen(batch.obs)
+        config, x = self._config, self._features(batch.obs)
         self._policy.forward(x)
         self._value.forward(x)
-        action, within, log_prob, pull = batch.action.numpy(), self._within, self._log_prob, self._pull
-        self._evaluate(self._policy, batch.obs, action, within, log_prob, self._entropy)
-        pulls(
+        action, details, log_prob = batch.action.numpy(), self._details, self._log_prob
+        self._evaluate(self._policy, batch.obs, action, details, log_prob, self._entropy)
+        log_prob_grad, means = self._log_prob_grad, self.means
+        loss_gradient(
             log_prob,
             batch.log_prob.numpy(),
             batch.advantage.numpy(),
@@ -233,17 +234,18 @@ class HandMadePPO(HandMadeStep[Minibatch]):
             batch.returns.numpy(),
             math.inf if config.clip_range_vf is None else config.clip_range_vf,
             config.vf_coef,
-            pull,
-            self._value.slope,
-            self.means,
+            log_prob_grad,
+            self._value.grad,
+            means,
         )
-        slope, means = self._policy.slope, self.means
         if self._log_std is None:
-            groups = self._nvec, action, pull, self._entropy
-            entropy = categorical_slopes(within, self._allowed(batch.obs), *groups, config.ent_coef, slope)
+            groups = self._nvec, action, log_prob_grad, self._entropy
+            entropy = categorical_gradient(
+                details, self._mask(batch.obs), *groups, config.ent_coef, self._policy.grad
+            )
         else:
-            entropy = gaussian_slopes(
-                within, self._log_std[0], pull, config.ent_coef, slope, self._log_std[1]
+            entropy = gaussian_gradient(
+                details, self._log_std[0], log_prob_grad, config.ent_coef, self._policy.grad, self._log_std[1]
             )
         means[3] = -entropy
         means[0] = means[1] - config.ent_coef * entropy + config.vf_coef * means[2]
@@ -251,8 +253,8 @@ class HandMadePPO(HandMadeStep[Minibatch]):
         self._value.backward(x)
 
 
-def can_be_made_by_hand(model: ActorCritic, device: torch.device) -> bool:
-    """Whether there is such code for this network."""
+def can_fuse(model: ActorCritic, device: torch.device) -> bool:
+    """Whether the fused code covers this network."""
     head = model.head
     known = isinstance(head, CategoricalHead) or (isinstance(head, GaussianHead) and not head.squashes)
     return known and not model.shared and is_plain(model, device)

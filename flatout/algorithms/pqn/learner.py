@@ -1,4 +1,4 @@
-"""PQN's learner: returns of a rollout by the network as it is, then some epochs of shuffled minibatches."""
+"""PQN's learner: λ-returns of a rollout by the current network, then epochs of shuffled minibatches."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from flatout.algorithms.base import scheduled
 from flatout.algorithms.pqn import loss as pqn
 from flatout.algorithms.pqn.config import PQNConfig
 from flatout.buffers.rollout import Learnable
-from flatout.learning.epochs import Epochs
-from flatout.learning.learner import AUTOCAST, Learner, example_obs
+from flatout.learning.learner import AUTOCAST, Learner, example_actions, example_obs
 from flatout.learning.memory import PartSize, in_parts
-from flatout.learning.transitions import as_transitions
+from flatout.learning.rollouts import Epochs, Transitions
 from flatout.learning.update import Update
 from flatout.models.policy import QNetwork
 from flatout.timing import Phase, PhaseClock
@@ -23,7 +22,7 @@ from flatout.timing import Phase, PhaseClock
 NAMES = (*pqn.METRICS, "train/grad_norm")
 
 
-class PQNLearner(Learner[pqn.Minibatch]):
+class PQNLearner(Learner[pqn.PQNMinibatch]):
     """PQN's update over rollouts of one shape, on one device."""
 
     def __init__(
@@ -47,7 +46,7 @@ class PQNLearner(Learner[pqn.Minibatch]):
             batch_size=config.batch_size,
             autocast=AUTOCAST.get(precision),
         )
-        self._epochs = Epochs(self.update, seed=seed, batch_size=config.batch_size)
+        self._epochs = Epochs(self.update, seed=seed)
         self._value_parts = PartSize(n_envs * config.n_steps)
         model.greedy.epsilon.fill_(config.epsilon(0.0))
 
@@ -57,7 +56,7 @@ class PQNLearner(Learner[pqn.Minibatch]):
         *,
         iteration: int,
         progress: float,
-        lag: int = 0,  # noqa: ARG002  the returns are those of the network as it is
+        lag: int = 0,  # noqa: ARG002  Q-learning is off-policy
         stop: Callable[[], bool] = lambda: False,
     ) -> dict[str, float]:
         """Learn from one rollout; `progress` in [0, 1] drives the schedules. Returns the metrics."""
@@ -66,16 +65,16 @@ class PQNLearner(Learner[pqn.Minibatch]):
         self._enter(Phase.STAGE)
         data = rollout.tensors(self._staging)
         self._enter(Phase.ADVANTAGE)
-        transitions = as_transitions(data, data.reward)
+        transitions = Transitions.of(data)
         batch = self._value_parts.attempt(lambda: pqn.targets(self._values, transitions, config))
         self.update.begin(learning_rate)
-        self._speed_up(lambda: batch.take(slice(0, config.batch_size)), progress)
+        self._prepare_backend(lambda: batch.take(slice(0, config.batch_size)), progress)
         self._enter(Phase.UPDATE)
         self._epochs.begin(iteration)
         for _ in range(config.n_epochs):
             if stop() or self._epochs.run(batch, stop):
                 break
-        self._renormalize(batch.obs)
+        self._update_obs_statistics(batch.obs)
         epsilon = config.epsilon(progress)
         self.model.greedy.epsilon.fill_(epsilon)
         metrics = self._read(NAMES)
@@ -83,24 +82,19 @@ class PQNLearner(Learner[pqn.Minibatch]):
         return metrics | {"train/learning_rate": learning_rate, "rollout/exploration_rate": epsilon}
 
     def _values(self, obs: tuple[Tensor, ...]) -> Tensor:
-        def best(rows: slice) -> Tensor:
-            return pqn.best_values(self.model, tuple(leaf[rows] for leaf in obs))
+        def best(part: slice) -> Tensor:
+            return pqn.best_values(self.model, tuple(array[part] for array in obs))
 
         return in_parts(best, len(obs[0]), self._value_parts.n_rows)
 
-    def example_batch(self, n_rows: int) -> pqn.Minibatch:
-        """A minibatch of the right shapes, to try things with."""
-        action = torch.zeros(n_rows, 1, dtype=torch.int64, device=self.device)
-        returns = torch.linspace(-1, 1, n_rows).to(self.device)
-        return pqn.Minibatch(example_obs(self.model, n_rows, self.device), action, returns)
-
-    def loss(self, batch: pqn.Minibatch) -> Tensor:
-        """The loss of a minibatch, to see what it takes."""
-        return pqn.loss(self.model, batch, self.config)[0]
+    def example_batch(self, n: int) -> pqn.PQNMinibatch:
+        """A minibatch of the right shapes."""
+        obs, action = example_obs(self.model, n, self.device), example_actions(self.model, n, self.device)
+        return pqn.PQNMinibatch(obs, action, torch.linspace(-1, 1, n).to(self.device))
 
     def _parts(self) -> list[PartSize]:
         return [self.update.parts, self._value_parts]
 
 
-def _loss(model: QNetwork, config: PQNConfig, batch: pqn.Minibatch, _: Tensor) -> tuple[Tensor, Tensor]:
+def _loss(model: QNetwork, config: PQNConfig, batch: pqn.PQNMinibatch, _: Tensor) -> tuple[Tensor, Tensor]:
     return pqn.loss(model, batch, config)
