@@ -9,7 +9,6 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from flatout.learning.update import GraphBackend
 from gymnasium import spaces
 
 import flatout
@@ -18,7 +17,7 @@ from flatout.algorithms.ppo.config import PPOConfig
 from flatout.algorithms.ppo.learner import PPOLearner
 from flatout.envs.spaces import ActionLayout, ObsLayout
 from flatout.learning.rollouts import Transitions
-from flatout.learning.update import Update
+from flatout.learning.update import GraphBackend, Update
 from flatout.models.config import NetworkConfig
 from flatout.models.params import FlatParams
 from flatout.models.policy import build
@@ -108,8 +107,8 @@ def test_a_captured_step_learns_like_the_update_and_sees_new_weights() -> None:
 def test_nothing_in_the_hot_paths_waits_for_the_device() -> None:
     """What reads a value back to the host is kept out of the update and the acting path."""
     root = Path(flatout.__file__).parent
-    files = ["learn/update.py", "learn/graphs.py", "algorithms/ppo.py", "algorithms/returns.py"]
-    files += ["models/heads.py", "models/policy.py", "models/mlp.py", "models/cnn.py"]
+    files = ["learning/update.py", "learning/rollouts.py", "algorithms/ppo/loss.py", "algorithms/dqn/loss.py"]
+    files += ["algorithms/pqn/loss.py", "models/heads.py", "models/policy.py", "models/encoders.py"]
     for name in files:
         text = (root / name).read_text()
         for call in (".item()", ".cpu()", ".numpy()", ".tolist()", "synchronize()"):

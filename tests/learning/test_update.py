@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-import pytest
-import math
-
 import numpy as np
+import pytest
 import torch
 from gymnasium import spaces
 from torch import Tensor, nn
@@ -19,8 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from flatout.algorithms.ppo.config import PPOConfig
 from flatout.algorithms.ppo.learner import PPOLearner
 from flatout.envs.spaces import ActionLayout, ObsLayout
+from flatout.learning import fused
 from flatout.learning.memory import bytes_per_row, rows_that_fit
-from flatout.learning.update import Update
+from flatout.learning.update import Minibatch, Update, adam
 from flatout.models.config import NetworkConfig
 from flatout.models.params import FlatParams
 from flatout.models.policy import build
@@ -88,11 +87,11 @@ def test_every_form_of_adam_is_the_reference() -> None:
     counts = [np.zeros(1, np.float32) for _ in range(4)]
     for step in range(1, 6):
         grad = torch.randn(n, generator=generator)
-        flat, momentum, variance = adam(flat, momentum, variance, grad, torch.tensor(float(step)), torch.tensor(rate))
-        fused.adam(
-            float(grad.norm()), 1e9, rate, 0.0, math.inf, loop[0], grad.numpy(), *loop[1:],
-            np.zeros(1, np.float32), *counts, np.zeros(2, np.float32),
+        flat, momentum, variance = adam(
+            flat, momentum, variance, grad, torch.tensor(float(step)), torch.tensor(rate)
         )
+        state = loop[0], grad.numpy(), *loop[1:], np.zeros(1, np.float32), *counts, np.zeros(2, np.float32)
+        fused.adam(float(grad.norm()), 1e9, rate, 0.0, math.inf, *state)
         padded = torch.zeros_like(own[0])
         padded[:n] = grad
         update._adam_in_place(padded, torch.ones(()), torch.zeros(()), torch.tensor(float(step)))
@@ -258,4 +257,4 @@ def test_a_minibatch_that_cannot_fit_is_split_from_the_start() -> None:
     assert not learner.take_notes()
     learner.fit_into(10**6)
     assert learner.update.parts.n_rows < 1024
-    assert "learned from in parts of" in learner.take_notes()[0]
+    assert "computed in parts of" in learner.take_notes()[0]
