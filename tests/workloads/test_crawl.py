@@ -21,7 +21,7 @@ from flatout.errors import FlatoutError
 from flatout.workloads.crawl import AsyncCrawl, Crawl
 from flatout.workloads.crawl.crawl import BACK, REPEAT, REQUEST, TARGET, TEMPLATE
 from flatout.workloads.crawl.observation import code
-from tests.envs.misbehave import misbehaving, page, reply
+from tests.workloads.misbehaving_site import misbehaving, page, reply
 
 ENV_ID = "flatout/Crawl-v0"
 

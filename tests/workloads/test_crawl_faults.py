@@ -17,7 +17,7 @@ from flatout.workloads.crawl.access import Rules
 from flatout.workloads.crawl.client import LoopbackClient, WebClient
 from flatout.workloads.crawl.crawl import FAULT, MAX_FAULTS, REQUEST
 from flatout.workloads.crawl.fetch import Fetcher, Network
-from tests.envs.misbehave import FAULTS, Misbehaving, misbehaving, page, reply
+from tests.workloads.misbehaving_site import FAULTS, Misbehaving, misbehaving, page, reply
 
 Site = tuple[Misbehaving, str]
 
