@@ -61,8 +61,8 @@ class Forced(Trainer):
 
     forced: Plan
 
-    def _plans(self) -> list[Plan]:
-        return [self.forced]
+    def _first_that_starts(self, ranked: list[Plan]) -> Any:
+        return super()._first_that_starts([self.forced])
 
 
 def collecting(trainer: Trainer) -> tuple[Callable[[], int], Callable[[], None]]:

@@ -104,11 +104,11 @@ def reach(env: str, settings: dict[str, Any]) -> dict[str, Any]:
     import tempfile
 
     import flatout
-    from flatout.advice.short_benchmark import run_a_moment
+    from flatout.advice.short_benchmark import short_benchmark
 
     with tempfile.TemporaryDirectory() as folder:
         agent = flatout.PPO(ENVS.get(env, env), runs_dir=folder, run_name="run", **settings)
-        moment = run_a_moment(agent, 6.0)
+        moment = short_benchmark(agent, 6.0)
         agent.close()
     return {"steps_per_second": moment.steps_per_second}
 

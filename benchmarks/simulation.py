@@ -59,12 +59,10 @@ def agent_for(wait_ms: int, net: tuple[int, ...], n_envs: int, overlap: str) -> 
 
 def measure(wait_ms: int, net: tuple[int, ...], path: Path) -> dict[str, float]:
     """Costs of an env and a network, from 16 envs in lockstep."""
-    from flatout.advice.short_benchmark import fitted, measure_costs, run_a_moment, settings_of
+    from flatout.advice.short_benchmark import measure as measure_agent
 
     agent = agent_for(wait_ms, net, FITTED, "off")
-    costs = measure_costs(agent)
-    settings = settings_of(agent)
-    costs, _ = fitted(costs, settings, run_a_moment(agent, 4.0))
+    costs = measure_agent(agent, 4.0).costs
     agent.close()
     path.write_bytes(pickle.dumps(costs))
     return {"step_seconds": costs.step_seconds}
@@ -72,19 +70,19 @@ def measure(wait_ms: int, net: tuple[int, ...], path: Path) -> dict[str, float]:
 
 def compare(wait_ms: int, net: tuple[int, ...], n_envs: int, overlap: str, path: Path) -> dict[str, float]:
     """What the simulation says and what a run of some seconds gives."""
-    from flatout.advice.short_benchmark import run_a_moment, settings_of
+    from flatout.advice.short_benchmark import short_benchmark, trainer_settings
     from flatout.perf.simulate import simulate
 
     agent = agent_for(wait_ms, net, n_envs, overlap)
-    settings = replace(settings_of(agent), compiled=False)
+    settings = replace(trainer_settings(agent), compiled=False)
     forecast = simulate(pickle.loads(path.read_bytes()), settings)
-    moment = run_a_moment(agent, 6.0)
+    result = short_benchmark(agent, 6.0)
     agent.close()
     return {
         "predicted": forecast.steps_per_second,
-        "measured": moment.steps_per_second,
+        "measured": result.steps_per_second,
         "busy_predicted": forecast.learner_busy,
-        "busy_measured": moment.learner_busy,
+        "busy_measured": result.learner_busy,
     }
 
 

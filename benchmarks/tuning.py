@@ -65,11 +65,11 @@ def grid(case: str) -> list[dict[str, Any]]:
 def reach(case: str, settings: dict[str, Any]) -> float:
     """Steps/s of a real run of some seconds."""
     import flatout
-    from flatout.advice.short_benchmark import run_a_moment
+    from flatout.advice.short_benchmark import short_benchmark
 
     env, own = CASES[case]
     agent = flatout.PPO(env, **(own | settings), seed=1)
-    moment = run_a_moment(agent, SECONDS)
+    moment = short_benchmark(agent, SECONDS)
     agent.close()
     return moment.steps_per_second
 

@@ -23,7 +23,7 @@ from flatout.envs.spaces import ActionLayout, Array, ObsArrays, ObsLayout
 from flatout.envs.wrappers import Blocking, blocking
 from flatout.errors import EnvError, FlatoutError, did_you_mean, one_line
 from flatout.executors.base import EXECUTORS, EnvSet, Executor, Step, make_executor, option_names, step
-from flatout.perf.choose import rank_kinds
+from flatout.perf.decide import rank_kinds
 
 KINDS = ("auto", *(kind for kind in EXECUTORS if kind != "batched"))
 

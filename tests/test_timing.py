@@ -202,7 +202,7 @@ def test_the_phases_of_every_lane_add_up_to_its_wall_time(
     if way.startswith("async"):
         env = AsyncCartPole
     if way.startswith("children"):
-        monkeypatch.setattr("flatout.perf.choose.START_SECONDS", -1e9)
+        monkeypatch.setattr("flatout.perf.decide.START_SECONDS", -1e9)
     agent = flatout.PPO(env, **SMALL, **WAYS[way], runs_dir=tmp_path, run_name="run", seed=1)
     agent.learn(8 * 32 * 12)
     lanes: dict[str, list[dict[str, Any]]] = {}

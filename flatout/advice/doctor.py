@@ -1,10 +1,8 @@
-"""`flatout doctor`: where would the time go, and what to change.
-
-Comes in: an env and settings. Goes out: a diagnosis, from measurements of this machine that take some seconds.
-"""
+"""`flatout doctor`: measures an env with some settings on this machine and says what would hold a run back."""
 
 from __future__ import annotations
 
+import copy
 import os
 import shlex
 import tempfile
@@ -12,37 +10,45 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from flatout.advice.short_benchmark import TINY, fitted, measure_costs, run_a_moment, settings_of, update_cost
+import torch
+
+from flatout.advice.short_benchmark import TINY, measure
 from flatout.agent import Agent
 from flatout.config.fields import flag
 from flatout.device.accelerator import card
 from flatout.device.machine import usable_memory
 from flatout.envs.make import EnvSource
 from flatout.errors import FlatoutError, did_you_mean
-from flatout.models.config import NetworkConfig
-from flatout.perf.case import Case
-from flatout.perf.costs import Settings, UpdateCost
-from flatout.perf.finding import Finding
+from flatout.perf.case import Case, Finding
+from flatout.perf.costs import Costs, Settings, UpdateCost, update_seconds
+from flatout.perf.decide import describe
+from flatout.perf.decide import duration as _time
 from flatout.perf.findings import diagnose
-from flatout.perf.planning import launch_seconds
-from flatout.perf.simulate import Forecast, simulate, update_seconds
-from flatout.perf.ways import best_way, on_card
+from flatout.perf.probe import UpdateProbe
+from flatout.perf.simulate import Forecast, simulate
 from flatout.timing import PhaseClock
 
-MOMENT_SECONDS = 5.0
+BENCHMARK_SECONDS = 5.0
 SMALLER = (256, 256)
 """The network that a big one is compared with."""
 WHAT_IFS = ("gpu", "cores", "n_envs", "n_steps", "batch_size", "n_epochs", "step_ms")
 MAX_SHOWN = 4
+GPU_SHARE = 0.25
+"""Share of its peak that a card reaches with the matrices of an update."""
+GPU_LAUNCH = 0.25e-3
+"""An update as one CUDA graph, however small."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Diagnosis:
-    """What the doctor found."""
+    """The doctor's answer."""
 
     env: str
     device: str
     settings: Settings
+    timesteps: int
+    executor_reason: str
+    overlap_reason: str
     step_seconds: float
     waits: bool
     update_seconds: float
@@ -69,17 +75,21 @@ def doctor(
     tell: Callable[[str], None] = lambda _: None,
     **settings: Any,
 ) -> Diagnosis:
-    """Measure an env with these settings on this machine and say what holds a run of it back."""
+    """Measure an env with these settings on this machine and find what would hold a run back."""
     wishes = parse_what_if(what_if) if what_if else None
     with tempfile.TemporaryDirectory() as folder:
         agent = Agent(env, runs_dir=folder, run_name="probe", **settings)
         case = examine(agent, tell)
+        executor = agent.summary["executor"]["reason"], agent.summary["overlap"]["reason"]
         agent.close()
     findings = diagnose(case)
     return Diagnosis(
         env=agent.config.env,
         device=agent.device,
         settings=case.settings,
+        timesteps=agent.config.timesteps,
+        executor_reason=executor[0],
+        overlap_reason=executor[1],
         step_seconds=case.costs.step_seconds,
         waits=case.costs.waits,
         update_seconds=update_seconds(case.costs, case.settings),
@@ -93,50 +103,62 @@ def doctor(
 
 
 def examine(agent: Agent, tell: Callable[[str], None] = lambda _: None) -> Case:
-    """Measure everything that a diagnosis needs; the agent trains for a moment."""
-    costs = measure_costs(agent, tell)
-    tell("starting the real run")
-    settings = settings_of(agent)
-    tell(f"running it for {MOMENT_SECONDS:.0f} s")
-    moment = run_a_moment(agent, MOMENT_SECONDS)
-    settings = replace(
-        settings, compiled=bool(moment.summary["compiled"]), extra_seconds=moment.extra_seconds
-    )
-    costs, _ = fitted(costs, settings, moment)
-    config = agent.config
+    """Measure everything that findings need; the agent trains for some seconds."""
+    measured, config = measure(agent, BENCHMARK_SECONDS, tell), agent.config
     total, free = usable_memory()
     return Case(
-        costs=costs,
-        settings=settings,
-        steps_per_second=moment.steps_per_second,
-        learner_busy=moment.learner_busy,
-        phases=moment.phases,
-        metrics=moment.metrics,
+        costs=measured.costs,
+        settings=measured.settings,
+        timesteps=config.timesteps,
+        picklable=measured.picklable,
+        steps_per_second=measured.result.steps_per_second,
+        learner_busy=measured.result.learner_busy,
+        phases=measured.result.phases,
+        metrics=measured.result.metrics,
         network_arch=config.network.network_arch,
         smaller=_smaller(agent),
+        on_cpu=_on_cpu(agent),
         eval_every=config.eval_every,
         checkpoint_every=config.checkpoint_every,
         memory_share=1 - free / total,
-        device_utilization=moment.summary.get("device_utilization"),
-        blas_threads=_blas_threads(),
+        device_utilization=measured.result.summary.get("device_utilization"),
+        omp_threads=_omp_threads(),
     )
 
 
 def _smaller(agent: Agent) -> tuple[tuple[int, ...], UpdateCost] | None:
-    """A usual network and its update, if the agent's is far bigger."""
+    """A usual network and its update, if the agent's network is far bigger."""
     policy, config = agent.policy, agent.config
-    network: NetworkConfig = replace(config.network, network_arch=SMALLER)
-    model = replace(config.learner_spec(policy.obs, policy.action), network=network).make_model()
-    n_params = sum(p.numel() for p in model.parameters())
+    spec = config.learner_spec(policy.obs, policy.action)
+    spec = replace(spec, network=replace(config.network, network_arch=SMALLER))
+    n_params = sum(p.numel() for p in spec.make_model().parameters())
     if policy.n_params < 4 * n_params:
         return None
+    learner = spec.make_learner(str(policy.device), "fp32")
+    timed = UpdateProbe(config=config, policy=policy, learner=learner)
+    n_threads = learner.threads(agent._machine.cores)
+    return SMALLER, timed.eager(n_threads, TINY, config.algorithm.batch_size, launch=timed.launch_seconds())
+
+
+def _on_cpu(agent: Agent) -> UpdateCost | None:
+    """The agent's update on the CPU, if it learns on a GPU."""
+    if agent.policy.device.type == "cpu":
+        return None
+    config, cpu = agent.config, torch.device("cpu")
+    policy = replace(agent.policy, model=copy.deepcopy(agent.policy.model).to(cpu), device=cpu)
     learner = config.descriptor.make_learner(
-        model.to(policy.device), config.algorithm, n_envs=config.n_envs, seed=0, clock=PhaseClock()
+        policy.model, config.algorithm, n_envs=config.n_envs, seed=0, clock=PhaseClock()
     )
-    return SMALLER, update_cost(learner, launch_seconds(policy, config), TINY, config.algorithm.batch_size)
+    if config.compile == "auto":
+        learner.use_fused()
+    timed, n_threads = (
+        UpdateProbe(config=config, policy=policy, learner=learner),
+        learner.threads(agent._machine.cores),
+    )
+    return timed.fast(n_threads) or timed.eager(n_threads, config.algorithm.batch_size)
 
 
-def _blas_threads() -> int | None:
+def _omp_threads() -> int | None:
     given = os.environ.get("OMP_NUM_THREADS", "")
     return int(given) if given.isdigit() else None
 
@@ -167,7 +189,7 @@ def _is_positive(value: str) -> bool:
 
 
 def answer(case: Case, wishes: dict[str, str]) -> dict[str, Any]:
-    """What the run would reach if the machine or the settings were others, in the best way to run it there."""
+    """What `train` would reach on another machine or with other settings, in the way it would choose there."""
     settings, costs = case.settings, case.costs
     for name in ("n_envs", "n_steps", "batch_size", "n_epochs"):
         if name in wishes:
@@ -183,8 +205,9 @@ def answer(case: Case, wishes: dict[str, str]) -> dict[str, Any]:
         )
     if "gpu" in wishes:
         costs, settings = on_card(costs, settings, card(wishes["gpu"]).teraflops)
-    way, forecast = best_way(costs, settings)
-    scale = case.steps_per_second / simulate(case.costs, case.settings).steps_per_second
+    way = replace(case, costs=costs, settings=settings).decision("auto").ways[0]
+    forecast = simulate(costs, way)
+    scale = case.steps_per_second / case.now.steps_per_second
     return {
         "wishes": wishes,
         "steps_per_second": forecast.steps_per_second * scale,
@@ -195,15 +218,13 @@ def answer(case: Case, wishes: dict[str, str]) -> dict[str, Any]:
     }
 
 
-def describe(way: Settings) -> str:
-    """How envs are stepped and learning goes, in words."""
-    if way.in_subprocesses:
-        who = "1 child collector" if way.n_collectors == 1 else f"{way.n_collectors} child collectors"
-    else:
-        who = f"executor {way.executor}"
-        if way.executor == "process":
-            who += f" with {way.n_workers} workers"
-    return f"{who}, {'learning beside' if way.overlap else 'learning in turn'}"
+def on_card(costs: Costs, settings: Settings, teraflops: float) -> tuple[Costs, Settings]:
+    """The same run with a card to learn on, calculated from its data sheet."""
+    flops = 6.0 * settings.n_params * settings.batch_size
+    seconds = GPU_LAUNCH + flops / (GPU_SHARE * teraflops * 1e12)
+    cost = UpdateCost(python=0.05e-3, points=((settings.batch_size, seconds),))
+    costs = replace(costs, update=cost, compiled=None, beside=None)
+    return costs, replace(settings, on_device=True, compiled=False)
 
 
 def command(env: str, settings: dict[str, Any], findings: list[Finding]) -> str:
@@ -231,13 +252,14 @@ def text(found: Diagnosis) -> str:
     limit = "collecting" if forecast.collect_rate < forecast.learn_rate else "learning"
     lines = [
         f"{found.env} on {found.device} with {settings.n_cores} cores: {settings.n_envs} envs × {settings.n_steps} "
-        f"steps, batch {settings.batch_size}, {_work(settings)}, {describe(settings)}",
+        f"steps, batch {settings.batch_size}, {_work(settings)}, {found.timesteps:,} steps in all",
+        f"{describe(settings)}: {found.executor_reason}; {found.overlap_reason}",
         "",
         f"measured       {found.steps_per_second:,.0f} steps/s, learner busy {100 * found.learner_busy:.0f} %",
         f"a step         {_time(found.step_seconds)}, {kind}",
-        f"an update      {_time(found.update_seconds)}, {settings.n_updates:,g} of them an iteration",
-        f"collect rate   {forecast.collect_rate:,.0f} steps/s with nobody waiting",
-        f"learn rate     {forecast.learn_rate:,.0f} steps/s with data always ready",
+        f"an update      {_time(found.update_seconds)}, {settings.n_updates:,g} per iteration",
+        f"collect rate   {forecast.collect_rate:,.0f} steps/s if collectors never waited",
+        f"learn rate     {forecast.learn_rate:,.0f} steps/s if data were always ready",
         f"pipeline limit {forecast.limit:,.0f} steps/s: {limit} is the limit",
     ]
     for nth, finding in enumerate(found.findings[:MAX_SHOWN], 1):
@@ -266,7 +288,3 @@ def _what_if(reply: dict[str, Any]) -> str:
         f"what if {wishes}: about {reply['steps_per_second']:,.0f} steps/s, learner busy "
         f"{100 * reply['learner_busy']:.0f} %, best with {reply['way']}{source}"
     )
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds * 1e6:.0f} µs" if seconds < 1e-3 else f"{seconds * 1e3:.1f} ms"

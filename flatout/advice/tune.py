@@ -1,7 +1,6 @@
-"""`flatout tune`: the fastest way to run an env on this machine, by the simulation first and real trials after.
+"""`flatout tune`: finds the fastest way to run an env on this machine, by simulation first and real trials after.
 
-Comes in: an env, settings, a budget in seconds. Goes out: settings to train with. What is learned from (total batch,
-minibatches, epochs, learning rate) stays as it is unless that is allowed to change.
+What is learned from (total batch, minibatches, epochs, learning rate) stays as it is unless it is allowed to change.
 """
 
 from __future__ import annotations
@@ -13,66 +12,64 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from flatout.advice.doctor import describe
-from flatout.advice.short_benchmark import fitted, measure_costs, run_a_moment, settings_of
+from flatout.advice.short_benchmark import measure, short_benchmark
 from flatout.agent import Agent
 from flatout.config.fields import replace as replace_leaves
 from flatout.config.run_config import RunConfig, save_tuned
 from flatout.envs.make import EnvSource
-from flatout.perf.choose import START_SECONDS
-from flatout.perf.costs import Costs, Settings
-from flatout.perf.simulate import ladder, steps_per_second
-from flatout.perf.ways import ways
+from flatout.perf.costs import START_SECONDS, Costs, Settings
+from flatout.perf.decide import candidates, describe
+from flatout.perf.simulate import FEW_ENV_STEPS, ladder, simulate
 from flatout.runlog.folder import write_json
 
 TRIAL_SECONDS = 3.0
 MOST_ENVS = 512
 FEWEST_STEPS = 16
 NEAR = 0.9
-"""A way that promises less than this share of the best measured is not tried."""
+"""A way with a prediction below this share of the best measured is not tried."""
 CLOSE = 0.87
-"""A way that reached this share of the best may be the better one: a moment's figure is that uncertain."""
+"""A way that reached this share of the best may be the better one: a short benchmark is that uncertain."""
 MOST_CONTENDERS = 3
-WORTH = 1.05
-"""Below this gain the settings stay as they are."""
+MIN_MEASURED_GAIN = 1.05
+"""Below this measured gain the settings stay as they are."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trial:
-    """One way, as promised and as measured."""
+    """One way to run, predicted and measured."""
 
     settings: Settings
     config: dict[str, Any]
-    """What differs from the settings that were given."""
+    """Settings that differ from those given."""
     predicted: float
     measured: float | None = None
     learner_busy: float | None = None
     seconds: float = 0.0
-    """What running it took, its start included."""
+    """Time it took, its start included."""
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """What it has in common with ways of which the simulation is equally wrong."""
+        """The simulation is about equally wrong for ways of the same kind."""
         way = self.settings
         return way.executor, way.in_subprocesses, way.n_collectors, way.overlap
 
     @property
-    def as_promised(self) -> Trial:
-        """The trial as if it had been run and had kept its promise."""
+    def as_predicted(self) -> Trial:
+        """The trial as if it had been run and reached its prediction."""
         way = self.settings
-        start = 2 * START_SECONDS if way.in_subprocesses or way.executor == "process" else 0.5
+        start = 2 * START_SECONDS if way.starts_processes else 0.5
         seconds = start + TRIAL_SECONDS + 2 * way.total_batch / self.predicted
         return replace(self, measured=self.predicted, seconds=seconds)
 
     @property
     def words(self) -> str:
-        """How it runs."""
+        """It in words."""
         return f"{self.settings.n_envs} envs × {self.settings.n_steps} steps, {describe(self.settings)}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tuned:
-    """What tuning found."""
+    """The result of tuning."""
 
     before: Trial
     best: Trial
@@ -92,7 +89,7 @@ class Tuned:
         else:
             lines.append(f"gain    {(best.measured or 0) / (before.measured or 1):.2f} ×")
         lines.append(
-            f"took    {self.seconds:.0f} s: {self.n_considered} ways reckoned, {len(self.trials)} of them run"
+            f"took    {self.seconds:.0f} s: {self.n_considered} ways simulated, {len(self.trials)} of them run"
         )
         return "\n".join(lines)
 
@@ -113,29 +110,24 @@ def tune(
 
     told("measuring env, policy and learner")
     agent = Agent(env, **settings)
-    costs = measure_costs(agent, told)
-    now = settings_of(agent)
-    told("running the settings as they are")
-    at = perf_counter()
-    moment = run_a_moment(agent, TRIAL_SECONDS)
-    now = replace(now, compiled=bool(moment.summary["compiled"]))
+    measured = measure(agent, TRIAL_SECONDS, told)
     agent.close()
-    costs, forecast = fitted(costs, now, moment)
+    now = replace(measured.settings, extra_seconds=0.0)
     before = Trial(
         settings=now,
         config={},
-        predicted=forecast.steps_per_second,
-        measured=moment.steps_per_second,
-        learner_busy=moment.learner_busy,
-        seconds=perf_counter() - at,
+        predicted=measured.forecast.steps_per_second,
+        measured=measured.result.steps_per_second,
+        learner_busy=measured.result.learner_busy,
+        seconds=measured.seconds,
     )
-    told("reckoning")
-    reckoned = _reckon(costs, now, allow_learning_changes)
+    told("simulating")
+    simulated = _simulate_all(measured.costs, now, allow_learning_changes, picklable=measured.picklable)
     trials = [before]
-    while candidate := _most_promising(reckoned, trials):
-        kept = candidate.as_promised
-        again = sum(trial.seconds for trial in _contenders([*trials, kept]))
-        if perf_counter() - began + kept.seconds + again > budget:
+    while candidate := _most_promising(simulated, trials):
+        expected = candidate.as_predicted
+        again = sum(trial.seconds for trial in _contenders([*trials, expected]))
+        if perf_counter() - began + expected.seconds + again > budget:
             break
         told(candidate.words)
         trials.append(_run(agent, candidate))
@@ -145,7 +137,7 @@ def tune(
             told(f"once more: {trial.words}")
             trials[trials.index(trial)] = _mean(trial, _run(agent, trial))
     before, best = trials[0], max(trials, key=lambda trial: trial.measured or 0.0)
-    if (best.measured or 0.0) < WORTH * (before.measured or 0.0):
+    if (best.measured or 0.0) < MIN_MEASURED_GAIN * (before.measured or 0.0):
         best = before
     config = replace_leaves(agent.config, best.config)
     save_tuned(config, agent.device, agent._machine.cores)
@@ -156,16 +148,21 @@ def tune(
         trials=trials,
         config=config,
         seconds=perf_counter() - began,
-        n_considered=len(reckoned),
+        n_considered=len(simulated),
     )
 
 
-def _reckon(costs: Costs, now: Settings, learning: bool) -> list[Trial]:
-    """Every other way and number of envs with what the simulation promises."""
+def _simulate_all(costs: Costs, now: Settings, learning: bool, *, picklable: bool) -> list[Trial]:
+    """Every other way and number of envs with the predicted speed."""
     return [
-        Trial(settings=way, config=_as_config(way, now), predicted=steps_per_second(costs, way))
+        Trial(
+            settings=way,
+            config=_as_config(way, now),
+            predicted=simulate(costs, way, FEW_ENV_STEPS).steps_per_second,
+        )
         for shape in _shapes(now, learning)
-        for way in ways(costs, shape)
+        for overlap in (False, True)
+        for way in candidates(costs, replace(shape, overlap=overlap), picklable=picklable)
         if way != now
     ]
 
@@ -184,20 +181,20 @@ def _shapes(now: Settings, learning: bool) -> Iterator[Settings]:
                 yield from (replace(shape, batch_size=b, compiled=False) for b in sizes[:2])
 
 
-def _most_promising(reckoned: list[Trial], trials: list[Trial]) -> Trial | None:
-    """The way to try next: what the simulation promises, corrected by how wrong it was about that kind so far."""
+def _most_promising(simulated: list[Trial], trials: list[Trial]) -> Trial | None:
+    """The way to try next, by its prediction, corrected by how wrong the simulation was about that kind so far."""
     ratios: dict[tuple[Any, ...], list[float]] = {}
     for trial in trials:
         ratios.setdefault(trial.kind, []).append((trial.measured or 0.0) / trial.predicted)
     tried = {trial.settings for trial in trials}
-    untried = [trial for trial in reckoned if trial.settings not in tried]
+    untried = [trial for trial in simulated if trial.settings not in tried]
 
-    def promise(trial: Trial) -> float:
+    def corrected(trial: Trial) -> float:
         return trial.predicted * statistics.fmean(ratios.get(trial.kind, [1.0]))
 
-    best = max(untried, key=promise, default=None)
+    best = max(untried, key=corrected, default=None)
     fastest = max(trial.measured or 0.0 for trial in trials)
-    return best if best is not None and promise(best) > NEAR * fastest else None
+    return best if best is not None and corrected(best) > NEAR * fastest else None
 
 
 def _as_config(way: Settings, now: Settings) -> dict[str, Any]:
@@ -216,35 +213,35 @@ def _as_config(way: Settings, now: Settings) -> dict[str, Any]:
 
 
 def _contenders(trials: list[Trial]) -> list[Trial]:
-    """The fastest, and those so close to it that only a second run tells; the settings as they are go before others."""
+    """The fastest, and those so close to it that they are run again; the given settings before others."""
     ranked = sorted(trials, key=lambda trial: -(trial.measured or 0.0))
     close = [trial for trial in ranked if (trial.measured or 0.0) >= CLOSE * (ranked[0].measured or 0.0)]
     return sorted(close, key=lambda trial: (trial is not ranked[0], trial is not trials[0]))[:MOST_CONTENDERS]
 
 
 def _run(agent: Agent, trial: Trial) -> Trial:
-    """The trial with what a moment of it gave."""
+    """The trial with what a short benchmark of it measured."""
     began = perf_counter()
     changed = agent.changed(trial.config)
     try:
-        moment = run_a_moment(changed, TRIAL_SECONDS)
+        result = short_benchmark(changed, TRIAL_SECONDS)
     finally:
         changed.close()
     return replace(
         trial,
-        measured=moment.steps_per_second,
-        learner_busy=moment.learner_busy,
+        measured=result.steps_per_second,
+        learner_busy=result.learner_busy,
         seconds=perf_counter() - began,
     )
 
 
 def _mean(first: Trial, second: Trial) -> Trial:
-    """Two tries of the same way as one."""
+    """The mean of two runs of the same way."""
     both = (first.measured or 0.0) + (second.measured or 0.0)
     busy = (first.learner_busy or 0.0) + (second.learner_busy or 0.0)
     return replace(first, measured=both / 2, learner_busy=busy / 2)
 
 
 def save(tuned: Tuned, path: Path) -> None:
-    """Write the config that `flatout train --config` takes."""
+    """Write the config for `flatout train --config`."""
     write_json(path, tuned.config.to_json())

@@ -46,7 +46,7 @@ class Plan:
     n_workers: int = 0
     """Worker processes of a `process` executor, or threads."""
     steps_per_second: float = 0.0
-    """Estimated speed of collecting with an idle learner; 0 where only one plan is possible."""
+    """Predicted: of collecting, or with overlap of the run; 0 if there was nothing to choose."""
     reason: str = ""
 
 

@@ -1,14 +1,45 @@
-"""A run to be diagnosed: what it costs, how it is set, what it reached; and what it would reach if set otherwise."""
+"""A measured run, from a short benchmark or from the records of a finished run, and what it would reach if changed."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
 
 from flatout.perf.costs import Costs, Settings, UpdateCost
-from flatout.perf.finding import Finding
-from flatout.perf.simulate import Forecast, simulate
+from flatout.perf.decide import Decision, Request, decide, seconds_per_step
+from flatout.perf.probe import COMPILED_PYTHON
+from flatout.perf.simulate import FEW_ENV_STEPS, Forecast, simulate
+from flatout.runlog.samples import Samples
+
+THROTTLED_SHARE = 0.1
+"""A card that gives a reason for throttling in this share of its samples is throttled."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """One bottleneck, its evidence and its remedy."""
+
+    kind: str
+    """Its short name, such as `envs wait`."""
+    what: str
+    """What is wrong, in a sentence."""
+    evidence: str
+    """The measured figures that show it."""
+    change: str
+    """What to do about it, in a sentence."""
+    flags: tuple[str, ...] = ()
+    """The change as flags of `flatout train`."""
+    steps_per_second: float | None = None
+    """Predicted with the change."""
+    learner_busy: float | None = None
+    """Predicted with the change."""
+    gain: float | None = None
+    """Predicted steps/s ÷ steps/s now."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,39 +48,60 @@ class Case:
 
     costs: Costs
     settings: Settings
+    timesteps: float = float("inf")
+    """Env steps of the run, in which starting processes has to pay."""
+    picklable: bool = True
+    """Whether the env can be made in another process."""
     steps_per_second: float
     """Measured."""
     learner_busy: float
-    """Measured, share of wall time."""
+    """Measured share of wall time."""
     phases: Mapping[str, float] = field(default_factory=dict)
-    """Measured share of wall time of each phase of the run."""
+    """Measured share of wall time by phase."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """The learner's, of the last iteration."""
+    """The learner's metrics: medians over iterations."""
     network_arch: tuple[int, ...] = ()
     smaller: tuple[tuple[int, ...], UpdateCost] | None = None
-    """A smaller network and what its update costs."""
+    """A smaller network and its update."""
     on_cpu: UpdateCost | None = None
     """The same update on the CPU, if the learner is on a GPU."""
     eval_every: int = 0
     checkpoint_every: int = 0
     memory_share: float | None = None
-    """Of the device's memory, or the machine's, in use."""
+    """Used share of the device's memory, or of the machine's."""
     device_utilization: float | None = None
     throttled: tuple[str, ...] = ()
-    blas_threads: int | None = None
-    """What the user's environment sets OMP_NUM_THREADS to."""
-    timesteps: int | None = None
+    """The card's reasons for running below its clock."""
+    omp_threads: int | None = None
+    """The user's OMP_NUM_THREADS."""
 
     @cached_property
     def now(self) -> Forecast:
-        """What the simulation says of the run as it is."""
+        """What the simulation predicts for the run as it is."""
         return simulate(self.costs, self.settings)
 
+    def decision(self, overlap: str) -> Decision:
+        """How `train` would run this with `--executor auto` and this `--overlap`."""
+        base = replace(self.settings, n_collectors=1, in_subprocesses=False, n_workers=0)
+        kind = base.executor if base.executor in ("batched", "async") else ""
+        request = Request(timesteps=self.timesteps, overlap=overlap, env=kind, picklable=self.picklable)
+        return decide(request, base, self.costs, max_env_steps=FEW_ENV_STEPS)
+
+    @cached_property
+    def best(self) -> Settings:
+        """The run as `train --executor auto` would run it, with the overlap that it has."""
+        return self.decision("on" if self.settings.overlap else "off").ways[0]
+
     def predict(self, settings: Settings, costs: Costs | None = None) -> tuple[float, float]:
-        """Steps/s and learner busy with other settings: simulated, and corrected by what was measured."""
+        """Steps/s and learner busy with other settings or costs: simulated, scaled by what was measured.
+
+        The steps/s are those of the whole run: they include the start of processes.
+        """
         after = simulate(costs or self.costs, settings)
-        steps = self.steps_per_second * after.steps_per_second / self.now.steps_per_second
-        return steps, min(after.learner_busy, 1.0)
+        rate = self.steps_per_second * after.steps_per_second / self.now.steps_per_second
+        before = seconds_per_step(self.steps_per_second, self.settings, self.timesteps)
+        gain = before / seconds_per_step(rate, settings, self.timesteps)
+        return gain * self.steps_per_second, min(after.learner_busy, 1.0)
 
     def finding(
         self,
@@ -63,7 +115,7 @@ class Case:
         costs: Costs | None = None,
         predicted: tuple[float, float] | None = None,
     ) -> Finding:
-        """A finding whose prediction is that of other settings or costs, if any."""
+        """A finding; its prediction is given, or that of other settings or costs."""
         if predicted is None and (settings is not None or costs is not None):
             predicted = self.predict(settings or self.settings, costs)
         steps, busy = predicted or (None, None)
@@ -79,10 +131,97 @@ class Case:
         )
 
     def with_envs(self, n_envs: int) -> Settings:
-        """So many envs, with the same transitions in a rollout; rollouts as long as before if that cannot be."""
+        """The settings with so many envs, and the same total batch if that is possible."""
         settings, total = self.settings, self.settings.total_batch
         n_steps = total // n_envs if total % n_envs == 0 else settings.n_steps
-        return replace(settings, n_envs=n_envs, n_steps=max(n_steps, 1), n_workers=self._workers(n_envs))
+        n_workers = n_envs if settings.executor == "thread" else settings.n_workers
+        return replace(settings, n_envs=n_envs, n_steps=max(n_steps, 1), n_workers=n_workers)
 
-    def _workers(self, n_envs: int) -> int:
-        return n_envs if self.settings.executor == "thread" else self.settings.n_workers
+
+def case_of_run(
+    summary: Mapping[str, Any], config: Mapping[str, Any], system: Mapping[str, Any], samples: Samples | None
+) -> Case:
+    """A finished run as a case, from summary.json, config.json, system.json and samples.jsonl.
+
+    Raises what lookups and conversions raise where something is missing. What the records do not hold stays unknown:
+    fewer findings are possible then, none is made up.
+    """
+    settings = _settings(summary, config, int(system["cores"]))
+    wall = float(summary["wall_seconds"])
+    return Case(
+        costs=_costs(summary, settings),
+        settings=settings,
+        timesteps=float(summary["env_steps"]),
+        picklable=summary["measured"].get("picklable") is not False,
+        steps_per_second=float(summary["steps_per_second"]),
+        learner_busy=float(summary["learner_busy"]),
+        phases={name: seconds / wall for name, seconds in summary["phases"].items()},
+        metrics=summary.get("metrics") or {},
+        network_arch=tuple(config["network"]["network_arch"]),
+        eval_every=config["eval_every"],
+        checkpoint_every=config["checkpoint_every"],
+        memory_share=_memory_share(samples, system),
+        device_utilization=summary.get("device_utilization"),
+        throttled=_throttled(samples),
+    )
+
+
+def _settings(summary: Mapping[str, Any], config: Mapping[str, Any], n_cores: int) -> Settings:
+    executor, widths = summary["executor"], config["network"]["network_arch"]
+    algorithm = config[config["algo"]]
+    extra = sum(summary["phases"].get(name, 0.0) for name in ("checkpoint", "evaluate", "record"))
+    return Settings(
+        n_envs=config["n_envs"],
+        n_steps=algorithm["n_steps"],
+        batch_size=algorithm["batch_size"],
+        n_epochs=algorithm.get("n_epochs", 1),
+        train_ratio=algorithm.get("train_ratio"),
+        executor=executor["kind"],
+        n_collectors=executor["collectors"],
+        in_subprocesses=bool(executor["children"]),
+        n_workers=executor["workers"],
+        overlap=bool(summary["overlap"]["on"]),
+        compiled=bool(summary["compiled"]),
+        n_cores=n_cores,
+        on_device=str(summary["device"]).startswith("cuda"),
+        n_params=2 * sum(a * b for a, b in pairwise(widths)),
+        extra_seconds=extra / max(summary["env_steps"] / (config["n_envs"] * algorithm["n_steps"]), 1),
+    )
+
+
+def _costs(summary: Mapping[str, Any], settings: Settings) -> Costs:
+    measured, phases = summary["measured"], summary["phases"]
+    step, share = measured["step_seconds"], measured["compute_share"]
+    if step is None:  # a batched or async env: what stepping took, spread over the env steps
+        step, share = phases.get("env", 0.0) / summary["env_steps"], 1.0
+    collectors = [lane for name, lane in summary["lanes"].items() if name.startswith("collector")]
+    n_steps = summary["env_steps"] / settings.n_envs
+    acting = sum(lane.get("act", 0.0) for lane in collectors) / len(collectors) / n_steps
+    update = phases["update"] / max(summary["updates"], 1)
+    launch = measured.get("launch_seconds")
+    if launch is None:
+        launch = COMPILED_PYTHON if settings.compiled else 0.0
+    cost = UpdateCost(python=min(launch, update), points=((settings.batch_size, update),))
+    return Costs(
+        wait=(step * (1 - share),),
+        compute=(step * share,),
+        act=((max(settings.n_envs // settings.n_collectors, 1), max(acting, 1e-6)),),
+        update=cost,
+        compiled=cost if settings.compiled else None,
+        learn_overhead=1 + phases.get("advantage", 0.0) / max(phases["update"], 1e-9),
+    )
+
+
+def _memory_share(samples: Samples | None, system: Mapping[str, Any]) -> float | None:
+    """The highest share of the card's memory that was in use, or of the machine's."""
+    if samples is None:
+        return None
+    used = samples.gpu.get("memory", samples.memory)
+    shares = used / samples.gpu.get("memory_total", system.get("memory_bytes", np.nan))
+    return float(np.nanmax(shares)) if np.isfinite(shares).any() else None
+
+
+def _throttled(samples: Samples | None) -> tuple[str, ...]:
+    """Reasons for throttling that a good part of the samples give."""
+    told = samples.throttled.items() if samples is not None else ()
+    return tuple(reason for reason, share in told if share >= THROTTLED_SHARE)

@@ -1,26 +1,70 @@
-"""What a pipeline is made of, for reckoning: measured costs in seconds, and the settings that spend them."""
+"""The costs of a run in seconds, and the settings that spend them: the input of every prediction of speed.
+
+Times of env steps, acting and updates are measured for each run. What stays the same from run to run is a constant
+here, with the measurement it comes from (2 cores of an AMD EPYC, Python 3.11, torch 2.13).
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass
 
-from flatout.executors.base import Kind
+from flatout.device.machine import torch_threads
+
+START_SECONDS = 2.5
+"""Starting the first worker process or subprocess collector: a fork server that imports torch."""
+HANDOVER_SECONDS = 150e-6
+"""A message to a worker process and its answer, half of it in either process. CartPole with 32 envs on 4 workers took
+772 µs a time step, of which stepping is 60 µs; 32 envs that wait 10 ms on 32 workers took 15.3 ms."""
+THREAD_SECONDS = 60e-6
+"""A step's way through a thread, without what the collector does for it."""
+COROUTINE_SECONDS = 35e-6
+"""A step's way through the event loop."""
+STORE_SECONDS = 25e-6
+"""A collector's own work per time step: noise, storing, counting."""
+ITERATION_SECONDS = 1e-3
+"""An iteration's work besides collecting and learning: publishing parameters, metrics, records. CartPole with 256 steps
+per rollout spends 1.2 ms of 8.5 ms on it."""
+LEARN_OVERHEAD = 1.3
+"""Learning from a rollout ÷ its updates at their fastest: advantages, shuffling, interruptions."""
+BUSY_CORES = 1.25
+"""How much longer work takes while other cores work too: they share caches, and often a core's arithmetic units."""
+CROWDED_CORES = 1.3
+"""How much longer work takes with more collectors and learner threads than cores: CartPole ran at 47 k steps/s with two
+collectors beside a learner on two cores, at 53 k with one. Env workers, which sleep between steps, lose nothing."""
+WORKERS_PER_CORE = 2
+"""Env workers for envs that compute: 0.95 of the speed of two processes that share nothing, 0.70 with one per core."""
+MAX_WAITING_WORKERS = 32
+"""Env workers for envs that wait."""
+WAITING_SHARE = 0.5
+"""An env that computes less than this share of its step time is one that waits."""
+WAITING_SECONDS = 200e-6
+"""A quicker step is not worth a thread of its own."""
+WORTH = 1.1
+"""A more complicated way to run, or a change of settings, must promise to be this much faster."""
 
 Points = tuple[tuple[int, float], ...]
-"""Seconds by number of rows, ascending."""
+"""Seconds by batch size, ascending."""
 
 
-def at(points: Points, n_rows: float) -> float:
-    """The seconds for so many rows: between two points a straight line, beyond them the outermost one."""
+def at(points: Points, n: float) -> float:
+    """The seconds for a batch of n: linear between two points and beyond the last, constant before the first."""
     if len(points) == 1:
-        rows, seconds = points[0]
-        return seconds * max(n_rows / rows, 1.0)
-    place = min(max(bisect_left([rows for rows, _ in points], n_rows), 1), len(points) - 1)
+        size, seconds = points[0]
+        return seconds * max(n / size, 1.0)
+    place = min(max(bisect_left([size for size, _ in points], n), 1), len(points) - 1)
     (x0, y0), (x1, y1) = points[place - 1 : place + 1]
-    if n_rows <= points[0][0]:
+    if n <= points[0][0]:
         return points[0][1]
-    return max(y0 + (y1 - y0) * (n_rows - x0) / (x1 - x0), points[0][1])
+    return max(y0 + (y1 - y0) * (n - x0) / (x1 - x0), points[0][1])
+
+
+def rising(points: Points) -> Points:
+    """The points with seconds that never fall as the batch grows, whatever the noise."""
+    out: list[tuple[int, float]] = []
+    for size, seconds in points:
+        out.append((size, max(seconds, out[-1][1] if out else 0.0)))
+    return tuple(out)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,42 +72,46 @@ class UpdateCost:
     """What one update takes."""
 
     python: float
-    """Seconds in which the interpreter's lock is held: launching operations."""
-    rows: Points
-    """Seconds of the whole update by rows of the minibatch."""
+    """Seconds that hold Python's lock: launching operations."""
+    points: Points
+    """Seconds of the whole update by batch size."""
 
     def seconds(self, batch_size: int) -> float:
-        """Of one update."""
-        return max(at(self.rows, batch_size), self.python)
+        """The whole update with this batch size."""
+        return max(at(self.points, batch_size), self.python)
+
+
+NO_UPDATE = UpdateCost(python=0.0, points=((1, 0.0),))
+"""For ranking ways to collect where updates are not measured."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Costs:
-    """Measured for one env, one policy and one machine."""
+    """Seconds measured for one env, one policy and one machine."""
 
     wait: tuple[float, ...]
-    """Seconds of env steps in which nothing is computed; a sample."""
+    """A sample of env steps: seconds in which nothing is computed."""
     compute: tuple[float, ...]
-    """Seconds of the same steps on a core."""
+    """The same steps: seconds on a core."""
     slowness: tuple[float, ...] = (1.0,)
-    """How slow each env is beside the median one."""
+    """Each env's step time ÷ that of the median env."""
     act: Points
-    """Acting on so many observations."""
-    update: UpdateCost
+    """Acting, by number of observations."""
+    update: UpdateCost = NO_UPDATE
     compiled: UpdateCost | None = None
-    """The same compiled; None: not known."""
-    advantage: float = 0.0
-    """Values and advantages, for each transition."""
-    iteration: float = 1e-3
-    """What every iteration costs beside: publishing, metrics, records."""
-    store: float = 25e-6
-    """A collector's own work in each of its time steps."""
-    handover: float = 60e-6
-    """A step's way to a worker process and back."""
-    passing: float = 60e-6
-    """A step's way through a thread or an event loop, for each env."""
+    """The update in its compiled or fused form; None: not known."""
+    beside: UpdateCost | None = None
+    """The update on the threads it has while subprocess collectors use other cores; None: as alone."""
+    learn_overhead: float = LEARN_OVERHEAD
+    iteration: float = ITERATION_SECONDS
+    store: float = STORE_SECONDS
+    handover: float = HANDOVER_SECONDS
+    passing: float = THREAD_SECONDS
+    """A step's way through a thread or an event loop."""
     hold: float = 0.025
-    """Share of a step for which envs that are ready wait for others."""
+    """Share of a step time for which envs that are ready wait for others, to be acted on together."""
+    busy: float = BUSY_CORES
+    crowded: float = CROWDED_CORES
 
     @property
     def step_seconds(self) -> float:
@@ -78,33 +126,32 @@ class Costs:
     @property
     def waits(self) -> bool:
         """Whether stepping is mostly waiting."""
-        return self.compute_share < 0.5 and self.step_seconds > 200e-6
+        return self.compute_share < WAITING_SHARE and self.step_seconds > WAITING_SECONDS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """What a run can be told, as far as it decides its speed."""
+    """The settings of a run that decide its speed."""
 
     n_envs: int
     n_steps: int
     batch_size: int
-    n_epochs: int
-    executor: Kind
+    n_epochs: int = 1
+    train_ratio: float | None = None
+    """Updates per env step, for algorithms in which they do not follow from batch size and epochs."""
+    executor: str = "serial"
     n_collectors: int = 1
     in_subprocesses: bool = False
-    """Whether collectors are processes of their own."""
+    """Whether each collector is a process of its own."""
     n_workers: int = 0
     overlap: bool = False
     compiled: bool = False
     n_cores: int = 1
-    learn_threads: int = 1
     on_device: bool = False
     """Whether the learner computes on a GPU."""
     n_params: int = 0
     extra_seconds: float = 0.0
-    """Of evaluation and checkpoints, for each iteration."""
-    train_ratio: float | None = None
-    """Updates per env step, where they do not follow from batch size and epochs."""
+    """Evaluation and checkpoints, per iteration."""
 
     @property
     def total_batch(self) -> int:
@@ -113,7 +160,35 @@ class Settings:
 
     @property
     def n_updates(self) -> float:
-        """Updates in one iteration."""
+        """Updates per iteration."""
         if self.train_ratio is not None:
             return self.train_ratio * self.total_batch
         return max(self.total_batch // self.batch_size, 1) * self.n_epochs
+
+    @property
+    def learn_threads(self) -> int:
+        """Threads of an update."""
+        n_taken = self.n_collectors if self.overlap and self.in_subprocesses else 0
+        return torch_threads(self.n_params, self.batch_size, self.n_cores, n_taken)
+
+    @property
+    def starts_processes(self) -> bool:
+        """Whether the run starts other processes."""
+        return self.in_subprocesses or self.executor == "process"
+
+
+def update_cost(costs: Costs, settings: Settings) -> UpdateCost:
+    """The update in the form that such a run uses."""
+    if settings.overlap and settings.in_subprocesses and costs.beside is not None:
+        return costs.beside
+    return costs.compiled if settings.compiled and costs.compiled else costs.update
+
+
+def update_seconds(costs: Costs, settings: Settings) -> float:
+    """One update."""
+    return update_cost(costs, settings).seconds(settings.batch_size)
+
+
+def learn_seconds(costs: Costs, settings: Settings) -> float:
+    """Learning from one rollout, alone on its cores."""
+    return costs.learn_overhead * settings.n_updates * update_seconds(costs, settings)

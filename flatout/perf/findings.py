@@ -1,59 +1,76 @@
-"""What holds a run back: one function per bottleneck, each from measurements to a finding or None.
+"""Bottlenecks of a run: one function each, from measurements to a finding or None.
 
-`diagnose` asks them all and ranks what they found by its predicted gain.
+A finding is a condition and a change of settings; what the change gives is simulated. Ways to step envs and overlap are
+judged by `decide`, so a report never advises what `train` would not choose.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from typing import Any
 
-from flatout.perf.case import Case
-from flatout.perf.costs import Settings, UpdateCost
-from flatout.perf.finding import Finding
-from flatout.perf.simulate import ladder, update_seconds
+from flatout.perf.case import Case, Finding, case_of_run
+from flatout.perf.costs import WORKERS_PER_CORE, WORTH, Settings, UpdateCost, update_seconds
+from flatout.perf.decide import describe
+from flatout.perf.decide import duration as _time
+from flatout.perf.probe import COMPILED_PYTHON
+from flatout.perf.simulate import ladder
+from flatout.runlog.samples import Samples
 from flatout.timing import Phase
 
-WORTH = 1.05
-"""A change must promise this much to be worth a line."""
-WORKERS_PER_CORE = 2
 SMALL_BATCH = 64
 GOOD_BATCH = 256
 GOOD_EPOCHS = 10
 MUCH_CLIPPED = 0.25
-"""Beyond this share of clipped rows further epochs mostly push against the clip."""
+"""Beyond this clip fraction further epochs mostly push against the clip."""
 SETTLED = 0.8
 """From here on the second half of the epochs hardly moved the policy."""
 NO_CHANGE = 1e-4
 """KL below which an iteration has hardly changed the policy."""
-DULL_SHARE = 0.02
+OVERHEAD_SHARE = 0.02
 """Evaluation or checkpoints may take this share of the time."""
-COMPILED_PYTHON = 0.05e-3
 COMPILED_NATIVE = 0.9
+"""Arithmetic of a compiled update ÷ that of the eager one."""
 
 
 def diagnose(case: Case) -> list[Finding]:
-    """All findings, the one with the most to gain first; those without a figure last."""
+    """All findings, the one with the most to gain first; those without a prediction last."""
     found = [finding for look in LOOKS if (finding := look(case)) is not None]
     worth = [f for f in found if f.gain is None or f.gain >= WORTH]
     return sorted(worth, key=lambda f: -(f.gain or 0.0))
 
 
+def findings_of_run(
+    summary: Mapping[str, Any],
+    config: Mapping[str, Any],
+    system: Mapping[str, Any],
+    samples: Samples | None = None,
+) -> list[Finding]:
+    """What held a finished run back; empty where its records say too little."""
+    try:
+        case = case_of_run(summary, config, system, samples)
+    except (KeyError, TypeError, ValueError, ZeroDivisionError):
+        return []
+    return diagnose(case)
+
+
 def waiting_in_turn(case: Case) -> Finding | None:
     """Envs that wait, one after the other."""
-    costs, settings = case.costs, case.settings
-    if not costs.waits or settings.executor not in ("serial", "process") or settings.n_envs == 1:
+    costs, settings, best = case.costs, case.settings, case.best
+    if (
+        not costs.waits
+        or settings.executor not in ("serial", "process")
+        or best.executor == settings.executor
+    ):
         return None
-    threads = replace(
-        settings, executor="thread", n_workers=settings.n_envs, in_subprocesses=False, n_collectors=1
-    )
     return case.finding(
         "envs wait in turn",
         "the envs wait, one after the other",
         f"a step takes {_time(costs.step_seconds)}, {_percent(1 - costs.compute_share)} of it waiting",
-        "let them wait side by side on threads",
-        ("--executor", "thread"),
-        settings=replace(threads, overlap=True),
+        f"let them wait at the same time: {describe(best)}",
+        ("--executor", best.executor),
+        settings=best,
     )
 
 
@@ -116,27 +133,24 @@ def env_computes(case: Case) -> Finding | None:
         f"a step computes {_time(costs.step_seconds)}: {_rate(case.now.collect_rate)} with "
         f"{_who(settings)}, the learner could take {_rate(case.now.learn_rate)}"
     )
-    n = min(settings.n_cores, settings.n_envs)
-    if settings.in_subprocesses or settings.executor == "process" or n < 2:
-        if case.now.collect_rate > 0.8 * case.now.learn_rate:
-            return None
-        most = settings.n_cores / costs.step_seconds
+    if not settings.starts_processes and case.best.starts_processes:
         return case.finding(
             "env computes",
-            "the env's own computing is the limit, and every core is at it",
+            "one process steps all envs while other cores idle",
             evidence,
-            f"make a step cheaper: {settings.n_cores} cores cannot step it more than {_rate(most)}",
+            f"use the other cores: {describe(case.best)}",
+            ("--executor", "auto"),
+            settings=case.best,
         )
-    spread = replace(settings, executor="serial", in_subprocesses=True, n_collectors=n, n_workers=0)
-    ways = [replace(spread, overlap=on, learn_threads=1) for on in (False, True)]
-    best = max(ways, key=lambda way: case.predict(way)[0])
+    all_at_work = settings.starts_processes or min(settings.n_cores, settings.n_envs) < 2
+    if case.now.collect_rate > 0.8 * case.now.learn_rate or not all_at_work:
+        return None
+    most = settings.n_cores / costs.step_seconds
     return case.finding(
         "env computes",
-        "one process steps all envs while other cores idle",
+        "the env's own computing is the limit, and every core is at it",
         evidence,
-        f"let {n} collectors step them, each on a core of its own",
-        ("--executor", "auto"),
-        settings=best,
+        f"make a step cheaper: {settings.n_cores} cores cannot step it more than {_rate(most)}",
     )
 
 
@@ -146,37 +160,34 @@ def too_many_processes(case: Case) -> Finding | None:
     fitting = WORKERS_PER_CORE * settings.n_cores
     if settings.executor != "process" or case.costs.waits or settings.n_workers <= fitting:
         return None
-    n = min(settings.n_cores, settings.n_envs)
-    better = replace(settings, executor="serial", in_subprocesses=True, n_collectors=n, n_workers=0)
     return case.finding(
         "too many processes",
         f"{settings.n_workers} processes share {settings.n_cores} cores",
-        f"each time step is {settings.n_workers} hand-overs of {_time(case.costs.handover)}, for envs that compute "
+        f"each time step is {settings.n_workers} messages of {_time(case.costs.handover)}, for envs that compute "
         f"{_time(case.costs.step_seconds)}",
-        f"let {n} collectors step all envs, without a message per step",
+        f"fewer messages: {describe(case.best)}",
         ("--executor", "auto", "--n-workers", "0"),
-        settings=better,
+        settings=case.best,
     )
 
 
 def learns_in_turn(case: Case) -> Finding | None:
     """Collecting and learning that could go on at the same time."""
-    costs, settings = case.costs, case.settings
-    if settings.overlap or settings.executor == "batched":
+    settings = case.settings
+    if settings.overlap or settings.executor == "batched" or waiting_in_turn(case) is not None:
         return None
-    if not (costs.waits or settings.on_device or (settings.n_cores > 1 and settings.n_envs > 1)):
+    decision = case.decision("auto")
+    if not decision.overlap:
         return None
-    better = replace(settings, overlap=True)
+    better = decision.ways[0]
     flags: tuple[str, ...] = ("--overlap", "on")
-    if not costs.waits and not settings.on_device and settings.executor != "process":
-        n = max(settings.n_cores - 1, 1)
-        better = replace(better, executor="serial", in_subprocesses=True, n_collectors=n, n_workers=0)
+    if better.executor != settings.executor or better.in_subprocesses != settings.in_subprocesses:
         flags += ("--executor", "auto")
     return case.finding(
         "learns in turn",
         "collecting and learning take turns",
         f"the learner is busy {_percent(case.learner_busy)} of the time and waits for the rest",
-        "collect the next rollout while learning from this one",
+        f"collect the next rollout while learning from this one: {describe(better)}",
         flags,
         settings=better,
     )
@@ -217,8 +228,8 @@ def tiny_batches(case: Case) -> Finding | None:
     return case.finding(
         "tiny batches",
         "minibatches are so small that launching them is most of the work",
-        f"an update of {settings.batch_size} rows takes {_time(update_seconds(case.costs, settings))}, one of "
-        f"{sizes[-1]} rows {_time(cost.seconds(sizes[-1]))}; {settings.n_updates:,g} updates an iteration",
+        f"an update with a minibatch of {settings.batch_size} takes {_time(update_seconds(case.costs, settings))}, one of "
+        f"{sizes[-1]} {_time(cost.seconds(sizes[-1]))}; {settings.n_updates:,g} updates an iteration",
         f"learn from minibatches of {sizes[-1]}; this changes what is learned, so compare the returns",
         ("--batch-size", str(sizes[-1])),
         settings=better,
@@ -247,7 +258,7 @@ def update_overhead(case: Case) -> Finding | None:
 def _guess_compiled(cost: UpdateCost, settings: Settings) -> UpdateCost:
     """What compiling usually leaves: nearly no launching, a little less arithmetic."""
     native = max(cost.seconds(settings.batch_size) - cost.python, 0.1 * cost.python) * COMPILED_NATIVE
-    return UpdateCost(python=COMPILED_PYTHON, rows=((settings.batch_size, native + COMPILED_PYTHON),))
+    return UpdateCost(python=COMPILED_PYTHON, points=((settings.batch_size, native + COMPILED_PYTHON),))
 
 
 def useless_epochs(case: Case) -> Finding | None:
@@ -268,7 +279,7 @@ def useless_epochs(case: Case) -> Finding | None:
     return case.finding(
         "useless epochs",
         f"{settings.n_epochs} epochs keep the learner busy, but {why}",
-        f"{_percent(clipped)} of rows clipped, KL {kl:.2g} an iteration",
+        f"{_percent(clipped)} of samples clipped, KL {kl:.2g} an iteration",
         f"{GOOD_EPOCHS} epochs; utilisation falls, the return should not: compare at equal wall time",
         ("--n-epochs", str(GOOD_EPOCHS)),
         settings=replace(settings, n_epochs=GOOD_EPOCHS),
@@ -283,10 +294,10 @@ def too_often(case: Case) -> Finding | None:
         shares[name],
         {Phase.CHECKPOINT: case.checkpoint_every, Phase.EVALUATE: case.eval_every}[name],
     )
-    if share < DULL_SHARE or not every:
+    if share < OVERHEAD_SHARE or not every:
         return None
     batch = case.settings.total_batch
-    fewer = _round_up(max(every, batch) * share / (1 - share) / (DULL_SHARE / 2))
+    fewer = _round_up(max(every, batch) * share / (1 - share) / (OVERHEAD_SHARE / 2))
     left = share * max(every, batch) / fewer
     steps = case.steps_per_second * (1 - left) / (1 - share)
     flag = "--checkpoint-every" if name == Phase.CHECKPOINT else "--eval-every"
@@ -350,7 +361,7 @@ def copies(case: Case) -> Finding | None:
 
 def oversubscribed(case: Case) -> Finding | None:
     """More maths threads than cores."""
-    n, cores = case.blas_threads, case.settings.n_cores
+    n, cores = case.omp_threads, case.settings.n_cores
     if n is None or n <= cores:
         return None
     return case.finding(
@@ -417,10 +428,6 @@ def _round_up(value: float) -> int:
     """To one digit: 7,300 → 8,000."""
     scale = 10 ** (len(str(int(value))) - 1)
     return int(-(-value // scale) * scale)
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds * 1e6:.0f} µs" if seconds < 1e-3 else f"{seconds * 1e3:.1f} ms"
 
 
 def _rate(value: float) -> str:

@@ -1,42 +1,45 @@
-"""How fast a pipeline would be: its collectors, envs and learner simulated event by event, from measured costs.
+"""Predicts the speed of a run: a discrete-event simulation of its collectors, envs and learner on shared cores.
 
-In: costs and settings. Out: a forecast. The same seed gives the same forecast.
+An activity is a generator that yields `Compute`, `Wait` or a `Signal` to wait for. Activities share the cores evenly;
+those with the same lock (Python's, one per process) share one core. The same costs and settings give the same forecast.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import pairwise
+import heapq
+import math
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass, field
+from itertools import count, pairwise
+from typing import TypeAlias
 
 import numpy as np
 
-from flatout.perf.costs import Costs, Settings, at
-from flatout.perf.events import Activity, Compute, Cores, Signal, Wait
+from flatout.perf.costs import Costs, Settings, at, learn_seconds, update_cost
 
 MAIN = 0
 """The lock of the learner's own process."""
 MAX_STEPS = 96
 """Time steps of a rollout that are simulated; longer rollouts are scaled."""
 MAX_ENV_STEPS = 6000
-FEW_ENV_STEPS = 1500
-"""Where ways are only compared with one another."""
+FEW_ENV_STEPS = 500
+"""For comparing ways with one another: before a run begins, or hundreds of them."""
 CHUNKS = 8
 """Pieces that the learning of an iteration is cut into, so that it shares the cores fairly."""
 N_ITERATIONS = 3
-"""The first fills the pipeline, the others count."""
+"""Simulated iterations that count, after one that fills the pipeline."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Forecast:
-    """What a run with such settings would reach."""
+    """The predicted speed of a run."""
 
     steps_per_second: float
     learner_busy: float
     collect_rate: float
-    """Steps/s with nobody waiting for the collectors."""
+    """Steps/s if the collectors never wait for the learner."""
     learn_rate: float
-    """Steps/s with data always ready."""
+    """Steps/s if data is always ready."""
 
     @property
     def limit(self) -> float:
@@ -44,12 +47,14 @@ class Forecast:
         return min(self.collect_rate, self.learn_rate)
 
 
-def simulate(costs: Costs, settings: Settings, seed: int = 0) -> Forecast:
+def simulate(costs: Costs, settings: Settings, max_env_steps: int = MAX_ENV_STEPS) -> Forecast:
     """The forecast for these settings."""
-    whole = _Pipeline(costs, settings, seed)
-    seconds, busy = whole.run(collect=True, learn=True)
-    collect, _ = _Pipeline(costs, settings, seed).run(collect=True, learn=False)
-    learn = learn_seconds(costs, settings)
+    collect, learn = collect_seconds(costs, settings, max_env_steps), learn_seconds(costs, settings)
+    if settings.overlap:
+        seconds, busy = overlapped_seconds(costs, settings, max_env_steps)
+    else:
+        seconds = lockstep_seconds(costs, settings, collect)
+        busy = learn / seconds
     n = settings.total_batch
     return Forecast(
         steps_per_second=n / seconds,
@@ -59,72 +64,72 @@ def simulate(costs: Costs, settings: Settings, seed: int = 0) -> Forecast:
     )
 
 
-def steps_per_second(costs: Costs, settings: Settings) -> float:
-    """Only about how fast it would be, in a tenth of a forecast's time."""
-    seconds, _ = _Pipeline(costs, settings, 0, FEW_ENV_STEPS).run(collect=True, learn=True)
-    return settings.total_batch / seconds
+def collect_seconds(costs: Costs, settings: Settings, max_env_steps: int = MAX_ENV_STEPS) -> float:
+    """Seconds of collecting a rollout while nobody learns."""
+    return _Pipeline(costs, settings, max_env_steps).run(learn=False)[0]
 
 
-def update_seconds(costs: Costs, settings: Settings) -> float:
-    """Of one update."""
-    cost = costs.compiled if settings.compiled and costs.compiled else costs.update
-    return cost.seconds(settings.batch_size)
+def lockstep_seconds(costs: Costs, settings: Settings, collect: float) -> float:
+    """Seconds of an iteration that collects, then learns."""
+    return collect + learn_seconds(costs, settings) + costs.iteration + settings.extra_seconds
 
 
-def learn_seconds(costs: Costs, settings: Settings) -> float:
-    """Of learning from one rollout, alone on its cores."""
-    return settings.n_updates * update_seconds(costs, settings) + costs.advantage * settings.total_batch
+def overlapped_seconds(
+    costs: Costs, settings: Settings, max_env_steps: int = MAX_ENV_STEPS
+) -> tuple[float, float]:
+    """Seconds of an iteration that collects while it learns, and the learner's share of them."""
+    return _Pipeline(costs, settings, max_env_steps).run(learn=True)
 
 
 class _Pipeline:
-    """One run of some iterations."""
+    """A few iterations of a run."""
 
-    def __init__(
-        self, costs: Costs, settings: Settings, seed: int, max_env_steps: int = MAX_ENV_STEPS
-    ) -> None:
+    def __init__(self, costs: Costs, settings: Settings, max_env_steps: int) -> None:
         self._costs, self._settings = costs, settings
-        self._rng = np.random.default_rng(seed)
-        self._cores = Cores(settings.n_cores)
+        self._rng = np.random.default_rng(0)
+        # Env workers sleep between steps, so more of them than cores lose nothing.
+        crowded = costs.crowded if settings.in_subprocesses else 1.0
+        self._cores = Cores(settings.n_cores, costs.busy, crowded)
         most = max(max_env_steps // settings.n_envs, 8)
+        if len(costs.wait) == 1 and settings.executor not in ("thread", "async"):
+            most = 8  # every time step is the same
         self._n_steps = min(settings.n_steps, MAX_STEPS, most)
         self._scale = self._n_steps / settings.n_steps
+        self._wait, self._compute = np.array(costs.wait), np.array(costs.compute)
         self._slowness = np.resize(np.array(costs.slowness), settings.n_envs)
         self._edges = np.linspace(0, settings.n_envs, settings.n_collectors + 1).astype(int)
         self._may_begin = -1
-        """The last rollout that envs which wait may begin."""
+        """The last rollout that may be begun."""
         self._n_collected = 0
-        self._some = Signal()
-
-    def run(self, *, collect: bool, learn: bool) -> tuple[float, float]:
-        """Seconds of an iteration, and the share of them in which the learner works."""
+        self._done, self._some = Signal(), Signal()
         self._marks: list[float] = []
         self._busy: list[float] = []
-        self._cores.start(self._iterate(collect=collect, learn=learn))
+
+    def run(self, *, learn: bool) -> tuple[float, float]:
+        """Seconds of an iteration, and the share of them in which the learner works; without learning, of collecting."""
+        self._cores.start(self._iterate(learn=learn))
         self._cores.run()
         first, last = self._marks[0], self._marks[-1]
-        n = len(self._marks) - 1
-        seconds = (last - first) / n
+        seconds = (last - first) / (len(self._marks) - 1)
         return seconds / self._scale, sum(self._busy[1:]) / max(last - first, 1e-12)
 
-    def _iterate(self, *, collect: bool, learn: bool) -> Activity:
+    def _iterate(self, *, learn: bool) -> Activity:
         waiting = self._settings.executor in ("thread", "async")
-        begin, done = self._let_begin if waiting else self._start_collecting, Signal()
-        self._done = done
-        if collect and waiting:
+        begin = self._let_begin if waiting else self._start_collecting
+        if waiting:
             self._cores.start(self._collect_ready())
-        ahead = self._settings.overlap and collect
+        overlap = self._settings.overlap
         for k in range(N_ITERATIONS + 1):
-            if collect:
-                begin(k)
-                while self._n_collected <= k:
-                    yield done
-            if ahead:
+            begin(k)
+            while self._n_collected <= k:
+                yield self._done
+            if overlap:
                 begin(k + 1)
             began = self._cores.now
             if learn:
                 yield from self._learn()
             self._busy.append(self._cores.now - began)
-            if ahead and waiting:  # those that are done need not wait for the others
+            if overlap and waiting:  # envs that have finished need not wait for the others
                 begin(k + 2)
             if learn:
                 yield Compute(self._scale * (self._costs.iteration + self._settings.extra_seconds), MAIN)
@@ -132,13 +137,13 @@ class _Pipeline:
         self._cores.stopped = True
 
     def _start_collecting(self, k: int) -> None:
-        """Collect rollout k, unless that is under way."""
+        """Collect rollout k, unless it is begun."""
         if k > self._may_begin:
             self._may_begin = k
             self._cores.start(self._collect())
 
     def _let_begin(self, k: int) -> None:
-        """Let envs that wait begin rollout k as soon as they are done with the one before."""
+        """Let each env begin rollout k as soon as it has finished the one before."""
         if k > self._may_begin:
             self._may_begin = k
             self._cores.fire(self._some)
@@ -148,13 +153,12 @@ class _Pipeline:
         self._cores.fire(self._done)
 
     def _learn(self) -> Activity:
-        """All updates of an iteration: the part that holds the lock and the part that only computes."""
+        """The updates of an iteration: a part that holds Python's lock and a part that only computes."""
         costs, settings = self._costs, self._settings
-        cost = costs.compiled if settings.compiled and costs.compiled else costs.update
-        n = settings.n_updates * self._scale
-        total = cost.seconds(settings.batch_size)
-        python, native = n * min(cost.python, total), n * max(total - cost.python, 0.0)
-        native += costs.advantage * settings.total_batch * self._scale
+        total = learn_seconds(costs, settings) * self._scale
+        launching = costs.learn_overhead * settings.n_updates * update_cost(costs, settings).python
+        python = min(launching * self._scale, total)
+        native = total - python
         for _ in range(CHUNKS):
             yield Compute(python / CHUNKS, MAIN)
             if settings.on_device:
@@ -166,14 +170,14 @@ class _Pipeline:
         kind = self._settings.executor
         if kind == "process":
             yield from self._collect_with_workers()
-        elif kind == "batched" or not self._settings.in_subprocesses:
-            yield from self._collect_in_turn(0, self._settings.n_envs, MAIN)
+        elif self._settings.in_subprocesses:
+            yield from self._collect_in_subprocesses()
         else:
-            yield from self._collect_in_children()
+            yield from self._collect_in_turn(0, self._settings.n_envs, MAIN)
         self._collected()
 
     def _collect_in_turn(self, first: int, end: int, lock: int) -> Activity:
-        """Envs one after the other in one process, or all at once if batched."""
+        """Envs one after the other in one process, or a batched env."""
         costs, n = self._costs, end - first
         wait, compute = self._samples(first, end)
         own = at(costs.act, n) + costs.store
@@ -181,7 +185,7 @@ class _Pipeline:
             yield Wait(float(wait[t].sum()))
             yield Compute(float(compute[t].sum()) + own, lock)
 
-    def _collect_in_children(self) -> Activity:
+    def _collect_in_subprocesses(self) -> Activity:
         joined = _Join(self._cores, self._settings.n_collectors)
         for i, (first, end) in enumerate(pairwise(self._edges.tolist())):
             self._cores.start(joined.after(self._collect_in_turn(first, end, i + 1)))
@@ -203,7 +207,7 @@ class _Pipeline:
             yield Compute(own + n * costs.handover / 2, MAIN)
 
     def _collect_ready(self) -> Activity:
-        """Envs that wait side by side, rollout after rollout; the policy acts on whichever are ready."""
+        """Envs that wait at the same time, rollout after rollout; the policy acts on those that are ready."""
         costs, n_envs, n_steps = self._costs, self._settings.n_envs, self._n_steps
         sent, ready = [Signal() for _ in range(n_envs)], list[int]()
         taken = np.zeros(n_envs, np.int64)
@@ -241,10 +245,9 @@ class _Pipeline:
 
     def _samples(self, first: int, end: int) -> tuple[np.ndarray, np.ndarray]:
         """Waiting and computing seconds (steps, envs) of a rollout."""
-        costs = self._costs
-        which = self._rng.integers(len(costs.wait), size=(self._n_steps, end - first))
+        which = self._rng.integers(len(self._wait), size=(self._n_steps, end - first))
         slow = self._slowness[first:end]
-        return np.array(costs.wait)[which] * slow, np.array(costs.compute)[which] * slow
+        return self._wait[which] * slow, self._compute[which] * slow
 
 
 def _step(slept: float, worked: float, lock: int) -> Activity:
@@ -264,6 +267,128 @@ class _Join:
         self._left -= 1
         if not self._left:
             self._cores.fire(self.signal)
+
+
+EPSILON = 1e-12
+
+
+@dataclass(slots=True)
+class Compute:
+    """Work of so many seconds, if nothing else runs."""
+
+    seconds: float
+    lock: int | None = None
+    """Work with the same lock takes turns."""
+    width: int = 1
+    """Cores it uses at once."""
+
+
+@dataclass(slots=True)
+class Wait:
+    """So many seconds without work."""
+
+    seconds: float
+
+
+@dataclass(slots=True)
+class Signal:
+    """Resumes the activities that wait for it when fired; fired before anyone waits, it is kept."""
+
+    fired: bool = False
+    waiting: list[Activity] = field(default_factory=list)
+
+
+Activity: TypeAlias = Generator["Compute | Wait | Signal", None, None]
+
+
+class Cores:
+    """Runs activities until none is left or it is told to stop.
+
+    Work takes `busy` × as long while something else computes too, and `crowded` × longer still where more cores are
+    wanted than there are.
+    """
+
+    def __init__(self, n_cores: int, busy: float = 1.0, crowded: float = 1.0) -> None:
+        self.now = 0.0
+        self.stopped = False
+        self._n_cores, self._busy, self._crowded = n_cores, busy, crowded
+        self._order = count()
+        self._computing: list[tuple[Compute, Activity]] = []
+        self._sleeping: list[tuple[float, int, Activity]] = []
+
+    def start(self, activity: Activity) -> None:
+        """Begin an activity now."""
+        self._resume(activity)
+
+    def fire(self, signal: Signal) -> None:
+        """Resume the activities that wait for the signal."""
+        if not signal.waiting:
+            signal.fired = True
+        waiting, signal.waiting = signal.waiting, []
+        for activity in waiting:
+            heapq.heappush(self._sleeping, (self.now, next(self._order), activity))
+
+    def run(self) -> None:
+        """Run until nothing is left to do."""
+        while (self._computing or self._sleeping) and not self.stopped:
+            ready: list[Activity] = []
+            rates = self._rates()
+            slept = self._sleeping[0][0] - self.now if self._sleeping else math.inf
+            passed = max(slept, 0.0)
+            for (work, _), rate in zip(self._computing, rates, strict=True):
+                passed = min(passed, work.seconds / rate)
+            self.now += passed
+            going_on = []
+            for item, rate in zip(self._computing, rates, strict=True):
+                item[0].seconds -= passed * rate
+                if item[0].seconds > EPSILON:
+                    going_on.append(item)
+                else:
+                    ready.append(item[1])
+            self._computing = going_on
+            while self._sleeping and self._sleeping[0][0] <= self.now + EPSILON:
+                ready.append(heapq.heappop(self._sleeping)[2])
+            for activity in ready:
+                self._resume(activity)
+
+    def _rates(self) -> list[float]:
+        """The speed of each piece of work: those with the same lock share a core, and all share the cores."""
+        if len(self._computing) == 1:
+            return [min(1.0, self._n_cores / self._computing[0][0].width)]
+        holders: dict[int, int] = {}
+        wanted = n_others = 0
+        for work, _ in self._computing:
+            if work.lock is None:
+                wanted += work.width
+                n_others += 1
+            else:
+                wanted += work.lock not in holders
+                holders[work.lock] = holders.get(work.lock, 0) + 1
+        alone = self._n_cores == 1 or len(holders) + n_others == 1
+        speed = 1.0 if alone else 1 / self._busy
+        if wanted > self._n_cores:
+            speed *= self._n_cores / wanted / self._crowded
+        return [speed / holders[work.lock] if work.lock is not None else speed for work, _ in self._computing]
+
+    def _resume(self, activity: Activity) -> None:
+        while True:
+            try:
+                request = next(activity)
+            except StopIteration:
+                return
+            if isinstance(request, Compute):
+                if request.seconds > EPSILON:
+                    self._computing.append((request, activity))
+                    return
+            elif isinstance(request, Wait):
+                if request.seconds > EPSILON:
+                    heapq.heappush(self._sleeping, (self.now + request.seconds, next(self._order), activity))
+                    return
+            elif request.fired:
+                request.fired = False
+            else:
+                request.waiting.append(activity)
+                return
 
 
 def ladder(low: int, high: int) -> Iterator[int]:

@@ -6,6 +6,7 @@ import json
 import math
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -177,9 +178,12 @@ class Samples:
     run_memory: Floats
     run_cpu: Floats
     gpu: Mapping[str, Floats]
-    """utilization (0 to 1), power (W) and energy (J since the run began); empty when no sample has a GPU."""
+    """utilization (0 to 1), memory and memory_total (bytes), power (W) and energy (J since the run began); empty when no
+    sample has a GPU."""
     problems: list[str]
     """What could not be read."""
+    throttled: Mapping[str, float] = field(default_factory=dict)
+    """Share of samples by the GPU's reason for throttling."""
 
     def cores_in_use(self) -> Floats:
         """The mean load of the cores, 0 to 1; NaN where none is known."""
@@ -193,13 +197,20 @@ def read_samples(path: Path) -> Samples:
     """The samples of a run; what cannot be read is left out and named in `problems`."""
     rows, problems = _read_rows(path)
     gpus = [_gpu_of(row) for row in rows]
-    names = ("utilization", "power", "energy")
+    names = ("utilization", "memory", "memory_total", "power", "energy")
     return Samples(
         **{name: _column(rows, name) for name in ("t", "memory", "run_memory", "run_cpu")},
         cores=_cores(rows),
         gpu={name: _column(gpus, name) for name in names} if any(gpus) else {},
         problems=problems,
+        throttled=_throttled(gpus),
     )
+
+
+def _throttled(gpus: list[Record]) -> dict[str, float]:
+    told = [reasons for gpu in gpus if isinstance(reasons := gpu.get("throttled"), list)]
+    counts = Counter(str(reason) for reasons in told for reason in reasons)
+    return {reason: n / len(told) for reason, n in counts.items()}
 
 
 def _read_rows(path: Path) -> tuple[list[Record], list[str]]:

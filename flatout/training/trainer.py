@@ -29,7 +29,8 @@ from flatout.executors.base import EXECUTORS, EnvSet, Executor, Plan, RestartBud
 from flatout.learning.compile import Compilation, Recipe
 from flatout.learning.learner import Learner
 from flatout.models.policy import Policy
-from flatout.perf.planning import Planning, faster_device, launch_seconds
+from flatout.perf.decide import RunPlanner
+from flatout.perf.probe import faster_device
 from flatout.timing import DeviceClock, Lane, PhaseClock
 from flatout.training.checkpoint import Checkpoint
 from flatout.training.evaluation import Evaluation, eval_executor, evaluate
@@ -82,7 +83,7 @@ class Trainer:
         self.learner.reserve()
         if config.eval_every and env.factory.is_instance:
             self.notes.append(EVAL_IN_PLACE)
-        planning = Planning(
+        planner = RunPlanner(
             config=config,
             env=env,
             policy=policy,
@@ -91,10 +92,10 @@ class Trainer:
             n_steps=n_steps,
             precision=self.precision,
         )
-        self._decision = planning.decide(overlapped)
-        self.overlap, self.overlap_reason = self._decision.overlap, self._decision.reason
+        self._decision = planner.decide(overlapped)
+        self.overlap, self.overlap_reason = self._decision.overlap, self._decision.overlap_reason
         self.state.overlapped = self.overlap
-        self.plan, self._collector, rollouts = self._first_that_starts(self._decision.ways)
+        self.plan, self._collector, rollouts = self._first_that_starts(self._decision.plans)
         n_children = self.plan.n_collectors if self.plan.in_subprocesses else 0
         n_taken = n_children if self.overlap else 0
         learn_threads = self.learner.threads(n_cores, n_taken)
@@ -246,14 +247,9 @@ class Trainer:
         device = self.learner.device_clock
         return [self.clock, *self._collector.lanes, *([device] if device is not None else [])]
 
-    def measured(self) -> dict[str, float | None]:
-        """What was measured besides the phases, in seconds: an env's step, launching an update."""
-        probe = self._decision.probe
-        return {
-            "step_seconds": probe.step_seconds if probe else None,
-            "compute_share": probe.cpu_share if probe else None,
-            "launch_seconds": launch_seconds(self.policy, self.config),
-        }
+    def measured(self) -> dict[str, Any]:
+        """What was measured before the run began, in seconds: an env's step, launching an update; None if it was not."""
+        return self._decision.measured
 
     def begin_lanes(self, *, spans: bool) -> None:
         """Count the lanes' time from now on, on top of what an earlier part of the run has spent."""

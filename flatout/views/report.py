@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from flatout.perf.finding import Finding
+from flatout.perf.case import Finding
 from flatout.runlog.folder import write_text
 from flatout.runlog.jsonl import number
 from flatout.runlog.lanes import is_idle, timeline

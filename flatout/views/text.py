@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from flatout.perf.finding import Finding
-from flatout.perf.from_run import findings_of_run
+from flatout.perf.case import Finding
+from flatout.perf.findings import findings_of_run
 from flatout.runlog.jsonl import number as known_number
 from flatout.runlog.records import RunRecords, read_run
 from flatout.timing import LEARN_PHASES
@@ -166,7 +166,9 @@ def run_findings(records: RunRecords) -> list[Finding]:
     """What slowed the run down and what to change."""
     known = {name: column[np.isfinite(column)] for name, column in records.metrics.items()}
     medians = {name: float(np.median(column)) for name, column in known.items() if column.size}
-    return findings_of_run({**records.summary, "metrics": medians}, records.config, records.system)
+    return findings_of_run(
+        {**records.summary, "metrics": medians}, records.config, records.system, records.samples
+    )
 
 
 def verdict(records: RunRecords) -> str:

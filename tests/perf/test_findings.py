@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from flatout.perf.case import Case
 from flatout.perf.costs import Costs, Settings, UpdateCost
-from flatout.perf.findings import diagnose
-from flatout.perf.from_run import findings_of_run
+from flatout.perf.findings import diagnose, findings_of_run
 from flatout.perf.simulate import simulate
+from flatout.runlog.samples import Samples, read_samples
 
-FAST = UpdateCost(python=0.05e-3, rows=((256, 0.5e-3),))
-EAGER = UpdateCost(python=2e-3, rows=((8, 2e-3), (256, 2.4e-3)))
+FAST = UpdateCost(python=0.05e-3, points=((256, 0.5e-3),))
+EAGER = UpdateCost(python=2e-3, points=((8, 2e-3), (256, 2.4e-3)))
 CARTPOLE = Costs(wait=(0.0,), compute=(10e-6,), act=((1, 20e-6), (32, 40e-6)), update=EAGER, compiled=FAST)
 WAITS = replace(CARTPOLE, wait=(10e-3,), compute=(0.1e-3,))
 BURNS = replace(CARTPOLE, compute=(300e-6,))
@@ -22,6 +24,7 @@ SETTINGS = Settings(
     n_envs=32, n_steps=32, batch_size=256, n_epochs=4, executor="serial", n_cores=2, compiled=True
 )
 THREADS = replace(SETTINGS, executor="thread", n_workers=32, overlap=True)
+IN_TURN = replace(THREADS, overlap=False, compiled=False)
 CHILD = replace(SETTINGS, in_subprocesses=True, overlap=True)
 
 
@@ -44,10 +47,10 @@ CASES: list[tuple[str, Case, tuple[str, ...]]] = [
     (
         "big network",
         case(
-            replace(CARTPOLE, update=UpdateCost(python=2e-3, rows=((256, 0.1),)), compiled=None),
+            replace(CARTPOLE, update=UpdateCost(python=2e-3, points=((256, 0.1),)), compiled=None),
             replace(CHILD, compiled=False),
             network_arch=(1024, 1024),
-            smaller=((256, 256), UpdateCost(python=2e-3, rows=((256, 5e-3),))),
+            smaller=((256, 256), UpdateCost(python=2e-3, points=((256, 5e-3),))),
         ),
         ("--network-arch", "256,256"),
     ),
@@ -76,14 +79,21 @@ CASES: list[tuple[str, Case, tuple[str, ...]]] = [
         case(CARTPOLE, CHILD, phases={"evaluate": 0.3}, eval_every=1024),
         ("--eval-every", "50000"),
     ),
-    ("oversubscribed threads", case(CARTPOLE, CHILD, blas_threads=16), ()),
+    (
+        "learns in turn",
+        case(
+            replace(WAITS, update=UpdateCost(python=0.05e-3, points=((256, 20e-3),)), compiled=None), IN_TURN
+        ),
+        ("--overlap", "on"),
+    ),
+    ("oversubscribed threads", case(CARTPOLE, CHILD, omp_threads=16), ()),
     ("memory near the limit", case(CARTPOLE, CHILD, memory_share=0.95), ("--n-steps", "16")),
     ("throttled", case(CARTPOLE, CHILD, throttled=("power cap",)), ()),
     ("copies", case(CARTPOLE, CHILD, phases={"stage": 0.2}), ("--overlap", "on")),
     (
         "GPU slower than CPU",
         case(
-            replace(CARTPOLE, update=UpdateCost(python=2e-3, rows=((256, 5e-3),))),
+            replace(CARTPOLE, update=UpdateCost(python=2e-3, points=((256, 5e-3),))),
             replace(CHILD, on_device=True, compiled=False),
             on_cpu=FAST,
         ),
@@ -118,3 +128,54 @@ def test_nothing_is_found_where_all_is_well() -> None:
 def test_records_that_say_too_little_give_no_finding() -> None:
     assert findings_of_run({}, {}, {}) == []
     assert findings_of_run({"wall_seconds": None, "phases": 3}, {"n_envs": "x"}, {"cores": 2}) == []
+
+
+def test_a_short_run_is_not_told_to_start_processes() -> None:
+    assert "env computes" in [f.kind for f in diagnose(case(BURNS, SETTINGS, timesteps=10_000_000))]
+    assert "env computes" not in [f.kind for f in diagnose(case(BURNS, SETTINGS, timesteps=2_000))]
+
+
+def test_an_env_that_cannot_be_pickled_is_not_told_to_use_processes() -> None:
+    assert "env computes" not in [f.kind for f in diagnose(case(BURNS, SETTINGS, picklable=False))]
+
+
+def test_the_records_of_a_run_on_a_card_say_how_the_card_did(tmp_path: Path) -> None:
+    def samples(reasons: list[list[str]], memory: float) -> Samples:
+        lines = [
+            {"t": t, "gpu": {"memory": memory, "memory_total": 100.0, "throttled": why}}
+            for t, why in enumerate(reasons)
+        ]
+        path = tmp_path / "samples.jsonl"
+        path.write_text("".join(json.dumps(line) + "\n" for line in [{"began": 0}, *lines]))
+        return read_samples(path)
+
+    summary = {
+        "wall_seconds": 10.0,
+        "env_steps": 10_240,
+        "updates": 40,
+        "steps_per_second": 1_024.0,
+        "learner_busy": 0.1,
+        "device": "cuda",
+        "device_utilization": 0.1,
+        "compiled": True,
+        "executor": {"kind": "serial", "collectors": 1, "children": False, "workers": 0},
+        "overlap": {"on": False},
+        "phases": {"update": 1.0, "wait": 9.0, "stage": 2.0},
+        "lanes": {"collector 0": {"act": 1.0, "env": 8.0}},
+        "measured": {"step_seconds": 800e-6, "compute_share": 1.0, "launch_seconds": None, "picklable": True},
+    }
+    config = {
+        "algo": "ppo",
+        "n_envs": 32,
+        "network": {"network_arch": [64, 64]},
+        "ppo": {"n_steps": 32, "batch_size": 256, "n_epochs": 1},
+        "eval_every": 0,
+        "checkpoint_every": 0,
+    }
+    system = {"cores": 2, "memory_bytes": 100}
+    hot = samples([["power cap"]] * 3 + [[]] * 7 + [["thermal"]], memory=95.0)
+    found = {f.kind: f for f in findings_of_run(summary, config, system, hot)}
+    assert found.keys() >= {"throttled", "memory near the limit", "copies", "small network on a big GPU"}
+    assert found["throttled"].evidence == "it gives as reason: power cap"  # not what one sample says
+    quiet = {f.kind for f in findings_of_run(summary, config, system, samples([[]] * 10, memory=5.0))}
+    assert quiet.isdisjoint({"throttled", "memory near the limit"})

@@ -8,12 +8,20 @@ from typing import Any
 import pytest
 
 from flatout.perf.costs import Costs, Settings, UpdateCost, at
-from flatout.perf.events import Activity, Compute, Cores, Signal, Wait
-from flatout.perf.simulate import simulate
-from flatout.perf.ways import best_way, on_card
+from flatout.perf.simulate import Activity, Compute, Cores, Signal, Wait, simulate
 
-UPDATE = UpdateCost(python=1e-3, rows=((64, 2e-3),))
-PLAIN = Costs(wait=(0.0,), compute=(100e-6,), act=((1, 50e-6),), update=UPDATE, store=0.0, iteration=0.0)
+UPDATE = UpdateCost(python=1e-3, points=((64, 2e-3),))
+PLAIN = Costs(
+    wait=(0.0,),
+    compute=(100e-6,),
+    act=((1, 50e-6),),
+    update=UPDATE,
+    store=0.0,
+    iteration=0.0,
+    learn_overhead=1.0,
+    busy=1.0,
+    crowded=1.0,
+)
 SETTINGS = Settings(n_envs=8, n_steps=32, batch_size=64, n_epochs=4, executor="serial", n_cores=2)
 COLLECT = 32 * (8 * 100e-6 + 50e-6 * 8)
 """Acting is linear beyond its only point."""
@@ -118,31 +126,33 @@ def test_cores_are_shared_and_signals_wake() -> None:
     assert [at for _, at in log] == pytest.approx([2.0, 2.0, 2.5])
 
 
-def test_the_best_way_is_found() -> None:
-    waiting = costs(wait=(10e-3,), compute=(0.0,))
-    way, _ = best_way(waiting, SETTINGS)
-    assert (way.executor, way.overlap) == ("thread", True)
-    way, _ = best_way(costs(compute=(1e-3,)), SETTINGS)
-    assert way.in_subprocesses
-    way, _ = best_way(costs(compute=(5e-6,), act=((1, 1e-5), (8, 2e-5))), settings(n_cores=1))
-    assert (way.executor, way.in_subprocesses) == ("serial", False)
-    # Threads would hold the lock that launching the updates needs; worker processes do not.
-    busy = costs(wait=(10e-3,), compute=(1e-3,), update=UpdateCost(python=4e-3, rows=((64, 5e-3),)))
-    way, _ = best_way(busy, SETTINGS)
-    assert (way.executor, way.overlap) == ("process", True)
-
-
-def test_a_card_speeds_up_a_big_network_only() -> None:
-    big = costs(update=UpdateCost(python=1e-3, rows=((64, 50e-3),)))
-    there, on = on_card(big, settings(n_params=2_000_000), teraflops=20)
-    assert simulate(there, on).learn_rate > 10 * simulate(big, SETTINGS).learn_rate
-
-
 def test_beside_learning_envs_that_wait_do_not_wait_for_each_other() -> None:
     uneven = costs(wait=(5e-3, 15e-3), compute=(0.0, 0.0), act=((1, 1e-6),), passing=0.0, hold=0.0)
-    quick = UpdateCost(python=1e-5, rows=((64, 1e-5),))
+    quick = UpdateCost(python=1e-5, points=((64, 1e-5),))
     threads = settings(executor="thread", n_workers=8, n_steps=8)
     in_turn = simulate(replace(uneven, update=quick), threads)
     assert in_turn.steps_per_second < 0.9 * 8 / 10e-3
     beside = simulate(replace(uneven, update=quick), replace(threads, overlap=True))
     assert beside.steps_per_second > 1.05 * in_turn.steps_per_second
+
+
+def test_busy_and_crowded_cores_are_slower() -> None:
+    two = settings(in_subprocesses=True, n_collectors=2)
+    busy = simulate(costs(handover=0.0, busy=1.25), two)
+    assert busy.collect_rate == pytest.approx(2 * 256 / COLLECT / 1.25, rel=1e-3)
+    assert simulate(costs(busy=1.25), SETTINGS).collect_rate == pytest.approx(
+        256 / COLLECT
+    )  # nobody else works
+    beside = replace(two, overlap=True)  # two collectors and a learner on two cores
+    crowded = simulate(costs(handover=0.0, crowded=1.3), beside).steps_per_second
+    assert crowded < 0.85 * simulate(costs(handover=0.0), beside).steps_per_second
+    assert simulate(costs(handover=0.0, crowded=1.3), two).collect_rate == pytest.approx(
+        2 * 256 / COLLECT, rel=1e-3
+    )
+
+
+def test_an_update_on_fewer_threads_beside_collectors_has_its_own_cost() -> None:
+    slow = costs(handover=0.0, beside=UpdateCost(python=0.0, points=((64, 8e-3),)))
+    beside = settings(in_subprocesses=True, overlap=True)
+    assert simulate(slow, beside).steps_per_second == pytest.approx(256 / (16 * 8e-3), rel=1e-3)
+    assert simulate(slow, SETTINGS) == simulate(PLAIN, SETTINGS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +9,6 @@ import pytest
 import torch
 
 import flatout
-from flatout.executors.base import Plan
-from flatout.perf.choose import Probe
-from flatout.perf.overlap import MIN_UPDATES, Work, decide_overlap
 from flatout.training.pipeline import KL_BOUND, Pipeline
 from flatout.training.trainer import Trainer
 from tests.executors.slow import Counter, Script
@@ -40,9 +36,9 @@ def learned(env: Any = "CartPole-v1", steps: int = STEPS, **settings: Any) -> fl
 
 def with_children(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let even a short run overlap with collectors in processes of their own."""
-    monkeypatch.setattr("flatout.perf.overlap.MIN_UPDATES", 0)
-    monkeypatch.setattr("flatout.perf.overlap.MIN_GAIN", {"waits": 0.0, "computes": 0.0})
-    monkeypatch.setattr("flatout.perf.overlap.MIN_ITERATIONS", {"waits": 0, "computes": 0})
+    monkeypatch.setattr("flatout.perf.decide.MIN_UPDATES", 0)
+    monkeypatch.setattr("flatout.perf.decide.MIN_GAIN", {"waits": 0.0, "computes": 0.0})
+    monkeypatch.setattr("flatout.perf.decide.MIN_ITERATIONS", {"waits": 0, "computes": 0})
 
 
 def with_lag(monkeypatch: pytest.MonkeyPatch, lag: int) -> None:
@@ -143,31 +139,6 @@ def test_waiting_envs_overlap_by_themselves(monkeypatch: pytest.MonkeyPatch) -> 
     assert agent.summary["policy_lag_max"] == 1
 
 
-@pytest.mark.parametrize(
-    ("facts", "want"),
-    [
-        ({"batched": True}, False),
-        ({"waits": True, "n_updates": 1}, True),
-        ({"n_updates": MIN_UPDATES - 1, "can_have_children": True}, False),
-        ({"can_have_children": True}, True),
-        ({"can_have_children": True, "gain": lambda: 1.4}, False),
-        ({"can_have_children": True, "n_iterations": 61}, False),
-        ({"waits": True, "n_iterations": 61}, True),
-        ({"waits": True, "n_iterations": 10}, False),
-        ({"waits": True, "gain": lambda: 1.1}, False),
-        ({"on_gpu": True}, True),
-        ({}, False),
-    ],
-)
-def test_overlap_is_decided_by_facts(facts: dict[str, Any], want: bool) -> None:
-    plain: dict[str, Any] = {"batched": False, "waits": False, "on_gpu": False, "can_have_children": False}
-    plain |= {"gain": lambda: 1.6, "n_iterations": 1000}
-    on, reason = decide_overlap("auto", **(plain | {"n_updates": 10**6} | facts))
-    assert on is want
-    assert reason
-    assert decide_overlap("off", **(plain | {"n_updates": 1}))[0] is False
-
-
 def test_an_env_that_fails_while_the_learner_works_ends_the_run_with_its_error() -> None:
     agent = flatout.PPO("CartPole-v1", **SMALL, overlap="on", executor="serial")
     trainer = agent._started()
@@ -184,71 +155,3 @@ def test_an_env_that_fails_while_the_learner_works_ends_the_run_with_its_error()
     trainer._collector.collect = collect  # type: ignore[assignment,method-assign]
     with pytest.raises(RuntimeError, match="the site is gone"):
         agent.learn(STEPS)
-
-
-@pytest.mark.parametrize(
-    ("alone", "beside", "threads", "gain"),
-    [
-        # One of 2 cores collects for 1 s; learning takes as long on either number of threads. Busy cores are slower.
-        (1.0, 1.0, 1, 2.0 / 1.25),
-        # On both cores learning would take half as long: taking turns loses nothing.
-        (4.0, 8.0, 1, 5.0 / (1.25 * 8.0)),
-        # On both cores also beside the collector: then they are shared, which costs something by itself.
-        (4.0, 4.0, 2, 5.0 / (1.25 * 1.3 * 4.5)),
-    ],
-)
-def test_the_gain_of_overlap_counts_the_cores_that_learning_loses(
-    alone: float, beside: float, threads: int, gain: float
-) -> None:
-    step = 0.97 / 64  # of which child collectors lose 3 %
-    measured = Probe(
-        step_seconds=step,
-        step_spread=0.0,
-        cpu_share=1.0,
-        reset_seconds=0.0,
-        obs_bytes=4,
-        picklable=True,
-        act_seconds=lambda n: 0.0,
-    )
-    work = Work(
-        measured=measured,
-        n_envs=8,
-        n_steps=8,
-        n_cores=2,
-        learn_seconds=beside,
-        learn_threads=threads,
-        alone_seconds=alone,
-    )
-    lockstep = Plan(kind="serial", steps_per_second=64.0)
-    assert (lockstep.steps_per_second, work.best()) == (64.0, 1)
-    assert work.gain(lockstep) == pytest.approx(gain)
-
-
-def test_envs_on_threads_and_updates_take_turns_with_the_lock() -> None:
-    measured = Probe(
-        step_seconds=10e-3,
-        step_spread=0.0,
-        cpu_share=0.0,
-        reset_seconds=0.0,
-        obs_bytes=4,
-        picklable=True,
-        act_seconds=lambda n: 0.0,
-    )
-    work = Work(
-        measured=measured,
-        n_envs=8,
-        n_steps=100,
-        n_cores=2,
-        learn_seconds=1.0,
-        learn_threads=1,
-        alone_seconds=0.8,
-        lock_seconds=0.2,
-    )
-    on_threads = Plan(kind="thread", steps_per_second=800.0)
-    assert work.gain(on_threads) == pytest.approx(1.8 / 1.2)
-    slower = replace(work, learn_seconds=2.0, alone_seconds=2.0)
-    assert slower.gain(on_threads) == pytest.approx(3.0 / 2.0)
-    workers = Plan(kind="process", n_workers=8, steps_per_second=800.0)
-    assert work.gain(workers) == work.gain(on_threads)
-    light = replace(work, learn_seconds=0.1, alone_seconds=0.1, lock_seconds=0.1)
-    assert light.gain(on_threads) == pytest.approx(1.0)

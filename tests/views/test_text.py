@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from flatout.errors import FlatoutError
-from flatout.perf.finding import Finding
+from flatout.perf.case import Finding
 from flatout.runlog.records import read_run
 from flatout.views.text import report_text
 from tests.runlog.lane_examples import CONFIG, SUMMARY, write_killed_run, write_run

@@ -1,4 +1,4 @@
-"""The doctor and the tuner on envs whose fault is known, for real and for a moment."""
+"""The doctor and the tuner on envs with a known fault, for real and for a short time."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ from typing import Any
 import pytest
 
 import flatout
-from flatout.advice import doctor as checkup
-from flatout.advice import tune as tuning
+from flatout.advice import doctor, tune
 from flatout.config.run_config import resolve
-from flatout.executors.base import Kind
 from flatout.perf.costs import Settings
 from tests.executors.slow import Counter, Script
 
@@ -30,8 +28,8 @@ SMALL: dict[str, Any] = {
 
 @pytest.fixture(autouse=True)
 def brief(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkup, "MOMENT_SECONDS", 0.5)
-    monkeypatch.setattr(tuning, "TRIAL_SECONDS", 0.5)
+    monkeypatch.setattr(doctor, "BENCHMARK_SECONDS", 0.5)
+    monkeypatch.setattr(tune, "TRIAL_SECONDS", 0.5)
     monkeypatch.setattr("flatout.advice.short_benchmark.ENV_SECONDS", 0.5)
 
 
@@ -84,7 +82,7 @@ def test_the_command_line_prints_json(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []  # it leaves nothing behind
 
 
-def test_tuning_finds_a_faster_way_and_auto_takes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tune_finds_a_faster_way_and_auto_takes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLATOUT_CACHE", str(tmp_path))
     settings = SMALL | {"n_steps": 64, "n_envs": 4}
     found = flatout.tune(waiting, budget=12, executor="serial", overlap="off", **settings)
@@ -97,7 +95,7 @@ def test_tuning_finds_a_faster_way_and_auto_takes_it(tmp_path: Path, monkeypatch
     assert config.total_batch == 4 * 64  # what is learned from stays
     assert config.algorithm.batch_size == 64
     path = tmp_path / "tuned.json"
-    tuning.save(found, path)
+    tune.save(found, path)
     assert resolve(None, {}, device="cpu", n_cores=2, file=path) == config
     cores = flatout.PPO("CartPole-v1")._machine.cores
     auto = resolve(config.env, {"preset": "auto"}, device="cpu", n_cores=cores)
@@ -109,32 +107,30 @@ def test_tuning_finds_a_faster_way_and_auto_takes_it(tmp_path: Path, monkeypatch
 def test_what_is_tried_next_is_corrected_by_what_was_measured() -> None:
     base = Settings(n_envs=8, n_steps=32, batch_size=64, n_epochs=4, executor="serial")
 
-    def trial(executor: Kind, n_envs: int, predicted: float, measured: float | None = None) -> tuning.Trial:
+    def trial(executor: str, n_envs: int, predicted: float, measured: float | None = None) -> tune.Trial:
         way = replace(base, executor=executor, n_envs=n_envs)
-        return tuning.Trial(settings=way, config={}, predicted=predicted, measured=measured)
+        return tune.Trial(settings=way, config={}, predicted=predicted, measured=measured)
 
     before = trial("serial", 8, 100, 100)
     reckoned = [trial("thread", 8, 300), trial("thread", 16, 290), trial("process", 8, 200)]
-    first = tuning._most_promising(reckoned, [before])
+    first = tune._most_promising(reckoned, [before])
     assert first is reckoned[0]
     disappointing = replace(first, measured=150)
-    assert tuning._most_promising(reckoned, [before, disappointing]) is reckoned[2]
+    assert tune._most_promising(reckoned, [before, disappointing]) is reckoned[2]
     rest = [before, disappointing, replace(reckoned[2], measured=170)]
-    assert tuning._most_promising(reckoned, rest) is None  # threads with 16 envs would give 145
+    assert tune._most_promising(reckoned, rest) is None  # threads with 16 envs would give 145
 
 
 def test_what_comes_close_to_the_best_is_run_once_more() -> None:
     base = Settings(n_envs=8, n_steps=32, batch_size=64, n_epochs=4, executor="serial")
 
-    def trial(n_envs: int, measured: float) -> tuning.Trial:
-        return tuning.Trial(
-            settings=replace(base, n_envs=n_envs), config={}, predicted=100, measured=measured
-        )
+    def trial(n_envs: int, measured: float) -> tune.Trial:
+        return tune.Trial(settings=replace(base, n_envs=n_envs), config={}, predicted=100, measured=measured)
 
     before, slow, near, fast, nearer = trials = [trial(n, x) for n, x in enumerate((90, 60, 91, 100, 95), 1)]
-    assert tuning._contenders(trials) == [fast, before, nearer]  # not near: three are enough
-    assert tuning._contenders([slow, near, fast]) == [fast, near]
-    assert tuning._contenders([before]) == [before]
+    assert tune._contenders(trials) == [fast, before, nearer]  # not near: three are enough
+    assert tune._contenders([slow, near, fast]) == [fast, near]
+    assert tune._contenders([before]) == [before]
 
 
 def test_an_agent_with_changed_settings_takes_the_env_as_it_was_checked() -> None:

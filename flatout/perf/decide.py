@@ -1,0 +1,488 @@
+"""Decides how a run steps its envs and whether it collects and learns at the same time.
+
+`train`, `make_vec`, `doctor`, the report and `--what-if` all ask `decide`, with the same costs and the same simulation.
+How envs are stepped changes how fast a run is, never what it computes. Overlap does change what it computes, so a gain
+that decides it is measured once per env, settings and machine, and remembered.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import gymnasium as gym
+
+from flatout.config.run_config import RunConfig
+from flatout.device.machine import remembered, usable_cores
+from flatout.envs.check import EnvInfo
+from flatout.envs.make import EnvFactory
+from flatout.envs.spaces import ActionLayout
+from flatout.errors import FlatoutError, one_line
+from flatout.executors.base import Plan
+from flatout.learning.learner import Learner
+from flatout.models.policy import Policy
+from flatout.perf.costs import (
+    MAX_WAITING_WORKERS,
+    START_SECONDS,
+    WORKERS_PER_CORE,
+    WORTH,
+    Costs,
+    Settings,
+)
+from flatout.perf.probe import StepTimes, UpdateProbe, acting_times, time_steps
+from flatout.perf.simulate import (
+    FEW_ENV_STEPS,
+    MAX_ENV_STEPS,
+    collect_seconds,
+    lockstep_seconds,
+    overlapped_seconds,
+)
+
+MIN_UPDATES = 10_000
+"""A run with fewer updates is over before subprocess collectors have paid for their start."""
+MIN_ITERATIONS = {"waits": 20, "computes": 200}
+"""With fewer rollouts in a run, a policy lag of 1 costs more than overlap gains: LunarLander with 18 rollouts of 16,384
+steps reached a return lower by 98. Envs that wait gain more, so fewer will do."""
+MIN_GAIN = {"waits": 1.15, "computes": 1.5}
+"""Overlap must promise to be this much faster than lockstep, because data of the previous policy is worth less. CartPole
+with rollouts of 32 steps ran 1.25 × as fast and reached 317 after 300,000 steps, lockstep 469."""
+MAKE_VEC_STEPS = 1_000_000
+"""Env steps for which starting processes has to pay in `make_vec`, which is not told how many there will be."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """What the user asked for and what the env allows."""
+
+    timesteps: float = math.inf
+    """Env steps of the run."""
+    executor: str = "auto"
+    n_collectors: int = 0
+    """0: as many as are fastest."""
+    n_workers: int = 0
+    overlap: str = "auto"
+    env: str = ""
+    """`batched` or `async` for such envs."""
+    where: str = ""
+    """Where a batched env steps."""
+    picklable: bool = True
+    """Whether the env can be made in another process."""
+    subprocess_collectors: bool = True
+    """Whether there is a policy to act in other processes."""
+    began_overlapped: bool | None = None
+    """How a resumed run began."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decision:
+    """How to run, and why."""
+
+    plans: list[Plan]
+    """Ways to step the envs, to be tried in this order; empty if none is possible."""
+    ways: list[Settings]
+    """The same as settings."""
+    overlap: bool
+    overlap_reason: str
+    measured: dict[str, Any] = field(default_factory=dict)
+    """The measurements behind it, for summary.json; None where nothing was measured."""
+
+
+def decide(
+    request: Request,
+    settings: Settings,
+    costs: Costs | None = None,
+    *,
+    with_updates: Callable[[], Costs] | None = None,
+    remember: Callable[[Callable[[], float]], float] = lambda measure: measure(),
+    max_env_steps: int = MAX_ENV_STEPS,
+) -> Decision:
+    """Rank the ways to step the envs, decide on overlap, rank again if it is on.
+
+    `costs`: None if nothing was measured. `with_updates` measures updates too; it is called only if they matter.
+    """
+    model = _Model(costs, with_updates, max_env_steps)
+    lockstep = list(_possible(request, settings, costs, overlap=False))
+    if len(lockstep) > 1:
+        ranked = model.rank(lockstep, request.timesteps, learning=False)
+        # Learning makes the difference smaller: does it still pay?
+        lockstep = ranked if ranked[0] == lockstep[0] else model.rank(lockstep, request.timesteps)
+    beside = list(_possible(request, settings, costs, overlap=True))
+    waits = request.env == "async" or (costs is not None and costs.waits and request.executor != "serial")
+
+    def gain() -> float:
+        if costs is None or settings.on_device:
+            return math.inf  # an async env, or a learner that needs no core
+        return remember(
+            lambda: max(map(model.steps_per_second, beside)) / model.steps_per_second(lockstep[0])
+        )
+
+    n_iterations = request.timesteps // settings.total_batch
+    overlap, reason = decide_overlap(
+        request.overlap,
+        batched=request.env == "batched",
+        waits=waits,
+        on_device=settings.on_device,
+        can_use_subprocesses=any(way.in_subprocesses for way in beside),
+        n_updates=n_iterations * settings.n_updates,
+        n_iterations=n_iterations,
+        gain=gain,
+    )
+    if request.overlap == "auto" and request.began_overlapped is not None:
+        overlap, reason = request.began_overlapped, "as the run began"
+    ways = lockstep
+    if overlap:
+        if len(beside) > 1:
+            beside = model.rank(beside, request.timesteps)
+        ways = beside + [replace(way, overlap=True) for way in lockstep]
+    if request.n_collectors and any(way.in_subprocesses for way in ways):
+        n = min(request.n_collectors, settings.n_envs)
+        asked = next(way for way in ways if way.in_subprocesses)
+        ways = [replace(asked, n_collectors=n), *ways]
+    ways = list(dict.fromkeys(ways))
+    plans = [_plan(way, request, model) for way in ways]
+    return Decision(plans=plans, ways=ways, overlap=overlap, overlap_reason=reason)
+
+
+class _Model:
+    """The predicted speed of ways to run, each simulated once; updates are measured only if a prediction needs them."""
+
+    def __init__(
+        self, costs: Costs | None, with_updates: Callable[[], Costs] | None, max_env_steps: int
+    ) -> None:
+        self.costs = costs
+        self._with_updates, self._max_env_steps = with_updates, max_env_steps
+        self._collect: dict[Settings, float] = {}
+        self._overlapped: dict[Settings, float] = {}
+
+    def _complete(self) -> Costs:
+        if self._with_updates is not None:
+            self.costs, self._with_updates = self._with_updates(), None
+        assert self.costs is not None, "nothing is predicted without costs"
+        return self.costs
+
+    def collect_rate(self, way: Settings) -> float:
+        """Steps/s of collecting while nobody learns."""
+        assert self.costs is not None, "nothing is predicted without costs"
+        if way not in self._collect:
+            self._collect[way] = collect_seconds(self.costs, way, self._max_env_steps)
+        return way.total_batch / self._collect[way]
+
+    def steps_per_second(self, way: Settings) -> float:
+        """Steps/s of the run."""
+        costs = self._complete()
+        if not way.overlap:
+            return way.total_batch / lockstep_seconds(costs, way, way.total_batch / self.collect_rate(way))
+        if way not in self._overlapped:
+            self._overlapped[way], _ = overlapped_seconds(costs, way, self._max_env_steps)
+        return way.total_batch / self._overlapped[way]
+
+    def rank(self, ways: list[Settings], timesteps: float, *, learning: bool = True) -> list[Settings]:
+        """The ways by the time of the whole run; the simplest before all others unless the best is worth more."""
+        rate = self.steps_per_second if learning else self.collect_rate
+        seconds = {way: seconds_per_step(rate(way), way, timesteps) for way in ways}
+        best = min(ways, key=lambda way: seconds[way])
+        if seconds[ways[0]] <= WORTH * seconds[best]:
+            best = ways[0]
+        return sorted(ways, key=lambda way: (way is not best, seconds[way]))
+
+
+def _possible(request: Request, settings: Settings, costs: Costs | None, *, overlap: bool) -> list[Settings]:
+    """The ways that the env and the request allow, simplest first."""
+    executor, settings = request.executor, replace(settings, overlap=overlap)
+    if request.env:
+        if executor not in ("auto", request.env):
+            article = "a" if request.env == "batched" else "an"
+            raise FlatoutError(f"--executor {executor} cannot run {article} {request.env} env; use auto")
+        return [replace(settings, executor=request.env)]
+    if executor == "batched":
+        raise FlatoutError("--executor batched is for envs that step N at once; this env does not, use auto")
+    if executor == "async":
+        raise FlatoutError(
+            "--executor async is for envs with async def reset and step; this env has none, use auto"
+        )
+    plain = replace(settings, executor="serial", n_collectors=1, in_subprocesses=False, n_workers=0)
+    n_workers = min(request.n_workers, settings.n_envs)
+    if executor == "thread":
+        return [replace(plain, executor="thread", n_workers=settings.n_envs)]
+    if executor not in ("auto", "process"):
+        return [replace(plain, executor=executor)]
+    assert costs is not None, "executors to choose from are measured"
+    if executor == "process":
+        if not request.picklable or settings.n_envs == 1:
+            return []
+        return [replace(plain, executor="process", n_workers=n_workers or env_workers(costs, settings))]
+    ways = candidates(costs, plain, picklable=request.picklable)
+    ways = (way for way in ways if request.subprocess_collectors or not way.in_subprocesses)
+    return [
+        replace(way, n_workers=n_workers or way.n_workers) if way.executor == "process" else way
+        for way in ways
+    ]
+
+
+def candidates(costs: Costs, settings: Settings, *, picklable: bool = True) -> Iterator[Settings]:
+    """Every sensible way to step these envs with this overlap, simplest first.
+
+    Collecting in a thread beside the learner is left out for envs that compute: the two would share Python's lock.
+    """
+    n_envs, n_cores = settings.n_envs, settings.n_cores
+    if settings.executor in ("batched", "async"):
+        if settings.executor == "async" or not settings.overlap:
+            yield settings
+        return
+    plain = replace(settings, executor="serial", n_collectors=1, in_subprocesses=False, n_workers=0)
+    if not settings.overlap or settings.on_device:
+        yield plain
+    if costs.waits:
+        yield replace(plain, executor="thread", n_workers=n_envs)
+    if not picklable or n_envs == 1 or (n_cores == 1 and not costs.waits):
+        return
+    if n_cores > 1 and not settings.on_device:
+        sizes = {n_cores - 1, n_cores} if settings.overlap else {n_cores}
+        for n in sorted({min(n, n_envs) for n in sizes}):
+            yield replace(plain, in_subprocesses=True, n_collectors=n)
+    yield replace(plain, executor="process", n_workers=env_workers(costs, settings))
+
+
+def env_workers(costs: Costs, settings: Settings) -> int:
+    """Worker processes of a `process` executor: two per core, or one per env for envs that wait."""
+    most = MAX_WAITING_WORKERS if costs.waits else WORKERS_PER_CORE * settings.n_cores
+    return min(settings.n_envs, most)
+
+
+def seconds_per_step(steps_per_second: float, settings: Settings, timesteps: float) -> float:
+    """Of a whole run of so many env steps, the start of its processes included."""
+    start = START_SECONDS if settings.starts_processes else 0.0
+    return 1 / steps_per_second + start / timesteps
+
+
+def decide_overlap(
+    wanted: str,
+    *,
+    batched: bool,
+    waits: bool,
+    on_device: bool,
+    can_use_subprocesses: bool,
+    n_updates: float,
+    n_iterations: float,
+    gain: Callable[[], float],
+) -> tuple[bool, str]:
+    """Whether to overlap, and why; `gain` is the speed with overlap ÷ without."""
+    if wanted != "auto":
+        return wanted == "on", f"asked for with --overlap {wanted}"
+    if batched:
+        return False, "the batched env and the learner take turns in one process"
+    few = f"a run of {n_iterations:,.0f} rollouts learns better from the newest policy's data"
+    if waits:
+        if n_iterations < MIN_ITERATIONS["waits"]:
+            return False, few
+        if (times := gain()) < MIN_GAIN["waits"]:
+            return (
+                False,
+                f"learning takes little time beside waiting for envs (overlap would gain {times:.2f} ×)",
+            )
+        return True, "the learner works while envs wait"
+    if n_updates < MIN_UPDATES:
+        return False, "the run is too short for it to pay"
+    if n_iterations < MIN_ITERATIONS["computes"]:
+        return False, few
+    if on_device:
+        return True, "the GPU learns while the CPU collects"
+    if not can_use_subprocesses:
+        return False, "there is no core to spare"
+    times = gain()
+    if times < MIN_GAIN["computes"]:
+        return False, f"the newest policy's data is worth more (overlap would gain {times:.2f} ×)"
+    return True, f"collectors and the learner run on different cores, {times:.1f} × as fast"
+
+
+def _plan(way: Settings, request: Request, model: _Model) -> Plan:
+    rate = 0.0
+    if request.env == "batched":
+        reason = f"the env steps {way.n_envs} at once {request.where}"
+    elif request.env == "async":
+        reason = f"the env is async: {way.n_envs} envs in flight on one event loop"
+    elif model.costs is None or request.executor not in ("auto", "thread", "process"):
+        reason = f"asked for with --executor {way.executor}"
+    elif way.in_subprocesses and way.n_collectors == request.n_collectors:
+        reason = f"asked for with --n-collectors {request.n_collectors}"
+    else:
+        rate = model.steps_per_second(way) if way.overlap else model.collect_rate(way)
+        reason = _reason(way, model, rate)
+    return Plan(
+        kind=way.executor,
+        n_collectors=way.n_collectors,
+        in_subprocesses=way.in_subprocesses,
+        n_workers=way.n_workers,
+        steps_per_second=rate,
+        reason=reason,
+    )
+
+
+def _reason(way: Settings, model: _Model, rate: float) -> str:
+    costs, n_cores = model.costs, way.n_cores
+    assert costs is not None, "a reason needs measurements"
+    step = f"a step takes {duration(costs.step_seconds)}" + (", mostly waiting" if costs.waits else "")
+    collectors = "1 collector" if way.n_collectors == 1 else f"{way.n_collectors} collectors"
+    if way.overlap and way.in_subprocesses:
+        return f"{collectors} beside the learner on {n_cores} cores, about {rate:,.0f} steps/s"
+    if way.overlap:
+        return f"{step}: {way.n_envs} envs collected beside the learner, about {rate:,.0f} steps/s"
+    serial = replace(way, executor="serial", n_collectors=1, in_subprocesses=False, n_workers=0)
+    gain = f"about {rate:,.0f} steps/s, {rate / model.collect_rate(serial):.1f} × one process"
+    if way.in_subprocesses:
+        return f"{step}: {collectors} on {n_cores} cores, collecting {gain}"
+    if way.executor == "process":
+        return f"{step}: {way.n_workers} worker processes, collecting {gain}"
+    if way.executor == "thread":
+        return f"{step}: {way.n_envs} envs wait at the same time on threads, collecting {gain}"
+    return f"{step}: {way.n_envs} envs in turn in one process, collecting about {rate:,.0f} steps/s; more processes would not pay"
+
+
+def describe(way: Settings) -> str:
+    """How envs are stepped and whether learning goes on meanwhile, in words."""
+    if way.in_subprocesses:
+        who = (
+            "1 subprocess collector" if way.n_collectors == 1 else f"{way.n_collectors} subprocess collectors"
+        )
+    else:
+        who = f"executor {way.executor}"
+        if way.executor == "process":
+            who += f" with {way.n_workers} workers"
+    return f"{who}, overlap {'on' if way.overlap else 'off'}"
+
+
+def duration(seconds: float) -> str:
+    """Seconds as text: `35 µs`, `1.2 ms`."""
+    return f"{seconds * 1e6:.0f} µs" if seconds < 1e-3 else f"{seconds * 1e3:.1f} ms"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunPlanner:
+    """Measures what a decision about a run needs, and decides."""
+
+    config: RunConfig
+    env: EnvInfo
+    policy: Policy
+    learner: Learner[Any]
+    n_cores: int
+    n_steps: int
+    """Env steps the run is for."""
+    precision: str
+
+    def decide(self, overlapped: bool | None = None) -> Decision:
+        """How to run. `overlapped`: how the run began, if it is resumed."""
+        config, env = self.config, self.env
+        kind = "batched" if env.batched else "async" if env.is_async else ""
+        measured: dict[str, Any] = {"step_seconds": None, "compute_share": None, "launch_seconds": None}
+        costs: Costs | None = None
+        picklable = True
+        if not kind and (config.executor in ("auto", "thread", "process") or config.overlap == "auto"):
+            steps = time_steps(env.factory, self.policy.action, seed=config.seed)
+            picklable = steps.picklable
+            costs = self._costs(steps)
+            measured |= {"step_seconds": costs.step_seconds, "compute_share": costs.compute_share}
+            measured["picklable"] = picklable
+
+        def with_updates() -> Costs:
+            assert costs is not None
+            full = self._with_updates(costs)
+            measured["launch_seconds"] = full.update.python if costs.waits else None
+            return full
+
+        request = Request(
+            timesteps=self.n_steps,
+            executor=config.executor,
+            n_collectors=config.n_collectors,
+            n_workers=config.n_workers,
+            overlap=config.overlap,
+            env=kind,
+            where="in NumPy" if env.batched == "numpy" else f"as tensors on {env.device}",
+            picklable=picklable,
+            began_overlapped=overlapped,
+        )
+        settings = settings_of(config, self.policy, self.n_cores)
+        found = decide(
+            request,
+            settings,
+            costs,
+            with_updates=None if settings.on_device else with_updates,
+            remember=self._remember,
+            max_env_steps=FEW_ENV_STEPS,
+        )
+        return replace(found, measured=measured)
+
+    def _costs(self, steps: StepTimes) -> Costs:
+        """Steps and acting."""
+        n_envs = self.config.n_envs
+        costs = Costs(wait=steps.wait, compute=steps.compute, act=((1, 0.0),))
+        least = 1 if costs.waits else max(n_envs // self.n_cores, 1)
+        return replace(costs, act=acting_times(self.policy, {least, n_envs}))
+
+    def _with_updates(self, costs: Costs) -> Costs:
+        """The costs with those of updates, in the form that the run will use."""
+        alone, beside = (self.learner.threads(self.n_cores, n_taken) for n_taken in (0, 1))
+        size, timed = self.config.algorithm.batch_size, self._updates()
+        cost = {n: timed.fast(n) or timed.eager(n, size) for n in {alone, beside}}
+        if costs.waits and timed.form(alone) == "eager":  # envs on threads share Python's lock with it
+            launch = timed.launch_seconds()
+            cost = {n: replace(it, python=min(launch, it.seconds(size))) for n, it in cost.items()}
+        return replace(costs, update=cost[alone], beside=cost[beside] if beside != alone else None)
+
+    def _updates(self) -> UpdateProbe:
+        return UpdateProbe(
+            config=self.config, policy=self.policy, learner=self.learner, precision=self.precision
+        )
+
+    def _remember(self, measure: Callable[[], float]) -> float:
+        """The gain of overlap, measured once for everything it depends on; `rule` is that of working it out."""
+        config, it = self.config, self.config.algorithm
+        facts = {
+            "rule": 8,
+            "env": [config.env, config.env_kwargs, config.executor],
+            "algorithm": [config.algo, config.n_envs, it.n_steps, it.batch_size],
+            "updates": config.updates_per_iteration,
+            "network": list(config.network.network_arch),
+            "cores": self.n_cores,
+            "compile": config.compile,
+            "update": self._updates().form(self.learner.threads(self.n_cores, 1)),
+        }
+        return remembered(facts, measure)
+
+
+def settings_of(config: RunConfig, policy: Policy, n_cores: int) -> Settings:
+    """The settings of a run as far as they decide its speed, with one env after the other in one process."""
+    algorithm = config.algorithm
+    settings = Settings(
+        n_envs=config.n_envs,
+        n_steps=algorithm.n_steps,
+        batch_size=algorithm.batch_size,
+        n_epochs=algorithm.epochs,
+        n_cores=n_cores,
+        on_device=policy.device.type == "cuda",
+        n_params=policy.n_params,
+    )
+    n_updates = config.updates_per_iteration
+    if n_updates == settings.n_updates:
+        return settings
+    return replace(settings, train_ratio=n_updates / config.total_batch)
+
+
+def rank_kinds(
+    factory: EnvFactory, action_space: gym.Space[Any], n_envs: int, seed: int
+) -> tuple[list[str], list[str]]:
+    """Kinds of executor for `make_vec`, fastest first, and a note on why the first is the first."""
+    if n_envs == 1:
+        return ["serial"], []
+    try:
+        steps = time_steps(factory, ActionLayout(action_space), seed=seed)
+    except Exception as error:
+        return ["serial"], [f"the env could not be measured ({one_line(error)}); using serial"]
+    costs = Costs(wait=steps.wait, compute=steps.compute, act=((1, 0.0),))
+    settings = Settings(n_envs=n_envs, n_steps=128, batch_size=1, n_cores=usable_cores())
+    request = Request(
+        timesteps=MAKE_VEC_STEPS, picklable=steps.picklable, overlap="off", subprocess_collectors=False
+    )
+    found = decide(request, settings, costs, max_env_steps=FEW_ENV_STEPS)
+    return [plan.kind for plan in found.plans], [f"executor {found.plans[0].kind}: {found.plans[0].reason}"]
