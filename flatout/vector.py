@@ -22,7 +22,16 @@ from flatout.envs.make import EnvFactory, EnvSource, env_factory
 from flatout.envs.spaces import ActionLayout, Array, ObsArrays, ObsLayout
 from flatout.envs.wrappers import Blocking, blocking
 from flatout.errors import EnvError, FlatoutError, did_you_mean, one_line
-from flatout.executors.base import EXECUTORS, EnvSet, Executor, Step, make_executor, option_names, step
+from flatout.executors.base import (
+    EXECUTORS,
+    EnvSet,
+    Executor,
+    Step,
+    check_kind,
+    make_executor,
+    option_names,
+    step,
+)
 from flatout.perf.decide import rank_kinds
 
 KINDS = ("auto", *(kind for kind in EXECUTORS if kind != "batched"))
@@ -302,9 +311,7 @@ def open_envs(
 
 
 def _check_options(kind: str, options: Mapping[str, Any]) -> None:
-    if kind not in KINDS and ":" not in kind:
-        known = ", ".join(KINDS)
-        raise FlatoutError(f"there is no executor '{kind}' here; there is {known}{did_you_mean(kind, KINDS)}")
+    check_kind(kind, known=KINDS)
     known_options = ["infos", *(option_names(kind) if kind != "auto" else ())]
     for name in options:
         if name not in known_options:

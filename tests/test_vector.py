@@ -252,7 +252,10 @@ def test_a_lost_env_is_a_truncated_episode(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"executor": "seriel"}, "there is no executor 'seriel' here"),
+        (
+            {"executor": "seriel"},
+            "executor is 'seriel'; it must be one of auto, serial, .* did you mean 'serial'",
+        ),
         ({"n_envs": 0}, "n_envs must be at least 1, got 0"),
         ({"n_workers": 3}, "executor 'auto' takes no option 'n_workers'"),
         ({"executor": "process", "n_worker": 3}, "'process' takes no option 'n_worker'; did you mean"),

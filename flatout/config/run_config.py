@@ -21,6 +21,7 @@ from flatout.config.fields import replace as replace_fields
 from flatout.device.machine import cache_folder
 from flatout.envs.make import env_id
 from flatout.errors import FlatoutError
+from flatout.executors.base import EXECUTORS, check_kind
 from flatout.models.config import NetworkConfig
 
 if TYPE_CHECKING:
@@ -45,8 +46,8 @@ class RunConfig:
     """Number of envs."""
     seed: int = 0
     """Random seed; the same seed gives the same run."""
-    executor: Literal["auto", "serial", "process", "thread", "async", "batched", "ray"] = "auto"
-    """How envs are stepped."""
+    executor: str = "auto"
+    """How envs are stepped: auto, serial, process, thread, async, batched, or your own as FILE.py:NAME."""
     n_collectors: int = 0
     """Collectors in subprocesses; 0: decided by measurement, possibly none."""
     n_workers: int = 0
@@ -79,6 +80,7 @@ class RunConfig:
             _at_least(name, getattr(self, name), 0)
         if self.executor == "ray":
             raise FlatoutError("--executor ray is not in this version yet; use auto")
+        check_kind(self.executor, "--executor", ("auto", *EXECUTORS))
         if self.n_collectors and self.executor != "auto":
             raise FlatoutError(
                 f"--n-collectors {self.n_collectors} needs --executor auto, not {self.executor}"

@@ -226,11 +226,16 @@ class Executor(Protocol):
         return
 
 
+def check_kind(kind: str, flag: str = "executor", known: Sequence[str] = tuple(EXECUTORS)) -> None:
+    """Raise unless this is a known kind or has the form FILE.py:NAME; nothing is loaded."""
+    if kind not in known and ":" not in kind:
+        names = f"{', '.join(known)} or FILE.py:NAME"
+        raise FlatoutError(f"{flag} is '{kind}'; it must be one of {names}{did_you_mean(kind, known)}")
+
+
 def executor_class(kind: str) -> Callable[..., Executor]:
-    """What makes executors of this kind: a name in EXECUTORS, or FILE.py:NAME."""
-    if kind not in EXECUTORS and ":" not in kind:
-        known = ", ".join(EXECUTORS)
-        raise FlatoutError(f"there is no executor '{kind}'; there is {known}{did_you_mean(kind, EXECUTORS)}")
+    """What makes executors of this kind."""
+    check_kind(kind)
     found: Callable[..., Executor] = load_object(EXECUTORS.get(kind, kind), "executor")
     return found
 
