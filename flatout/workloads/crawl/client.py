@@ -10,7 +10,8 @@ import asyncio
 import socket
 import zlib
 from dataclasses import dataclass
-from typing import Any, Protocol
+from itertools import chain
+from typing import Any, Protocol, TypeAlias
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -63,7 +64,9 @@ class Client(Protocol):
         ...
 
 
-MAX_HEAD = 65_536
+MAX_HEAD = READ_SIZE = 65_536
+
+Connection: TypeAlias = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class LoopbackClient:
@@ -82,143 +85,95 @@ class LoopbackClient:
         ).encode("ascii")
         idle = self._idle.setdefault(netloc, [])
         while idle:
-            connection = idle.pop()
-            if connection.is_open:
-                try:
-                    return await self._exchange(connection, request, max_bytes, idle)
-                except StaleError:
-                    continue  # the server closed it while idle and saw no request
-        return await self._exchange(await self._connect(url), request, max_bytes, idle)
+            try:
+                return await self._exchange(idle.pop(), request, max_bytes, idle)
+            except NoResponseError:
+                continue  # the server closed it while idle and saw no request
+        return await self._exchange(await _connect(url), request, max_bytes, idle)
 
     async def close(self) -> None:
-        for idle in self._idle.values():
-            for connection in idle:
-                connection.abort()
+        for _, writer in chain.from_iterable(self._idle.values()):
+            writer.transport.abort()
         self._idle.clear()
         await asyncio.sleep(0)  # the loop closes the sockets in its next iteration
-
-    async def _connect(self, url: str) -> Connection:
-        parts = urlsplit(url)
-        host = "127.0.0.1" if parts.hostname == "localhost" else str(parts.hostname)
-        loop = asyncio.get_running_loop()
-        try:
-            _, connection = await loop.create_connection(Connection, host, parts.port or 80)
-        except OSError as error:
-            raise Fault("connection", f"{parts.netloc}: {error.strerror or error}") from error
-        return connection
 
     async def _exchange(
         self, connection: Connection, request: bytes, max_bytes: int, idle: list[Connection]
     ) -> Response:
+        """Send a request and read its response; the connection then becomes idle, or is closed."""
+        reader, writer = connection
+        buffer = bytearray()
+        is_reusable = False
         try:
-            response = await connection.exchange(request, max_bytes)
-        except BaseException:  # also when cancelled: the response may still arrive
-            connection.abort()
-            raise
-        if connection.is_open:
-            idle.append(connection)
-        return response
+            writer.write(request)
+            while True:
+                try:
+                    data = await reader.read(READ_SIZE)
+                except OSError:
+                    data = b""
+                if not data and not buffer:
+                    raise NoResponseError("connection", "closed before a response")
+                buffer += data
+                found = _parse(buffer, max_bytes, ended=not data)
+                if found is not None:
+                    response, n_used = found
+                    says_close = response.headers.get("connection", "").lower() == "close"
+                    is_reusable = (
+                        n_used == len(buffer) and response.status >= 200 and bool(data) and not says_close
+                    )
+                    return response
+        finally:  # also when cancelled: the response may still arrive
+            if is_reusable:
+                idle.append(connection)
+            else:
+                writer.transport.abort()
 
 
-class StaleError(Fault):
-    """The server closed an idle connection before it answered."""
+class NoResponseError(Fault):
+    """The server closed the connection without a response."""
 
 
-class Connection(asyncio.Protocol):
-    """One connection with at most one request in flight."""
+async def _connect(url: str) -> Connection:
+    parts = urlsplit(url)
+    host = "127.0.0.1" if parts.hostname == "localhost" else str(parts.hostname)
+    try:
+        return await asyncio.open_connection(host, parts.port or 80)
+    except OSError as error:
+        raise Fault("connection", f"{parts.netloc}: {error.strerror or error}") from error
 
-    def __init__(self) -> None:
-        self._waiter: asyncio.Future[Response] | None = None
-        self._was_used = False
-        self._max_bytes = 0
-        self.is_open = True
 
-    def exchange(self, request: bytes, max_bytes: int) -> asyncio.Future[Response]:
-        """Send a request; returns the future of its response."""
-        self._buffer = bytearray()
-        self._head: tuple[int, dict[str, str]] | None = None
-        self._max_bytes = max_bytes
-        self._waiter = asyncio.get_running_loop().create_future()
-        self._transport.write(request)
-        return self._waiter
-
-    def abort(self) -> None:
-        self.is_open = False
-        self._transport.abort()
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-
-    def data_received(self, data: bytes) -> None:
-        """Parse as much of the response as has arrived."""
-        if self._waiter is None:
-            self.abort()
-            return
-        self._buffer += data
-        try:
-            self._read(ended=False)
-        except Fault as fault:
-            self._fail(fault)
-
-    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
-        """Finish a body without a length, or fail."""
-        self.is_open = False
-        if self._waiter is None:
-            return
-        if self._was_used and not self._buffer and self._head is None:
-            self._fail(StaleError("connection", "closed while idle"))
-            return
-        try:
-            self._read(ended=True)
-        except Fault as fault:
-            self._fail(fault)
-
-    def _read(self, *, ended: bool) -> None:
-        if self._head is None:
-            end = self._buffer.find(b"\r\n\r\n")
-            if end < 0:
-                if len(self._buffer) > MAX_HEAD or (len(self._buffer) > 4 and self._buffer[:5] != b"HTTP/"):
-                    raise Fault("garbage", "the response is not HTTP")
-                if ended:
-                    raise Fault("connection", "closed before the response was complete")
-                return
-            self._head = _head(bytes(self._buffer[:end]))
-            del self._buffer[: end + 4]
-        status, headers = self._head
+def _parse(buffer: bytearray, max_bytes: int, *, ended: bool) -> tuple[Response, int] | None:
+    """The response at the start of the buffer and its length in bytes; None while it is incomplete."""
+    start = buffer.find(b"\r\n\r\n") + 4
+    if start < 4:
+        if len(buffer) > MAX_HEAD or not b"HTTP/".startswith(buffer[:5]):
+            raise Fault("garbage", "the response is not HTTP")
+        body, end = None, 0
+    else:
+        status, headers = _head(bytes(buffer[: start - 4]))
         length = headers.get("content-length")
-        if status in (204, 304) or 100 <= status < 200:
-            body: bytes | None = b""
+        end = start
+        if status in (204, 304) or status < 200:
+            body = b""
         elif "transfer-encoding" in headers:
-            body = _chunked(self._buffer, headers["transfer-encoding"], self._max_bytes)
+            body, end = _chunked(buffer, start, headers["transfer-encoding"], max_bytes)
         elif length is not None:
             if not length.isdigit():
                 raise Fault("garbage", f"Content-Length is '{length[:20]}'")
-            if int(length) > self._max_bytes:
-                raise Fault("size", f"{length} bytes, more than {self._max_bytes}")
-            body = bytes(self._buffer[: int(length)]) if len(self._buffer) >= int(length) else None
-        else:
-            if len(self._buffer) > self._max_bytes:
-                raise Fault("size", f"more than {self._max_bytes} bytes")
-            body = bytes(self._buffer) if ended else None
-        if body is not None:
-            self._succeed(Response(status, headers, body))
-        elif ended:
-            raise Fault("connection", "closed before the response was complete")
-
-    def _succeed(self, response: Response) -> None:
-        waiter, self._waiter, self._was_used = self._waiter, None, True
-        left = len(self._buffer) > len(response.body) and "transfer-encoding" not in response.headers
-        if response.headers.get("connection", "").lower() == "close" or response.status < 200 or left:
-            self.abort()
-        if waiter is not None and not waiter.done():
-            waiter.set_result(response)
-
-    def _fail(self, fault: Fault) -> None:
-        waiter, self._waiter = self._waiter, None
-        self.abort()
-        if waiter is not None and not waiter.done():
-            waiter.set_exception(fault)
+            if int(length) > max_bytes:
+                raise Fault("size", f"{length} bytes, more than {max_bytes}")
+            end = start + int(length)
+            body = bytes(buffer[start:end]) if len(buffer) >= end else None
+        else:  # the body ends with the connection
+            if len(buffer) - start > max_bytes:
+                raise Fault("size", f"more than {max_bytes} bytes")
+            end = len(buffer)
+            body = bytes(buffer[start:]) if ended else None
+    if body is not None:
+        return Response(status, headers, body), end
+    if ended:
+        raise Fault("connection", "closed before the response was complete")
+    return None
 
 
 def _head(data: bytes) -> tuple[int, dict[str, str]]:
@@ -237,31 +192,28 @@ def _head(data: bytes) -> tuple[int, dict[str, str]]:
     return int(rest[:3]), headers
 
 
-def _chunked(buffer: bytearray, encoding: str, max_bytes: int) -> bytes | None:
-    """The body, or None while chunks are missing."""
+def _chunked(buffer: bytearray, at: int, encoding: str, max_bytes: int) -> tuple[bytes | None, int]:
+    """The body in chunks from `at` on, None while it is incomplete, and where it ends."""
     if encoding.strip().lower() != "chunked":
         raise Fault("garbage", f"Transfer-Encoding is '{encoding[:20]}'")
-    parts: list[bytes] = []
-    at, total = 0, 0
-    while True:
-        end = buffer.find(b"\r\n", at)
-        if end < 0:
-            if len(buffer) - at > 1024:
-                raise Fault("garbage", "a chunk without a length")
-            return None
+    body = bytearray()
+    while (line_end := buffer.find(b"\r\n", at)) >= 0:
         try:
-            size = int(bytes(buffer[at:end]).partition(b";")[0], 16)
+            size = int(bytes(buffer[at:line_end]).partition(b";")[0], 16)
         except ValueError:
             raise Fault("garbage", "a chunk without a length") from None
-        if size < 0 or total + size > max_bytes:
+        if size < 0 or len(body) + size > max_bytes:
             raise Fault("size", f"more than {max_bytes} bytes")
+        start, at = line_end + 2, line_end + 4 + size
         if size == 0:
-            return b"".join(parts) if buffer.find(b"\r\n", end + 2) >= 0 else None
-        if len(buffer) < end + 4 + size:
-            return None
-        parts.append(bytes(buffer[end + 2 : end + 2 + size]))
-        total += size
-        at = end + 4 + size
+            end = buffer.find(b"\r\n", start)
+            return (bytes(body), end + 2) if end >= 0 else (None, 0)
+        if len(buffer) < at:
+            return None, 0
+        body += buffer[start : start + size]
+    if len(buffer) - at > 1024:
+        raise Fault("garbage", "a chunk without a length")
+    return None, 0
 
 
 class CheckedResolver(AbstractResolver):
