@@ -158,7 +158,7 @@ def test_narrow_and_dark_pages_fit_and_change_their_ground(
 
 def test_killed_and_empty_runs_open_too(browser: webdriver.Chrome, tmp_path: Path) -> None:
     open_page(browser, write_report(write_killed_run(tmp_path / "a")))
-    assert "ends within a line" in browser.find_element(By.ID, "missing").text
+    assert "ends in an incomplete line" in browser.find_element(By.ID, "missing").text
     assert browser.find_elements(By.CSS_SELECTOR, "#curve svg path")
     empty = tmp_path / "b"
     empty.mkdir()
