@@ -5,29 +5,24 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from pathlib import Path
 
-from flatout.cli.parser import Parser, settings
-from flatout.cli.resume import run_path
+from flatout.cli.parser import Parser, add_run, run_path, settings
 from flatout.errors import FlatoutError
 
 
-def run(argv: Sequence[str]) -> int:
-    """Parse, play, print; returns the exit code."""
+def evaluate(argv: Sequence[str]) -> int:
+    """Play episodes with a trained agent and print their mean return; returns the exit code."""
     parser = Parser(
         prog="flatout evaluate", description="Mean return of a trained agent over whole episodes."
     )
-    parser.add_argument("run", metavar="RUN", help="a run's folder or name, or a .flatout file")
-    parser.add_argument(
-        "--runs-dir", type=Path, default=Path("runs"), metavar="DIR", help="where runs are kept"
-    )
-    parser.add_argument("--episodes", type=int, default=100, metavar="N", help="episodes to play (100)")
-    parser.add_argument("--seed", type=int, metavar="N", help="seed of the episodes; never a training one")
-    parser.add_argument(
-        "--env-kwargs", metavar="JSON", default=argparse.SUPPRESS, help="keywords that differ from training's"
-    )
-    parser.add_argument("--best", action="store_true", help="the best checkpoint instead of the newest")
-    parser.add_argument("--stochastic", action="store_true", help="draw actions instead of the likeliest")
+    add_run(parser, "a run's folder, its name in --runs-dir, or a .flatout file")
+    parser.add_argument("--episodes", type=int, default=100, metavar="N", help="number of episodes (100)")
+    parser.add_argument("--seed", type=int, metavar="N", help="seed of the envs (differs from training)")
+    text = "keywords for the env that differ from training"
+    parser.add_argument("--env-kwargs", metavar="JSON", default=argparse.SUPPRESS, help=text)
+    parser.add_argument("--best", action="store_true", help="load the best checkpoint, not the newest")
+    text = "sample actions instead of taking the most likely one"
+    parser.add_argument("--stochastic", action="store_true", help=text)
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     args = parser.parse(argv)
     if args.episodes < 1:

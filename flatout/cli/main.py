@@ -1,4 +1,4 @@
-"""Which verb: looks it up, runs it, and turns user errors into one line and an exit code."""
+"""Runs the verb that the command line names; a user's error becomes one line and an exit code."""
 
 from __future__ import annotations
 
@@ -10,26 +10,19 @@ from importlib import import_module
 from flatout.errors import FlatoutError, did_you_mean
 
 VERBS = {
-    "train": "train an agent",
-    "resume": "go on from a run's newest checkpoint",
-    "evaluate": "mean return over whole episodes",
-    "doctor": "where would the time go, and what to change",
-    "tune": "measure, pick and save the fastest settings",
-    "report": "where the time went and what it learned, as a page and as text",
-    "trace": "what every part of a run did when, as a Perfetto/Chrome trace",
-    "monitor": "the machine and the runs on it, live in the terminal",
+    "train": ("train", "train an agent"),
+    "resume": ("train", "continue a run from its newest checkpoint"),
+    "evaluate": ("evaluate", "mean return of a trained agent over whole episodes"),
+    "doctor": ("advise", "measure an env: where the time would go and what to change"),
+    "tune": ("advise", "find and save the fastest settings for an env on this machine"),
+    "report": ("report", "what a run learned and where its time went, as a page and as text"),
+    "trace": ("report", "timeline of a run as a Perfetto/Chrome trace"),
+    "monitor": ("monitor", "the machine and the runs on it, live in the terminal"),
 }
-"""Each is a module of this package with `run(argv) -> exit code`."""
+"""The module of this package that has the verb's function, and what the verb does."""
 
-LATER = (
-    "sweep",
-    "play",
-    "export",
-    "jobs",
-    "dashboard",
-    "bench",
-)
-"""Verbs of versions to come: refused by name."""
+LATER = ("sweep", "play", "export", "jobs", "dashboard", "bench")
+"""Verbs of later versions."""
 
 
 def run(argv: Sequence[str]) -> int:
@@ -45,7 +38,7 @@ def run(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # The reader left, as in `flatout ... | head`; nothing more can be said to it.
+        # The reader has gone, as in `flatout ... | head`.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
 
@@ -64,18 +57,19 @@ def _dispatch(argv: list[str]) -> int:
         raise FlatoutError(f"'flatout {verb}' is not in this version yet; there are {', '.join(VERBS)}")
     if verb not in VERBS:
         raise FlatoutError(f"unknown command {verb!r}{did_you_mean(verb, VERBS)}")
-    exit_code: int = import_module(f"flatout.cli.{verb}").run(rest)
+    module, _ = VERBS[verb]
+    exit_code: int = getattr(import_module(f"flatout.cli.{module}"), verb)(rest)
     return exit_code
 
 
 def help_text() -> str:
     """What `flatout --help` prints."""
-    rows = "\n".join(f"  flatout {verb:<10} {text}" for verb, text in VERBS.items())
+    rows = "\n".join(f"  flatout {verb:<10} {text}" for verb, (_, text) in VERBS.items())
     return (
         "flatout: reinforcement learning with the accelerator flat out.\n\n"
         f"{rows}\n\n"
-        "  flatout train CartPole-v1        the first thing to try\n"
-        "  flatout VERB --help              the flags of one command\n"
-        "  --debug                          with any command: full tracebacks\n"
-        "  --version                        which version this is"
+        "  flatout train CartPole-v1        a first example\n"
+        "  flatout VERB --help              the flags of a command\n"
+        "  --debug                          with any command: print full tracebacks\n"
+        "  --version                        print the version"
     )

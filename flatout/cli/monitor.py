@@ -14,8 +14,7 @@ from typing import TextIO, cast
 from rich.console import Console, ConsoleDimensions
 from rich.live import Live
 
-from flatout.cli.parser import Parser
-from flatout.cli.resume import run_path
+from flatout.cli.parser import Parser, add_runs_dir, run_path
 from flatout.errors import FlatoutError
 from flatout.runlog.folder import RunFolder
 from flatout.views.display import SafeStream
@@ -23,37 +22,32 @@ from flatout.views.monitor import Monitor
 from flatout.views.screen import cells_for, screen
 
 
-def run(argv: Sequence[str]) -> int:
-    """Parse, show until it is over or Ctrl-C; returns the exit code."""
+def monitor(argv: Sequence[str]) -> int:
+    """Show the machine and its runs until they end or Ctrl-C; returns the exit code."""
     parser = Parser(
         prog="flatout monitor",
-        description="What this machine and the runs on it do, live in the terminal. Ctrl-C ends it, not the runs.",
+        description="Show this machine and the runs on it, live in the terminal. Ctrl-C ends the monitor, not the runs.",
     )
-    parser.add_argument(
-        "runs", nargs="*", metavar="RUN", help="only these runs, going on or not (all that go on)"
-    )
-    parser.add_argument(
-        "--runs-dir", type=Path, default=Path("runs"), metavar="DIR", help="where runs are kept"
-    )
-    parser.add_argument(
-        "--interval", type=float, default=0.5, metavar="S", help="seconds between looks (0.5)"
-    )
-    parser.add_argument(
-        "--once", action="store_true", help="print one screen and end; so it does without a terminal"
-    )
-    parser.add_argument("--json", action="store_true", help="print one screen's figures as JSON")
+    text = "runs to show, also ended ones (all that are running)"
+    parser.add_argument("runs", nargs="*", metavar="RUN", help=text)
+    add_runs_dir(parser)
+    text = "time between updates (0.5)"
+    parser.add_argument("--interval", type=float, default=0.5, metavar="SECONDS", help=text)
+    text = "print one screen and exit; the default without a terminal"
+    parser.add_argument("--once", action="store_true", help=text)
+    parser.add_argument("--json", action="store_true", help="print the figures of one screen as JSON")
     args = parser.parse(argv)
     if not 0.05 <= args.interval <= 3600:
         raise FlatoutError(f"--interval is {args.interval:g}; it must be from 0.05 to 3600 seconds")
     named = [_existing(run_path(name, args.runs_dir)) for name in args.runs]
     stream = SafeStream(sys.stdout)
-    monitor = Monitor(args.runs_dir, named)
+    watched = Monitor(args.runs_dir, named)
     if args.json:
-        print(json.dumps(asdict(monitor.read())))
+        print(json.dumps(asdict(watched.read())))
     elif args.once or not stream.isatty():
-        _print(monitor, stream)
+        _print(watched, stream)
     else:
-        _watch(monitor, stream, args.interval)
+        _watch(watched, stream, args.interval)
     return 0
 
 
@@ -67,11 +61,11 @@ def _print(monitor: Monitor, stream: SafeStream) -> None:
 
 
 def _watch(monitor: Monitor, stream: SafeStream, interval: float) -> None:
-    """Redraw until the named runs have ended; their last state stays in the terminal."""
+    """Redraw until the named runs have ended; their last state stays on the terminal."""
     console = _console(stream)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
-        # The alternate screen: what the terminal showed before comes back afterwards.
+        # The alternate screen: the terminal's earlier content comes back afterwards.
         with Live(console=console, screen=True, auto_refresh=False, vertical_overflow="crop") as live:
             while True:
                 console.size = ConsoleDimensions(*stream.columns_and_lines())
@@ -86,7 +80,7 @@ def _watch(monitor: Monitor, stream: SafeStream, interval: float) -> None:
 
 
 def _console(stream: SafeStream) -> Console:
-    # Sizes are asked of our own stream: rich asks the standard ones, of which another may be a terminal.
+    # The size of our own stream: rich asks the standard ones, of which another may be a terminal.
     console = Console(file=cast(TextIO, stream), force_jupyter=False, highlight=False)
     console.size = ConsoleDimensions(*stream.columns_and_lines())
     return console

@@ -1,10 +1,11 @@
-"""Argument parsing with one-line errors: argparse, made to name the nearest valid choice."""
+"""Argument parsing: flags from the config's fields, and errors of one line that name the nearest valid choice."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from flatout.algorithms import base as algorithms
@@ -16,7 +17,7 @@ THE_RUN, EVERY_ALGORITHM = "the run", "every algorithm"
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser whose every complaint is a FlatoutError of one line."""
+    """An ArgumentParser that raises FlatoutError with one line instead of printing its usage."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(allow_abbrev=False, formatter_class=_Formatter, **kwargs)
@@ -42,17 +43,42 @@ class _Formatter(argparse.HelpFormatter):
         super().__init__(prog, max_help_position=34, width=100)
 
 
-def add_settings(parser: Parser) -> None:
-    """A flag for every setting of a run, with its docstring as help; absent ones are not set."""
+def add_env(parser: Parser) -> None:
+    """ENV and --config."""
+    text = "Gymnasium id, module:Id, or path/to/file.py:factory"
+    parser.add_argument("env", nargs="?", metavar="ENV", help=text)
+    parser.add_argument("--config", type=Path, metavar="FILE.json", help="read settings from a config.json")
+
+
+def add_run(parser: Parser, text: str = "a run's folder, or its name in --runs-dir") -> None:
+    """RUN and --runs-dir."""
+    parser.add_argument("run", metavar="RUN", help=text)
+    add_runs_dir(parser)
+
+
+def add_runs_dir(parser: Parser) -> None:
+    """--runs-dir."""
+    text = "folder that contains the runs (runs)"
+    parser.add_argument("--runs-dir", type=Path, default=Path("runs"), metavar="DIR", help=text)
+
+
+def run_path(run: str, runs_dir: Path) -> Path:
+    """The folder of a run given by path or by name."""
+    path = Path(run)
+    return path if path.exists() or len(path.parts) > 1 else runs_dir / run
+
+
+def add_settings(parser: Parser, only: Collection[str] | None = None) -> None:
+    """A flag for every setting of a run, or for some, with its docstring as help; flags not given stay unset."""
     having: dict[str, list[Field]] = {}
     for field in all_fields(RunConfig):
-        having.setdefault(field.name, []).append(field)
+        if field.name != "env" and (only is None or field.name in only):
+            having.setdefault(field.name, []).append(field)
     titles = {name: _group_title([field.section for field in fields]) for name, fields in having.items()}
     of_all = [title for title in (THE_RUN, EVERY_ALGORITHM) if title in titles.values()]
     groups = {title: parser.add_argument_group(title) for title in dict.fromkeys([*of_all, *titles.values()])}
     for name, fields in having.items():
-        if name != "env":
-            _add_flag(groups[titles[name]], fields[0])
+        _add_flag(groups[titles[name]], fields[0])
 
 
 def _group_title(sections: list[str | None]) -> str:
@@ -65,10 +91,9 @@ def _group_title(sections: list[str | None]) -> str:
 
 
 def settings(args: argparse.Namespace) -> dict[str, Any]:
-    """The settings that were given, by name, as text or JSON."""
-    given = {
-        f.name: getattr(args, f.name) for f in all_fields(RunConfig) if f.name != "env" and f.name in args
-    }
+    """The settings given on the command line, by name; values are still text."""
+    names = [field.name for field in all_fields(RunConfig) if field.name != "env"]
+    given = {name: getattr(args, name) for name in names if name in args}
     if isinstance(given.get("env_kwargs"), str):
         try:
             given["env_kwargs"] = json.loads(given["env_kwargs"])

@@ -1,4 +1,4 @@
-"""`flatout report RUN`."""
+"""`flatout report RUN` and `flatout trace RUN`."""
 
 from __future__ import annotations
 
@@ -8,29 +8,27 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from flatout.cli.parser import Parser
-from flatout.cli.resume import run_path
-from flatout.runlog.folder import write_text
+from flatout.cli.parser import Parser, add_run, run_path
+from flatout.errors import FlatoutError
+from flatout.runlog.folder import RunFolder, write_text
 from flatout.runlog.records import read_run
+from flatout.runlog.samples import read_samples
+from flatout.runlog.spans import read_spans
+from flatout.views.chrome_trace import trace_json
 from flatout.views.report import report_page
 from flatout.views.text import report_text, run_findings, verdict
 
 
-def run(argv: Sequence[str]) -> int:
-    """Parse, write the page, print the text; returns the exit code."""
+def report(argv: Sequence[str]) -> int:
+    """Write the report page and print the text; returns the exit code."""
     parser = Parser(
         prog="flatout report",
-        description="Where a run's time went, what it learned, and what to change: a page and a text.",
+        description="Report what a run learned, where its time went and what to change, as a page and as text.",
     )
-    parser.add_argument("run", metavar="RUN", help="the run's folder, or its name in --runs-dir")
-    parser.add_argument("--text", action="store_true", help="print the text only, write no page")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="where to write the page (RUN/report.html)")
-    parser.add_argument(
-        "--json", action="store_true", help="print the report's figures as JSON instead of the text"
-    )
-    parser.add_argument(
-        "--runs-dir", type=Path, default=Path("runs"), metavar="DIR", help="where runs are kept"
-    )
+    add_run(parser)
+    parser.add_argument("--text", action="store_true", help="print the text, write no page")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="file for the page (RUN/report.html)")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON instead of text")
     args = parser.parse(argv)
     records = read_run(run_path(args.run, args.runs_dir))
     findings = run_findings(records)
@@ -49,4 +47,27 @@ def run(argv: Sequence[str]) -> int:
     print(report_text(records, findings, width=min(100, shutil.get_terminal_size((100, 24)).columns)))
     if out is not None:
         print(f"{'report':<14}{out}")
+    return 0
+
+
+def trace(argv: Sequence[str]) -> int:
+    """Write the trace and print where it is; returns the exit code."""
+    parser = Parser(
+        prog="flatout trace",
+        description="Write a timeline of the learner and the collectors as a Perfetto/Chrome trace.",
+    )
+    add_run(parser)
+    parser.add_argument("--out", type=Path, metavar="FILE", help="file for the trace (RUN/trace.json)")
+    args = parser.parse(argv)
+    folder = RunFolder.open(run_path(args.run, args.runs_dir))
+    spans = read_spans(folder.spans)
+    if not spans.lanes:
+        raise FlatoutError(f"nothing to trace in {folder.path}: {'; '.join(spans.problems)}")
+    out = args.out or folder.path / "trace.json"
+    write_text(out, trace_json(folder.path.name, spans, read_samples(folder.samples)))
+    for problem in spans.problems:
+        print(f"note: {problem}")
+    n_spans = sum(len(lane.start) for lane in spans.lanes.values())
+    print(f"{out}: {n_spans:,} spans of {', '.join(spans.lanes)} over {spans.end:,.1f} s")
+    print("open it at https://ui.perfetto.dev (it stays on your machine) or in chrome://tracing")
     return 0

@@ -201,7 +201,7 @@ def _limit(records: RunRecords) -> str:
     if not idle or total <= 0:
         return f"{text}."
     cause, seconds = next(iter(idle.items()))
-    return f"{text}; most of the rest went to {cause} ({percent(seconds / total)})."
+    return f"{text}. Largest cause of idle time: {cause} ({percent(seconds / total)})."
 
 
 def learner_wall(records: RunRecords) -> float:

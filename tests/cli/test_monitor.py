@@ -226,7 +226,7 @@ def test_bad_input_is_one_line(argv: list[str], words: str, tmp_path: Path) -> N
 
 
 def test_it_starts_without_torch(tmp_path: Path) -> None:
-    code = "import sys, flatout.cli.monitor as m; m.run(['--once']); sys.exit('torch' in sys.modules)"
+    code = "import sys, flatout.cli.monitor as m; m.monitor(['--once']); sys.exit('torch' in sys.modules)"
     assert (
         subprocess.run([sys.executable, "-c", code], cwd=tmp_path, stdout=subprocess.DEVNULL).returncode == 0
     )

@@ -31,7 +31,7 @@ def test_the_verdict_comes_first_and_says_what_limits_the_run(tmp_path: Path) ->
     assert max(map(len, lines)) <= 100
     assert " ".join(lines[:2]) == (
         "Finished: 50,000 env steps in 10.0 s, 5,000 steps/s, return 486.2 ± 12.0. "
-        "The learner was busy 50 % of the time; most of the rest went to waiting for envs (29 %)."
+        "The learner was busy 50 % of the time. Largest cause of idle time: waiting for envs (29 %)."
     )
     assert "time went to  updates 51 %, waiting for envs 29 %, waiting for inference 10 %" in text
     assert "Collect while learning (--overlap on)" in text
