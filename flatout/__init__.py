@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from flatout.advice.doctor import doctor
     from flatout.advice.tune import tune
-    from flatout.agent import DQN, PPO, PQN, load
-    from flatout.algorithms.base import choose_batch_size
+    from flatout.agent import DQN, PPO, PQN, Agent, load
+    from flatout.algorithms.base import Algorithm, AlgorithmConfig, choose_batch_size, register_algorithm
     from flatout.errors import EnvError, FlatoutError
     from flatout.vector import make_vec
 
@@ -22,12 +22,16 @@ __all__ = [
     "DQN",
     "PPO",
     "PQN",
+    "Agent",
+    "Algorithm",
+    "AlgorithmConfig",
     "EnvError",
     "FlatoutError",
     "choose_batch_size",
     "doctor",
     "load",
     "make_vec",
+    "register_algorithm",
     "tune",
 ]
 
@@ -36,6 +40,10 @@ _HOMES = {
     "DQN": "agent",
     "PQN": "agent",
     "load": "agent",
+    "Agent": "agent",
+    "Algorithm": "algorithms.base",
+    "AlgorithmConfig": "algorithms.base",
+    "register_algorithm": "algorithms.base",
     "choose_batch_size": "algorithms.base",
     "make_vec": "vector",
     "doctor": "advice.doctor",

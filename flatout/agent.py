@@ -14,6 +14,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 
+from flatout.algorithms.base import Algorithm, register_algorithm
 from flatout.collect.noise import ActionNoise
 from flatout.config.fields import replace as replace_fields
 from flatout.config.run_config import RunConfig, preset_note, read_file, resolve
@@ -66,6 +67,8 @@ class Agent:
         self.began_at = time()
         """When start-up began; learn() counts `startup_seconds` from here, the first time."""
         self._machine = machine()
+        if isinstance(algo := settings.get("algo"), Algorithm):
+            settings["algo"] = register_algorithm(algo).name
         if self.algo is not None and settings.setdefault("algo", self.algo) != self.algo:
             raise FlatoutError(f"this is {self.algo.upper()}; use flatout.{str(settings['algo']).upper()}")
         self.device = resolve_device(str(settings.get("device", "auto")))
@@ -123,7 +126,8 @@ class Agent:
         began_at = time()
         try:
             config = RunConfig.from_json(checkpoint.state["config"], "checkpoint")
-            agent = AGENTS[config.algo].__new__(AGENTS[config.algo])
+            kind = AGENTS.get(config.algo, Agent)
+            agent = kind.__new__(kind)
             agent.config, agent.began_at, agent._machine = config, began_at, machine()
             spaces = [
                 space_from_json(checkpoint.state[f"{kind}_space"]) for kind in ("observation", "action")

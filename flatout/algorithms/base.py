@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from flatout.collect.noise import Exploration
     from flatout.envs.spaces import ActionLayout, ObsLayout
     from flatout.learning.learner import Learner
-    from flatout.models.policy import PolicyNet
+    from flatout.models.policy import ActorCritic, PolicyNet
 
 Schedule = Literal["constant", "linear"]
 DEFAULT = "ppo"
@@ -96,6 +96,15 @@ class Recipe:
     """Cores it is made for; a run on fewer gets a warning."""
 
 
+def make_actor_critic(
+    obs: ObsLayout, action: ActionLayout, network: NetworkConfig, config: AlgorithmConfig, seed: int
+) -> ActorCritic:
+    """A policy and a value function."""
+    from flatout.models.policy import build
+
+    return build(obs, action, network, seed, normalize_obs=getattr(config, "normalize_obs", False))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Algorithm:
     """What the rest of the package knows of an algorithm. `config` below is an instance of its config class."""
@@ -104,10 +113,10 @@ class Algorithm:
     """Its name on the command line, and of its section in JSON configs."""
     config: type[AlgorithmConfig]
     """Its config dataclass; every field becomes a flag."""
-    make_model: Callable[..., PolicyNet]
-    """(obs, action, network, config, seed) → model on the CPU, which depends on nothing but these."""
     make_learner: Callable[..., Learner[Any]]
     """(model, config, *, n_envs, seed, clock, precision) → learner of that model."""
+    make_model: Callable[..., PolicyNet] = make_actor_critic
+    """(obs, action, network, config, seed) → model on the CPU, which depends on nothing but these."""
     exploration: Callable[[Any, int], Exploration] | None = None
     """(config, n_envs) → how envs explore; None: as the policy samples."""
     recipes: Mapping[str, Callable[[], Recipe]] = field(default_factory=dict)
@@ -190,7 +199,7 @@ class LearnerSpec:
 _registry: dict[str, Algorithm] = {}
 
 
-def register(algorithm: Algorithm) -> Algorithm:
+def register_algorithm(algorithm: Algorithm) -> Algorithm:
     """Make an algorithm known under its name; one of the built-in names is refused."""
     known = get(algorithm.name) if algorithm.name in BUILT_IN else algorithm
     if known is not algorithm:
@@ -208,14 +217,14 @@ def get(name: str) -> Algorithm:
     if name not in _registry:
         known = names()
         near = did_you_mean(name, known)
-        raise FlatoutError(f"--algo is '{name}'; it must be one of {', '.join(known)}{near}")
+        raise FlatoutError(f"--algo is '{name}'; it must be one of {', '.join(known)}, or FILE.py:NAME{near}")
     return _registry[name]
 
 
 @cache
 def _load(source: str) -> Algorithm:
     found = load_object(source, "algorithm", lambda it: isinstance(it, Algorithm), "a flatout.Algorithm")
-    return register(replace(found, source=source))
+    return register_algorithm(replace(found, source=source))
 
 
 def names() -> list[str]:

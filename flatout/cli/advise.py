@@ -30,7 +30,7 @@ def doctor(argv: Sequence[str]) -> int:
         help="predict the speed on another machine or with other settings",
     )
     parser.add_argument("--json", action="store_true", help="print the diagnosis as JSON")
-    add_settings(parser)
+    add_settings(parser, argv)
     env, given, args = _parse(parser, argv)
 
     from flatout.advice.doctor import doctor, parse_what_if
@@ -65,7 +65,7 @@ def tune(argv: Sequence[str]) -> int:
         action="store_true",
         help="also try other minibatch sizes, which changes what is learned",
     )
-    add_settings(parser)
+    add_settings(parser, argv)
     env, given, args = _parse(parser, argv)
     if args.budget < 10:
         raise FlatoutError(f"--budget is {args.budget:g}; a trial takes some seconds, give at least 10")

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from flatout.algorithms import base as algorithms
 from flatout.config.fields import Field, all_fields
-from flatout.config.run_config import RunConfig
+from flatout.config.run_config import RunConfig, read_file
 from flatout.errors import FlatoutError, did_you_mean
 
 THE_RUN, EVERY_ALGORITHM = "the run", "every algorithm"
@@ -68,8 +68,12 @@ def run_path(run: str, runs_dir: Path) -> Path:
     return path if path.exists() or len(path.parts) > 1 else runs_dir / run
 
 
-def add_settings(parser: Parser, only: Collection[str] | None = None) -> None:
-    """A flag for every setting of a run, or for some, with its docstring as help; flags not given stay unset."""
+def add_settings(parser: Parser, argv: Sequence[str], only: Collection[str] | None = None) -> None:
+    """A flag for every setting of a run, or for some, with its docstring as help; flags not given stay unset.
+
+    An algorithm of the user's own that `argv` names is loaded first, so that its settings have flags too.
+    """
+    _load_algorithm(argv)
     having: dict[str, list[Field]] = {}
     for field in all_fields(RunConfig):
         if field.name != "env" and (only is None or field.name in only):
@@ -79,6 +83,17 @@ def add_settings(parser: Parser, only: Collection[str] | None = None) -> None:
     groups = {title: parser.add_argument_group(title) for title in dict.fromkeys([*of_all, *titles.values()])}
     for name, fields in having.items():
         _add_flag(groups[titles[name]], fields[0])
+
+
+def _load_algorithm(argv: Sequence[str]) -> None:
+    first = Parser(add_help=False)
+    first.add_argument("--algo")
+    first.add_argument("--config", type=Path)
+    args, _ = first.parse_known_args(argv)
+    if args.algo is not None:
+        algorithms.get(args.algo)
+    elif args.config is not None:
+        read_file(args.config)
 
 
 def _group_title(sections: list[str | None]) -> str:

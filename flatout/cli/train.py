@@ -36,7 +36,7 @@ def train(argv: Sequence[str]) -> int:
     parser.add_argument("--resume", action="store_true", help="resume the run if it exists")
     parser.add_argument("--overwrite", action="store_true", help="replace the run if it exists")
     _add_output_flags(parser)
-    add_settings(parser)
+    add_settings(parser, argv)
     args = parser.parse(argv)
     given = settings(args)
     # Refuse what can be refused before torch is loaded: a typo should not cost two seconds.
@@ -66,7 +66,7 @@ def resume(argv: Sequence[str]) -> int:
     parser = Parser(prog="flatout resume", description="Continue a run from its newest checkpoint.")
     add_run(parser)
     _add_output_flags(parser)
-    add_settings(parser, only=RESUMABLE)
+    add_settings(parser, argv, only=RESUMABLE)
     args = parser.parse(argv)
     return _resume(run_path(args.run, args.runs_dir), settings(args), args)
 

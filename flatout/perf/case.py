@@ -168,7 +168,7 @@ def case_of_run(
 
 def _settings(summary: Mapping[str, Any], config: Mapping[str, Any], n_cores: int) -> Settings:
     executor, widths = summary["executor"], config["network"]["network_arch"]
-    algorithm = config[config["algo"]]
+    algorithm = next(part for part in config.values() if isinstance(part, dict) and "n_steps" in part)
     extra = sum(summary["phases"].get(name, 0.0) for name in ("checkpoint", "evaluate", "record"))
     return Settings(
         n_envs=config["n_envs"],

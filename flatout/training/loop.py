@@ -206,7 +206,7 @@ def identity(trainer: Trainer, device: str) -> dict[str, Any]:
     config, plan = trainer.config, trainer.plan
     return {
         "env": config.env,
-        "algo": config.algo,
+        "algo": config.descriptor.name,
         "preset": config.preset or "auto",
         "seed": config.seed,
         "device": device,

@@ -19,21 +19,10 @@ from typing import TYPE_CHECKING, Any
 from flatout.algorithms.base import Algorithm
 from flatout.algorithms.ppo.config import PPOConfig
 from flatout.algorithms.ppo.recipes import PRESETS, RECIPES, auto
-from flatout.models.config import NetworkConfig
 
 if TYPE_CHECKING:
     from flatout.algorithms.ppo.learner import PPOLearner
-    from flatout.envs.spaces import ActionLayout, ObsLayout
     from flatout.models.policy import ActorCritic
-
-
-def make_model(
-    obs: ObsLayout, action: ActionLayout, network: NetworkConfig, config: PPOConfig, seed: int
-) -> ActorCritic:
-    """A policy and a value function."""
-    from flatout.models.policy import build
-
-    return build(obs, action, network, seed, normalize_obs=config.normalize_obs)
 
 
 def make_learner(model: ActorCritic, config: PPOConfig, **how: Any) -> PPOLearner:
@@ -46,7 +35,6 @@ def make_learner(model: ActorCritic, config: PPOConfig, **how: Any) -> PPOLearne
 ALGORITHM = Algorithm(
     name="ppo",
     config=PPOConfig,
-    make_model=make_model,
     make_learner=make_learner,
     recipes=RECIPES,
     presets=PRESETS,
