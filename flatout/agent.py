@@ -179,15 +179,16 @@ class Agent:
             self.config.timesteps if total_timesteps is None else trainer.state.env_steps + total_timesteps
         )
         self._claim_folder()
-        display = make_display(quiet=not progress_bar, phase=lambda: trainer.clock.current)
+        display = make_display(phase=lambda: trainer.clock.current) if progress_bar else None
         resume_at = trainer.state.env_steps or None
         folder = self._folder
-        sinks: list[Sink] = [display]
+        sinks: list[Sink] = [display] if display is not None else []
         if folder is not None:
             sinks.append(TensorBoardWriter(folder.tensorboard, resume_at))
         about = identity(trainer, self.device)
         recorder = Recorder(folder, sinks, resume_at=resume_at, about=about)
-        display.start(self.header())
+        if display is not None:
+            display.start(self.header())
         stop = StopRequest()
         startup = time() - self.began_at
         try:

@@ -17,9 +17,9 @@ from rich.live import Live
 from flatout.cli.parser import Parser, add_runs_dir, run_path
 from flatout.errors import FlatoutError
 from flatout.runlog.folder import RunFolder
-from flatout.views.display import SafeStream
 from flatout.views.monitor import Monitor
 from flatout.views.screen import cells_for, screen
+from flatout.views.stream import SafeStream
 
 
 def monitor(argv: Sequence[str]) -> int:

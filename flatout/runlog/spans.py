@@ -19,8 +19,9 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from flatout import timing
 from flatout.runlog.jsonl import Record, Tail, end_last_line, json_object, number, plural, read_records
+from flatout.timing import Lane as TimedLane
+from flatout.timing import Span
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 Row: TypeAlias = tuple[float, float, Mapping[str, float]]
@@ -39,9 +40,7 @@ class SpanFile:
     not the run.
     """
 
-    def __init__(
-        self, path: Path, lanes: Callable[[], Sequence[timing.Lane]], *, offset: float = 0.0
-    ) -> None:
+    def __init__(self, path: Path, lanes: Callable[[], Sequence[TimedLane]], *, offset: float = 0.0) -> None:
         """`offset`: wall seconds of the run before it was resumed."""
         self._lanes, self._zero, self.began = lanes, perf_counter(), time()
         self.problem: str | None = None
@@ -76,7 +75,7 @@ class SpanFile:
             if lost > 0:
                 self._write([json.dumps({"dropped": lost, "lane": lane.lane})])
 
-    def _line(self, lane: str, clock: str, span: timing.Span) -> str:
+    def _line(self, lane: str, clock: str, span: Span) -> str:
         phases = ", ".join(f'"{name}": {seconds:.6f}' for name, seconds in span.phases.items())
         start, end = span.start - self._zero, span.end - self._zero
         return (

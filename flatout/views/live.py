@@ -21,7 +21,6 @@ from rich.panel import Panel
 from rich.text import Text
 
 from flatout.runlog.metrics import Progress
-from flatout.views.display import SafeStream
 from flatout.views.figures import (
     count,
     duration,
@@ -32,6 +31,7 @@ from flatout.views.figures import (
     seconds_left,
     share_done,
 )
+from flatout.views.stream import SafeStream
 
 REFRESHES_PER_SECOND = 4
 WIDEST = 100

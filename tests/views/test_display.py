@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from flatout.views.display import PlainDisplay, QuietDisplay, make_display, plain_line
+from flatout.views.display import PlainDisplay, make_display, plain_line
 from tests.runlog.progress_examples import progress
 
 
@@ -54,17 +54,6 @@ def test_lines_come_seldom_but_come(minutes: float, fewest: int, most: int) -> N
     lines = stream.getvalue().splitlines()
     assert fewest <= len(lines) <= most
     assert lines[-1].startswith(" 100 %")
-
-
-def test_quiet_is_quiet() -> None:
-    stream = io.StringIO()
-    display = make_display(stream, quiet=True)
-    assert isinstance(display, QuietDisplay)
-    display.start(["header"])
-    display.write(progress())
-    display.note("a warning")
-    display.close()
-    assert stream.getvalue() == ""
 
 
 def test_a_reader_that_went_away_does_not_end_the_run() -> None:
