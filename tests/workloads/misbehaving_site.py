@@ -1,4 +1,4 @@
-"""A real server on loopback that does everything a server should not; the tests of Crawl share it."""
+"""A real server on loopback that misbehaves in every way, for the tests of Crawl."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ FAULTS = {
     "broken": "status",
     "empty": "status",
 }
-"""Paths, and the kind of fault that each is."""
+"""The kind of fault of each path."""
 
 
 def page(*links: str, extra: str = "") -> bytes:
@@ -46,7 +46,7 @@ def page(*links: str, extra: str = "") -> bytes:
 
 
 def reply(body: bytes, status: str = "200 OK", kind: str = "text/html", *headers: str) -> bytes:
-    """A whole response."""
+    """A complete response."""
     lines = [f"HTTP/1.1 {status}", f"Content-Length: {len(body)}", *headers]
     if kind:
         lines.append(f"Content-Type: {kind}")
@@ -57,7 +57,7 @@ HTML = "HTTP/1.1 200 OK\r\nContent-Type: text/html\r\n"
 
 
 class Misbehaving:
-    """The server; `requests` holds what it was asked, `pages` may be given more answers."""
+    """The server; `requests` lists the requested paths, `pages` may be extended."""
 
     def __init__(self) -> None:
         self.requests: list[str] = []

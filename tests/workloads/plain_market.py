@@ -1,4 +1,4 @@
-"""One account in plain Python: floats and loops, to be read and believed. What the batched accounts must equal.
+"""One account in plain Python, with floats and loops: the reference for the batched accounts.
 
 Also the way accounts are written as a rule, one env each, to compare the speed with.
 """

@@ -1,4 +1,4 @@
-"""Snake as plainly as it can be written: a list of places, looked through every time. What the fast ones must equal."""
+"""Snake in plain Python, the body as a list of cells: the reference for the fast forms."""
 
 from __future__ import annotations
 

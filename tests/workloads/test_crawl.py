@@ -1,4 +1,4 @@
-"""The Crawl env: Gymnasium's contract, rewards by hand, determinism, recording, pictures, and bad input."""
+"""The Crawl env: Gymnasium's contract, rewards, determinism, recording, rendering, and bad input."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def same(a: list[Any], b: list[Any]) -> bool:
 
 
 @pytest.mark.parametrize("render_mode", [None, "ansi", "rgb_array"])
-def test_gymnasium_finds_nothing_wrong(render_mode: str | None) -> None:
+def test_the_env_passes_gymnasiums_checker(render_mode: str | None) -> None:
     env = gym.make(ENV_ID, render_mode=render_mode)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -56,7 +56,7 @@ def test_gymnasium_finds_nothing_wrong(render_mode: str | None) -> None:
     env.close()
 
 
-def test_gymnasium_makes_one_that_blocks_and_flatout_one_that_awaits() -> None:
+def test_gymnasium_makes_the_blocking_env_and_flatout_the_async_one() -> None:
     assert not is_async(gym.make(ENV_ID))
     assert is_async(env_factory("crawl")())
     envs = flatout.make_vec("crawl", n_envs=3, executor="auto")
@@ -78,7 +78,7 @@ def test_the_same_seed_gives_the_same_episode_on_any_loop() -> None:
     other.close()
 
 
-def test_rewards_by_hand() -> None:
+def test_rewards_match_a_calculation_by_hand() -> None:
     mark = '<i itemtype="https://schema.org/Dataset"></i>'
     with misbehaving() as (site, url):
         site.pages |= {
@@ -115,13 +115,13 @@ def test_rewards_by_hand() -> None:
         env.close()
 
 
-def test_an_option_chooses_the_site() -> None:
+def test_a_reset_option_picks_the_site() -> None:
     env = Crawl()
     assert env.reset(options={"site": 77})[1]["url"].endswith("/77/")
     env.close()
 
 
-def test_closed_doors_are_not_shown() -> None:
+def test_disallowed_links_get_no_slot() -> None:
     env = Crawl(site={"error_rate": 0, "redirect_rate": 0})
     env.reset(seed=1)
     shown = [link.url for link in env.exploration.links.values()]
@@ -130,7 +130,7 @@ def test_closed_doors_are_not_shown() -> None:
     env.close()
 
 
-def test_variants_of_one_page_are_capped() -> None:
+def test_the_number_of_urls_that_differ_only_in_their_query_is_limited() -> None:
     with misbehaving() as (site, url):
         site.pages["/"] = reply(page(*(f"/list?sort={n}" for n in range(100)), "/fine"))
         env = Crawl(url=f"{url}/", n_links=64)
@@ -139,7 +139,7 @@ def test_variants_of_one_page_are_capped() -> None:
         env.close()
 
 
-def test_a_page_that_a_redirect_led_to_is_known_wherever_it_is_linked() -> None:
+def test_a_page_reached_by_a_redirect_is_recognised_under_its_own_url() -> None:
     many = [f"/list?sort={n}" for n in range(25)]  # of which the last five are too many
     with misbehaving() as (site, url):
         site.pages |= {
@@ -181,7 +181,7 @@ def test_a_recorded_crawl_is_repeated_without_the_network(tmp_path: Path) -> Non
     assert done.stdout.strip() == "True", done.stderr
 
 
-def test_what_was_not_recorded_is_a_fault_and_a_damaged_recording_is_named(tmp_path: Path) -> None:
+def test_an_unrecorded_page_is_a_fault_and_a_damaged_recording_an_error(tmp_path: Path) -> None:
     env = Crawl(record=str(tmp_path))
     env.reset(seed=5)
     env.close()
@@ -200,7 +200,7 @@ def test_what_was_not_recorded_is_a_fault_and_a_damaged_recording_is_named(tmp_p
     env.close()
 
 
-def test_the_graph_goes_to_networkx_and_graphml(tmp_path: Path) -> None:
+def test_the_graph_is_exported_to_networkx_and_graphml(tmp_path: Path) -> None:
     env = Crawl()
     walk(env, 2, 20)
     graph = env.graph.to_networkx()
@@ -214,7 +214,7 @@ def test_the_graph_goes_to_networkx_and_graphml(tmp_path: Path) -> None:
     env.close()
 
 
-def test_pictures() -> None:
+def test_the_crawl_is_rendered_as_an_image_and_as_text() -> None:
     env = Crawl(render_mode="rgb_array")
     env.reset(seed=1)
     first = env.render()
@@ -235,7 +235,7 @@ def test_pictures() -> None:
     env.close()
 
 
-def test_words_have_one_code_everywhere() -> None:
+def test_a_word_always_has_the_same_code() -> None:
     assert np.array_equal(code("Statistics"), code("statistics 2024"))
     assert not np.array_equal(code("statistics"), code("shop"))
     assert not code("2024").any()
@@ -268,7 +268,7 @@ def test_bad_input_is_refused_in_one_line(kwargs: dict[str, Any], message: str) 
     assert "\n" not in str(caught.value)
 
 
-def test_the_command_refuses_a_url_in_one_line(tmp_path: Path) -> None:
+def test_the_command_line_refuses_a_url_in_one_line(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "flatout", "train", "crawl", "--runs-dir", str(tmp_path)]
     command += ["--env-kwargs", '{"url": "http://example.com/"}']
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -278,7 +278,7 @@ def test_the_command_refuses_a_url_in_one_line(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_known_answer_is_learned() -> None:
+def test_an_agent_learns_a_site_with_a_known_best_policy() -> None:
     """Three links, one of which leads to targets: the agent learns which word it is."""
     mark = '<i itemtype="https://schema.org/Dataset"></i>'
     with misbehaving() as (site, url):

@@ -1,4 +1,4 @@
-"""A server that misbehaves in every way never breaks a crawl: an ordinary observation, a penalty, and on it goes."""
+"""Whatever a server does wrong is a step with a penalty, and the crawl goes on."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def site() -> Iterator[Site]:
 
 
 def fetch(url: str, client: type[LoopbackClient] | type[WebClient], *paths: str) -> list[Any]:
-    """What asking for each path in turn gives."""
+    """The results of fetching the paths one after the other."""
 
     async def ask() -> list[Any]:
         network = Network(client())
@@ -50,7 +50,7 @@ def fetch(url: str, client: type[LoopbackClient] | type[WebClient], *paths: str)
 
 @pytest.mark.parametrize("client", [LoopbackClient, WebClient])
 @pytest.mark.parametrize("name", FAULTS)
-def test_each_fault_is_told_apart_and_the_next_page_comes(name: str, client: Any, shared: Site) -> None:
+def test_each_fault_has_its_kind_and_the_next_page_is_fetched(name: str, client: Any, shared: Site) -> None:
     fault, fine = fetch(shared[1], client, f"/{name}", "/fine")
     assert fault.html is None
     # aiohttp calls some garbage a lost connection, and drops what it cannot read
@@ -61,7 +61,7 @@ def test_each_fault_is_told_apart_and_the_next_page_comes(name: str, client: Any
 
 
 @pytest.mark.parametrize("client", [LoopbackClient, WebClient])
-def test_what_is_right_is_read(client: Any, site: Site) -> None:
+def test_valid_responses_are_read(client: Any, site: Site) -> None:
     server, url = site
     import gzip
     import zlib
@@ -89,7 +89,7 @@ def test_what_is_right_is_read(client: Any, site: Site) -> None:
 
 
 @pytest.mark.parametrize("name", ["hang", "garbage", "huge", "bomb", "loop", "half", "away", "broken"])
-def test_a_fault_is_an_ordinary_step(name: str, shared: Site) -> None:
+def test_a_fault_is_a_step_with_a_penalty(name: str, shared: Site) -> None:
     url = shared[1]
     shared[0].pages["/start"] = reply(page(f"/{name}", "/fine"))
     env = Crawl(url=f"{url}/start", timeout=0.4, max_bytes=100_000)
@@ -108,7 +108,7 @@ def test_a_fault_is_an_ordinary_step(name: str, shared: Site) -> None:
     env.close()
 
 
-def test_a_site_that_dies_ends_the_episode_truncated_and_later_ones_too() -> None:
+def test_episodes_on_a_dead_site_are_truncated() -> None:
     with misbehaving() as (server, url):
         server.pages["/"] = reply(page(*(f"/{n}" for n in range(12))))
         env = Crawl(url=f"{url}/", timeout=0.4)
@@ -128,7 +128,7 @@ def test_a_site_that_dies_ends_the_episode_truncated_and_later_ones_too() -> Non
     env.close()
 
 
-def test_a_start_page_that_never_came_is_named() -> None:
+def test_an_unreachable_start_page_is_an_error_that_names_it() -> None:
     env = Crawl(url="http://127.0.0.1:9/nothing")
     with pytest.raises(
         EnvError, match=r"^the start page http://127\.0\.0\.1:9/nothing cannot be fetched: [^\n]+$"
@@ -137,7 +137,7 @@ def test_a_start_page_that_never_came_is_named() -> None:
     env.close()
 
 
-def test_training_goes_on_through_every_fault(site: Site) -> None:
+def test_training_survives_every_fault(site: Site) -> None:
     agent = flatout.PPO(
         "crawl",
         env_kwargs={"url": f"{site[1]}/", "timeout": 0.2, "max_bytes": 100_000, "budget": 20, "n_links": 32},
@@ -155,7 +155,7 @@ def test_training_goes_on_through_every_fault(site: Site) -> None:
 
 
 @pytest.mark.parametrize("client", [LoopbackClient, WebClient])
-def test_retry_after_is_waited_for(client: Any, site: Site) -> None:
+def test_retry_after_is_obeyed(client: Any, site: Site) -> None:
     site[0].pages["/busy"] = reply(b"", "429 Too Many Requests", "text/html", "Retry-After: 1")
     began = time.monotonic()
     busy, fine = fetch(site[1], client, "/busy", "/fine")
@@ -171,14 +171,14 @@ def test_a_long_retry_after_is_a_fault_without_a_request(site: Site) -> None:
     assert "/fine" not in site[0].requests
 
 
-def test_robots_that_fail_close_the_site(site: Site) -> None:
+def test_a_site_whose_robots_txt_fails_is_not_crawled(site: Site) -> None:
     site[0].robots = reply(b"", "503 Unavailable")
     (fine,) = fetch(site[1], LoopbackClient, "/fine")
     assert fine.fault.kind == "robots"
     assert site[0].requests == ["/robots.txt"]
 
 
-def test_a_connection_that_the_server_has_closed_meanwhile_is_replaced(site: Site) -> None:
+def test_an_idle_connection_closed_by_the_server_is_replaced(site: Site) -> None:
     async def ask() -> list[int]:
         client = LoopbackClient()
         out = [(await client.get(f"{site[1]}/fine", 0, 10_000)).status]

@@ -1,4 +1,4 @@
-"""Generated sites: the same for the same seed, with targets where they should be; and the server that hands them out."""
+"""Generated sites and their server: determinism, targets, errors, and bad configs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def distances(config: SiteConfig, seed: int, max_pages: int = 4000) -> dict[str,
 
 
 @pytest.mark.parametrize("depth", [3, 4, 5])
-def test_lists_of_targets_are_as_deep_as_asked(depth: int) -> None:
+def test_lists_of_targets_are_at_the_configured_depth(depth: int) -> None:
     config = SiteConfig(error_rate=0, redirect_rate=0, depth=depth, size=6)
     plan = site(config, 7)
     lists = [
@@ -56,7 +56,7 @@ def test_lists_of_targets_are_as_deep_as_asked(depth: int) -> None:
     assert min(lists) == depth - 1
 
 
-def test_most_links_lead_elsewhere() -> None:
+def test_most_links_do_not_lead_to_targets() -> None:
     paths = [path for path, away in distances(CALM, 3, 600).items() if away <= 2]
     shallow = [path for path in paths if TARGET_MARK.encode() in answer(CALM, path).body]
     assert len(shallow) < 0.05 * len(paths)
@@ -68,13 +68,13 @@ def test_every_link_has_a_page() -> None:
             assert answer(CALM, path).status == 200, path
 
 
-def test_pages_of_one_kind_are_one_template_and_other_kinds_are_not() -> None:
+def test_pages_of_one_kind_share_a_template_that_no_other_kind_has() -> None:
     plan, templates = site(CALM, 11), Templates()
     topic = f"/11/{plan.research}/{plan.topics[0]}"
     other = f"/11/{plan.research}/{plan.topics[1]}"
 
     def number(path: str) -> int:
-        return templates.number(parse(answer(CALM, path).body.decode(), SELECTOR).marks)
+        return templates.number(parse(answer(CALM, path).body.decode(), SELECTOR).elements)
 
     kinds = [
         f"/11/{plan.research}/",
@@ -89,12 +89,12 @@ def test_pages_of_one_kind_are_one_template_and_other_kinds_are_not() -> None:
     assert [number(path) for path in again] == [1, 2, 3]
 
 
-def test_the_same_seed_gives_the_same_site_and_another_one_another() -> None:
+def test_a_seed_decides_the_site() -> None:
     assert answer(CALM, "/5/").body == answer(CALM, "/5/").body
     assert len({answer(CALM, f"/{seed}/").body.replace(f"/{seed}/".encode(), b"") for seed in range(20)}) > 15
 
 
-def test_errors_and_redirects_come_as_often_as_asked_and_trying_again_helps() -> None:
+def test_errors_and_redirects_have_the_configured_rate_and_a_retry_may_succeed() -> None:
     config = SiteConfig(error_rate=0.3, redirect_rate=0.2)
     paths = [f"/{seed}/about" for seed in range(2000)]
     failed = [path for path in paths if answer(config, path).status == 500]
@@ -106,7 +106,7 @@ def test_errors_and_redirects_come_as_often_as_asked_and_trying_again_helps() ->
     assert answer(SiteConfig(error_rate=0), via).location == via.replace("/go/", "/", 1)
 
 
-def test_the_calendar_has_no_end_and_can_be_left_out() -> None:
+def test_the_calendar_is_endless_and_optional() -> None:
     seed = next(seed for seed in range(50) if "events" in site(CALM, seed).sections.values())
     word = next(word for word, kind in site(CALM, seed).sections.items() if kind == "events")
     path = f"/{seed}/{word}/"
@@ -167,7 +167,7 @@ def test_a_server_that_has_died_is_replaced() -> None:
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, None])
-def test_the_server_ends_with_whoever_started_it(how: signal.Signals | None) -> None:
+def test_the_server_ends_with_the_process_that_started_it(how: signal.Signals | None) -> None:
     code = (
         "import sys\nfrom flatout.workloads.crawl.site.server import site_server\n"
         "from flatout.workloads.crawl.site.site_config import SiteConfig\n"
@@ -222,7 +222,7 @@ def test_a_malformed_site_config_is_refused_by_name(text: str, message: str, tmp
         read_site(str(tmp_path / "none.json"))
 
 
-def test_a_config_that_is_fine_goes_through_json() -> None:
+def test_a_config_survives_json() -> None:
     import json
 
     config = SiteConfig(latency=0.5, depth=5, traps=False)
@@ -248,7 +248,7 @@ def test_targets_are_what_the_selector_matches(selector: str, html: str, matches
     assert parse(html, selector).is_target == matches
 
 
-def test_broken_pages_are_read() -> None:
+def test_broken_html_is_parsed() -> None:
     for html in (
         "",
         "<",

@@ -1,4 +1,4 @@
-"""Market: trades, costs and limits against a plain Python account and closed forms; nobody sees the future."""
+"""Market: trades, costs and limits equal a plain Python account and closed forms; no observation uses the future."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def flat_market(n_bars: int, prices: Array) -> Bars:
     return Bars(("A",), close, close, close, close, np.full_like(close, 1e12))
 
 
-def test_gymnasium_finds_nothing_to_complain_about(recwarn: pytest.WarningsRecorder) -> None:
+def test_the_envs_pass_gymnasiums_checker(recwarn: pytest.WarningsRecorder) -> None:
     check_env(gym.make("flatout/Market-v0").unwrapped)
     check_env(gym.make("flatout/Market-v0", short=True, assets=1, render_mode="rgb_array").unwrapped)
     assert not recwarn.list
@@ -91,7 +91,7 @@ def test_one_account_alone_is_the_same_as_one_of_many() -> None:
     np.testing.assert_array_equal(one[0], many[4]["final_obs"][0])
 
 
-def test_the_features_are_those_of_the_bars_before() -> None:
+def test_features_use_only_earlier_bars() -> None:
     accounts = MarketAccounts(1, **SMALL)
     obs, _ = accounts.reset(options={"start": 200})
     assert obs.shape == (1, 4 * len(FEATURES) + 4 + 2)
@@ -100,7 +100,7 @@ def test_the_features_are_those_of_the_bars_before() -> None:
     np.testing.assert_array_equal(obs[0, 44:], [0, 0, 0, 0, 1, 0])
 
 
-def test_buying_and_holding_earns_what_the_price_does_less_the_fee() -> None:
+def test_buy_and_hold_earns_the_price_change_minus_the_fee() -> None:
     bars = flat_market(400, np.exp(np.random.default_rng(0).normal(0, 0.02, 400).cumsum()))
     env = Market(data=bars, window=50, fee=0.002, slippage=0.0)
     env.reset(options={"start": 100})
@@ -125,7 +125,7 @@ def test_slippage_grows_with_the_root_of_the_order() -> None:
     assert costs[1] / costs[0] == pytest.approx(2, rel=1e-3)
 
 
-def test_cash_stays_cash() -> None:
+def test_an_account_in_cash_keeps_its_equity() -> None:
     accounts = MarketAccounts(16, **SMALL)
     accounts.reset(seed=0)
     for _ in range(39):
@@ -169,7 +169,7 @@ def play(bars: Bars, start: int, n_steps: int, **settings: Any) -> list[Array]:
 
 
 @pytest.mark.parametrize("kind", ["regime", "walk"])
-def test_the_future_does_not_matter(kind: str) -> None:
+def test_the_future_does_not_change_the_past(kind: str) -> None:
     """Whatever comes after bar t, shuffled here: observations, rewards and accounts up to t are the same bits."""
     bars, rng = generate(kind, 1_000, 4, 0), np.random.default_rng(0)
     for start, n_steps in ((100, 1), (100, 60), (400, 100)):
@@ -185,7 +185,7 @@ def test_the_future_does_not_matter(kind: str) -> None:
         )
 
 
-def test_training_and_held_out_bars_do_not_touch() -> None:
+def test_training_and_held_out_bars_do_not_overlap() -> None:
     bars = generate("regime", 1_000, 4, 0)
     train, test = (
         MarketAccounts(1, data=bars, split=split, window=100).ledger for split in ("train", "test")
@@ -202,7 +202,7 @@ def test_training_and_held_out_bars_do_not_touch() -> None:
         np.testing.assert_allclose(one, same, rtol=1e-5, atol=1e-6)
 
 
-def test_a_ruined_account_ends_and_another_begins() -> None:
+def test_a_ruined_account_terminates_and_is_reset() -> None:
     prices = np.exp(np.random.default_rng(0).normal(0, 0.001, 400).cumsum())
     prices[105:] *= 0.5
     accounts = MarketAccounts(2, data=flat_market(400, prices), window=50, max_leverage=3, max_position=3)
@@ -234,7 +234,7 @@ def test_the_same_seed_gives_the_same_episodes() -> None:
     assert not np.array_equal(one, other)
 
 
-def test_what_was_observed_is_not_overwritten() -> None:
+def test_returned_observations_are_not_overwritten() -> None:
     accounts = MarketAccounts(4, **SMALL)
     first, _ = accounts.reset(seed=0)
     kept = first.copy()
@@ -262,7 +262,7 @@ def predictability(kind: str, leak: int = 0) -> float:
     return float(np.corrcoef(forecast, result)[0, 1] * np.sqrt(len(held)))
 
 
-def test_the_past_tells_something_of_regimes_and_nothing_of_a_walk() -> None:
+def test_past_prices_predict_regimes_and_not_a_random_walk() -> None:
     assert predictability("regime") > 6
     assert abs(predictability("walk")) < 3
     assert predictability("walk", leak=1) > 100, "a leak would be noticed"
@@ -282,14 +282,14 @@ def test_the_past_tells_something_of_regimes_and_nothing_of_a_walk() -> None:
         ({"data": "x.csv", "assets": 3}, "assets and bars are for generated markets"),
     ],
 )
-def test_settings_that_cannot_be_are_refused(settings: dict[str, Any], message: str) -> None:
+def test_invalid_settings_are_refused(settings: dict[str, Any], message: str) -> None:
     for make in (Market, MarketAccounts):
         with pytest.raises(FlatoutError, match=message) as caught:
             make(**settings)
         assert "\n" not in str(caught.value)
 
 
-def test_bars_that_cannot_be_are_refused() -> None:
+def test_invalid_bars_are_refused() -> None:
     bars = generate("walk", 50, 2, 0)
     close = bars.close.copy()
     close[7, 1] = np.nan
@@ -324,7 +324,7 @@ def test_the_chart_and_the_line_show_the_episode() -> None:
         Market(render_mode="human")
 
 
-def test_the_short_name_has_the_recipe() -> None:
+def test_the_short_name_uses_the_recipe() -> None:
     config = resolve("market", {}, device="cpu", n_cores=2)
     assert config.env == "flatout/Market-v0"
     assert config.n_envs == 1024
@@ -334,7 +334,7 @@ def test_the_short_name_has_the_recipe() -> None:
     )
 
 
-def test_an_agent_is_evaluated_in_envs_made_otherwise() -> None:
+def test_an_agent_can_be_evaluated_with_other_env_kwargs() -> None:
     agent = flatout.PPO("market", env_kwargs=SMALL, n_envs=8, n_steps=8, seed=0)
     assert agent.evaluate(4).length_mean == 40
     assert agent.evaluate(4, env_kwargs={"split": "test", "window": 5}).length_mean == 5

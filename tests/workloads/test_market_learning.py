@@ -1,4 +1,4 @@
-"""A trained agent beats the market where past prices tell something, and nobody where they tell nothing."""
+"""A trained agent beats the market where past prices carry information, and only there."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def held_out() -> dict[str, dict[str, Array]]:
     return out
 
 
-def test_on_held_out_regimes_the_agent_beats_holding_and_chance(
+def test_on_held_out_regimes_the_agent_beats_buy_and_hold_and_random_actions(
     held_out: dict[str, dict[str, Array]],
 ) -> None:
     growth = held_out["regime"]
@@ -61,7 +61,7 @@ def test_on_held_out_regimes_the_agent_beats_holding_and_chance(
     assert deviations(growth["agent"] - 1) > 3
 
 
-def test_on_a_random_walk_the_agent_beats_neither_cash_nor_holding(
+def test_on_a_random_walk_the_agent_beats_neither_cash_nor_buy_and_hold(
     held_out: dict[str, dict[str, Array]],
 ) -> None:
     """Prices there are expected to stay where they are, so whoever gains on held-out bars has seen the future."""
@@ -70,7 +70,7 @@ def test_on_a_random_walk_the_agent_beats_neither_cash_nor_holding(
     assert deviations(growth["agent"] - growth["hold"]) < 2.5
 
 
-def test_holding_is_bought_once_and_left_alone() -> None:
+def test_buy_and_hold_trades_once() -> None:
     market: dict[str, Any] = {"assets": 2, "bars": 1_000, "window": 50, "slippage": 0.0, "fee": 0.01}
     free = backtest(partial(buy_and_hold, n_assets=2), **(market | {"fee": 0.0}))
     paid = backtest(partial(buy_and_hold, n_assets=2), **market)

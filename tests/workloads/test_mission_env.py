@@ -1,4 +1,4 @@
-"""Mission as a Gymnasium env: its contract, its seeds, its rewards, its pictures, its generator."""
+"""Mission as a Gymnasium env: contract, seeds, rewards, rendering, generated missions."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def walk_in(env: Mission, n_steps: int) -> tuple[float, bool, bool, dict[str, An
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_gymnasium_finds_nothing_wrong(level: int) -> None:
+def test_the_env_passes_gymnasiums_checker(level: int) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for mode in (None, "rgb_array", "ansi"):
@@ -85,7 +85,7 @@ def test_the_time_limit_truncates(tmp_path: Path) -> None:
     assert total == pytest.approx(2 - 1)
 
 
-def test_success_in_the_last_step_is_no_truncation(tmp_path: Path) -> None:
+def test_success_in_the_last_step_is_not_truncated(tmp_path: Path) -> None:
     env = Mission(scenario=scenario(tmp_path, hold=1, time_limit=11))
     env.reset()
     _, terminated, truncated, info = walk_in(env, 11)
@@ -120,7 +120,7 @@ def test_random_play_never_succeeds_by_return_alone(level: int) -> None:
 
 
 @pytest.mark.parametrize(("level", "n_seeds"), [(1, 60), (2, 40), (3, 20)])
-def test_generated_missions_can_be_done_and_differ(level: int, n_seeds: int) -> None:
+def test_generated_missions_are_solvable_and_differ(level: int, n_seeds: int) -> None:
     made = [generate(level, np.random.default_rng(seed)) for seed in range(n_seeds)]
     assert len({mission.walls.tobytes() for mission in made}) == n_seeds
     for mission in made:
@@ -142,7 +142,7 @@ def test_generated_missions_can_be_done_and_differ(level: int, n_seeds: int) -> 
         assert set(steps) == {1}
 
 
-def test_what_cannot_be_done_is_not_called_solvable() -> None:
+def test_unsolvable_missions_are_recognised() -> None:
     def of(rows: list[str], **data: Any) -> bool:
         return solvable(parse({"map": rows, **data}))
 
@@ -155,7 +155,7 @@ def test_what_cannot_be_done_is_not_called_solvable() -> None:
     assert not of(sealed, hold=1, time_limit=4)
 
 
-def test_the_observation_tells_only_what_is_known() -> None:
+def test_the_observation_contains_only_what_the_squad_knows() -> None:
     rows = ["###############", "#S............#", "#B####.########", "#C...........O#", "###############"]
     env = Mission()
     env.start(parse({"map": rows, "known_map": False, "patrols": [{"route": [[1, 12]], "facing": "E"}]}))
@@ -170,7 +170,7 @@ def test_the_observation_tells_only_what_is_known() -> None:
     assert before[2 * N_UNIT :].any()
 
 
-def test_pictures_and_text(tmp_path: Path) -> None:
+def test_the_map_is_rendered_as_an_image_and_as_text(tmp_path: Path) -> None:
     data: dict[str, Any] = {"patrols": [{"route": [[1, 6]], "facing": "W"}], "patrol_sight": 2, "charges": 0}
     env = Mission(scenario=scenario(tmp_path, **data), render_mode="ansi")
     env.reset()

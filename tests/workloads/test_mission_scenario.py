@@ -1,4 +1,4 @@
-"""Scenario files: what is wrong with one is told in one line that names the file and the place."""
+"""Scenario files: an error is one line that names the file and the place."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         Mission(scenario=tmp_path / "bytes.json")
 
 
-def test_other_arguments_are_checked() -> None:
+def test_level_and_render_mode_are_checked() -> None:
     with pytest.raises(FlatoutError, match="level is 4; it must be one of 1, 2, 3"):
         Mission(level=4)
     with pytest.raises(FlatoutError, match="render_mode is 'human'"):

@@ -1,4 +1,4 @@
-"""Snake: kernel and tensors play what a plain game plays; food is uniform; every way a game can end; refusals."""
+"""Snake: kernel and tensors equal a plain game; food is uniform; all endings of a game; bad settings."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def sensible(game: PlainSnake, rng: np.random.Generator) -> int:
 
 @pytest.mark.parametrize("kwargs", BOARDS)
 @pytest.mark.parametrize("obs", ["vector", "planes"])
-def test_kernel_tensors_and_a_plain_game_play_the_same(kwargs: dict[str, Any], obs: str) -> None:
+def test_kernel_tensors_and_the_plain_game_give_the_same_games(kwargs: dict[str, Any], obs: str) -> None:
     n, n_steps = 40, 250
     games, tensors = (SnakeGames(n, "cpu", obs=obs, compiled=c, **kwargs) for c in (True, False))
     plain = plain_games(n, 7, **kwargs)
@@ -177,7 +177,7 @@ def round_trip(height: int, width: int) -> dict[tuple[int, int], int]:
 
 
 @pytest.mark.parametrize("compiled", [True, False])
-def test_who_goes_round_and_round_fills_the_board_and_wins(compiled: bool) -> None:
+def test_a_snake_that_follows_a_cycle_fills_the_board(compiled: bool) -> None:
     games = SnakeGames(8, "cpu", height=4, width=6, death_reward=-1.0, compiled=compiled)
     ways = round_trip(4, 6)
     table = torch.tensor([ways[divmod(cell, 6)] for cell in range(24)])
@@ -236,7 +236,7 @@ HOOK = [(1, 0), (1, 1), (1, 2), (2, 2), (2, 1)]
         ([(0, 1), (0, 0)], LEFT, (3, 3), UP, True, False),
     ],
 )
-def test_moves_one_by_one(
+def test_single_moves_give_the_expected_boards(
     body: list[tuple[int, int]], facing: int, food: tuple[int, int], action: int, ends: bool, eats: bool
 ) -> None:
     env = Snake(height=5, width=5)
@@ -249,7 +249,7 @@ def test_moves_one_by_one(
         assert int(env._games.state.head[0]) != body[-1][0] * 5 + body[-1][1]
 
 
-def test_over_the_edge_and_in_on_the_other_side() -> None:
+def test_a_wrapping_board_is_entered_on_the_opposite_side() -> None:
     env = Snake(height=4, width=5, wrap=True, starve_after=1000)
     env.reset(seed=0)
     seen = []
@@ -265,12 +265,12 @@ def test_over_the_edge_and_in_on_the_other_side() -> None:
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("kwargs", [{}, {"obs": "planes", "wrap": True, "height": 7, "width": 12}])
-def test_gymnasium_finds_no_fault(kwargs: dict[str, Any]) -> None:
+def test_the_env_passes_gymnasiums_checker(kwargs: dict[str, Any]) -> None:
     check_env(gym.make("flatout/Snake-v0", **kwargs).unwrapped)
     check_env(gym.make("flatout/Snake-v0", render_mode="rgb_array", **kwargs).unwrapped)
 
 
-def test_one_game_is_the_first_of_many_and_seeds_decide() -> None:
+def test_the_single_env_plays_the_first_of_many_games() -> None:
     env, games = Snake(), SnakeGames(3, "cpu")
     first, _ = env.reset(seed=9)
     many, _ = games.reset(seed=9)
@@ -293,7 +293,7 @@ def test_one_game_is_the_first_of_many_and_seeds_decide() -> None:
     assert unseeded[0].state.food.tolist() != unseeded[1].state.food.tolist()
 
 
-def test_a_game_alone_stays_as_it_ended_until_it_is_reset() -> None:
+def test_without_autoreset_an_ended_game_stays_until_reset() -> None:
     env = Snake(height=4, width=4, render_mode="ansi")
     env.reset(seed=1)
     while not env.step(RIGHT)[2]:
@@ -303,7 +303,7 @@ def test_a_game_alone_stays_as_it_ended_until_it_is_reset() -> None:
     assert env.reset()[0]["action_mask"].tolist() == [1, 1, 1, 0]
 
 
-def test_what_a_step_gave_stays_for_one_more() -> None:
+def test_results_of_a_step_stay_valid_for_one_more_step() -> None:
     games = SnakeGames(4, "cpu")
     games.reset(seed=1)
     obs, reward, *_ = games.step(torch.full((4,), UP))
@@ -325,7 +325,7 @@ def test_the_host_never_waits_for_the_device(obs: str) -> None:
 
 @pytest.mark.parametrize("obs", ["vector", "planes"])
 @pytest.mark.parametrize("compiled", [True, False])
-def test_observations_are_of_their_space(obs: str, compiled: bool) -> None:
+def test_observations_are_in_their_space(obs: str, compiled: bool) -> None:
     games = SnakeGames(32, "cpu", obs=obs, height=8, width=7, compiled=compiled)
     space = games.single_observation_space["view"]  # type: ignore[index]
     now, _ = games.reset(seed=1)
@@ -372,7 +372,7 @@ def test_bad_actions_and_render_modes_are_refused() -> None:
         SnakeGames(0)
 
 
-def test_pictures() -> None:
+def test_the_board_is_rendered_as_an_image_and_as_text() -> None:
     env = Snake(height=4, width=6, render_mode="rgb_array")
     env.reset(seed=1)
     picture = env.render()
@@ -390,7 +390,7 @@ def test_pictures() -> None:
     assert Snake().render() is None
 
 
-def test_the_command_trains_evaluates_and_tells_the_food_eaten(
+def test_the_command_line_trains_and_evaluates_and_shows_the_food_eaten(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -407,7 +407,7 @@ def test_the_command_trains_evaluates_and_tells_the_food_eaten(
     assert result["length_mean"] > 10
 
 
-def test_an_agent_of_many_games_plays_one(tmp_path: Path) -> None:
+def test_an_agent_trained_on_many_games_plays_the_single_env(tmp_path: Path) -> None:
     agent = flatout.PPO("snake", n_envs=8, n_steps=16, seed=1, device="cpu").learn(1_000)
     agent.save(tmp_path / "snake.flatout")
     env = gym.make("flatout/Snake-v0")

@@ -85,7 +85,7 @@ class Shape:
 
     name: str
     n_links: int = 0
-    n_got: int = 0
+    n_fetched: int = 0
     n_targets: int = 0
     n_templates: int = 0
     row: bytes = b""
@@ -183,14 +183,14 @@ class Exploration:
     def _arrive(self, link: Link, end: Link, attempt: Attempt) -> Outcome:
         page = parse_cached(attempt.html or "", self.target)
         n_before = len(self.templates)
-        template = self.templates.number(page.marks)
+        template = self.templates.number(page.elements)
         is_new = template == n_before
         self.template_visits[template] = self.template_visits.get(template, 0) + 1
         links = self._links(end, page, attempt.allows)
         visited = Visited(end, links, template, page.is_target, page.n_elements, page.title)
         link.page = end.page = visited
         for shape in (link.shape,) if link.shape is end.shape else (link.shape, end.shape):
-            shape.n_got += 1
+            shape.n_fetched += 1
             shape.n_targets += page.is_target
             shape.n_templates += is_new
             shape.row = b""

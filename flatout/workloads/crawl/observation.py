@@ -24,11 +24,11 @@ CODE = 8
 N_SHAPE = 4
 FIRST = 3 * CODE
 """Index after a link's codes; holds 1 if there is a link."""
-GOT_IT, FAILED, SAME_SHAPE = FIRST + 1, FIRST + 2, FIRST + 7
+VISITED, FAILED, SAME_SHAPE = FIRST + 1, FIRST + 2, FIRST + 7
 N_LINK = FIRST + 8 + N_SHAPE
 N_PAGE = 2 * CODE + 12
 SEEN = [min(log1p(n) / 5, 1.0) for n in range(200)]
-GOT = [min(log1p(n) / 3, 1.0) for n in range(200)]
+FETCHED = [min(log1p(n) / 3, 1.0) for n in range(200)]
 WORD = re.compile(r"[a-z]+")
 
 Rows: TypeAlias = NDArray[np.float32]
@@ -90,7 +90,7 @@ def link_rows(links: list[Link], n_new: int, here: Visited | None, n_slots: int)
         if shape is shape_here:
             same.append(k)
     out = _array([*parts, NO_LINK * (n_slots - n)]).reshape(n_slots, N_LINK)
-    out[n_new:n, GOT_IT] = 1.0
+    out[n_new:n, VISITED] = 1.0
     if same:
         out[same, SAME_SHAPE] = 1.0
     for k in range(n_new):
@@ -120,9 +120,9 @@ def _rest(in_frame: bool, has_query: bool, n_tokens: int, has_number: bool) -> b
 
 def _shape_row(shape: Shape) -> bytes:
     """How many links of a shape were seen and fetched, and how many were targets or new templates."""
-    n_got = max(shape.n_got, 1)
-    seen, got = SEEN[min(shape.n_links, 199)], GOT[min(shape.n_got, 199)]
-    row = shape.row = _four(seen, got, shape.n_targets / n_got, shape.n_templates / n_got)
+    n_fetched = max(shape.n_fetched, 1)
+    seen, fetched = SEEN[min(shape.n_links, 199)], FETCHED[min(shape.n_fetched, 199)]
+    row = shape.row = _four(seen, fetched, shape.n_targets / n_fetched, shape.n_templates / n_fetched)
     return row
 
 
@@ -147,7 +147,7 @@ def page_row(
             min(log1p(n_new) / 4, 1.0),
             min(log1p(exploration.template_visits.get(here.template, 0)) / 4, 1.0),
             min(log1p(here.n_elements) / 8, 1.0),
-            link.shape.n_targets / max(link.shape.n_got, 1),
+            link.shape.n_targets / max(link.shape.n_fetched, 1),
         )
         parts = [_code(last), _code(before), page]
     state = _four(

@@ -34,7 +34,7 @@ class Page:
     """A parsed page."""
 
     anchors: tuple[Anchor, ...]
-    marks: frozenset[str]
+    elements: frozenset[str]
     """The set of its elements as tag.class, which tells its template."""
     is_target: bool
     n_elements: int
@@ -46,19 +46,19 @@ def parse(html: str, target: str) -> Page:
     tree = LexborHTMLParser(html)
     frame = {node.mem_id for tag in AROUND for part in tree.tags(tag) for node in part.traverse()}
     anchors: list[Anchor] = []
-    marks: set[str] = set()
+    elements: set[str] = set()
     n_elements = 0
     for node in tree.body.traverse() if tree.body is not None else ():
         n_elements += 1
         tag, attributes = node.tag, node.attributes
         if tag != "a":
-            marks.add(f"{tag}.{attributes['class']}" if "class" in attributes else str(tag))
+            elements.add(f"{tag}.{attributes['class']}" if "class" in attributes else str(tag))
         elif (href := attributes.get("href")) and len(anchors) < MAX_LINKS:
             anchors.append((href, tidy(node.text()[:MAX_TEXT]), node.mem_id in frame))
     titles = tree.tags("title")
     return Page(
         tuple(anchors),
-        frozenset(marks),
+        frozenset(elements),
         # Matching a selector takes as long as parsing a small page.
         may_match(html, target) and tree.css_first(target) is not None,
         n_elements,
@@ -111,17 +111,17 @@ class Templates:
     def __len__(self) -> int:
         return len(self._kinds)
 
-    def number(self, marks: frozenset[str]) -> int:
+    def number(self, elements: frozenset[str]) -> int:
         """The number of a page's template; a new one if it matches none."""
-        known = self._exact.get(marks)
+        known = self._exact.get(elements)
         if known is not None:
             return known
         for number, kind in enumerate(self._kinds):
-            if alike(marks, kind):
-                self._exact[marks] = number
+            if alike(elements, kind):
+                self._exact[elements] = number
                 return number
-        self._kinds.append(marks)
-        self._exact[marks] = len(self._kinds) - 1
+        self._kinds.append(elements)
+        self._exact[elements] = len(self._kinds) - 1
         return len(self._kinds) - 1
 
 
@@ -151,7 +151,7 @@ class Outline:
 
     in_frame: tuple[bool, ...]
     """For each link."""
-    marks: frozenset[str]
+    elements: frozenset[str]
     is_target: bool
     n_elements: int
 
@@ -181,7 +181,7 @@ def parse_cached(html: str, target: str) -> Page:
     if "&amp;" in html:
         hrefs = [href.replace("&amp;", "&") for href in hrefs]
     anchors = tuple(zip(hrefs, map(tidy, parts[3::4]), known.in_frame, strict=True))
-    return Page(anchors, known.marks, known.is_target, known.n_elements, _title(html))
+    return Page(anchors, known.elements, known.is_target, known.n_elements, _title(html))
 
 
 def _learn(html: str, target: str, said: str, n_links: int) -> Outline | None:
@@ -198,7 +198,9 @@ def _learn(html: str, target: str, said: str, n_links: int) -> Outline | None:
     if page.title != _title(numbered):
         return None
     is_target = page.is_target and _is_structural(target)
-    return Outline(tuple(in_frame for _, _, in_frame in page.anchors), page.marks, is_target, page.n_elements)
+    return Outline(
+        tuple(in_frame for _, _, in_frame in page.anchors), page.elements, is_target, page.n_elements
+    )
 
 
 def _title(html: str) -> str:

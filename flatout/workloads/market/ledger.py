@@ -40,7 +40,7 @@ class Ledger:
         """Random first bars of `n` episodes."""
         return rng.integers(self.first, self.last, size=n, endpoint=True)
 
-    def begin(self, which: Array, starts: Array) -> None:
+    def reset(self, which: Array, starts: Array) -> None:
         """Start episodes, all in cash, in the accounts where `which` is true."""
         self.bar[which], self.end[which] = starts, starts + self.config.window
         self.holdings[:, which], self.costs[which] = 0.0, 0.0
@@ -124,7 +124,7 @@ class Journal:
         self.weights: list[Array] = []
         self.costs = 0.0
 
-    def begin(self) -> None:
+    def reset(self) -> None:
         """Start a new episode."""
         self.start, self.costs = int(self._ledger.bar[0]), 0.0
         self.equity, self.weights = [], []

@@ -40,7 +40,7 @@ class MarketAccounts(VectorEnv[Array, Array, Array]):
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Array, dict[str, Any]]:
         super().reset(seed=seed)
-        _begin_all(self.ledger, self.np_random, options)
+        _reset_all(self.ledger, self.np_random, options)
         return self.ledger.observe(), {}
 
     def step(self, actions: Array) -> tuple[Array, Array, Array, Array, dict[str, Any]]:
@@ -56,7 +56,7 @@ class MarketAccounts(VectorEnv[Array, Array, Array]):
         n_ended = int(np.count_nonzero(ended))
         if n_ended:
             infos |= {"final_obs": obs, "_final_obs": ended}
-            ledger.begin(ended, ledger.draw(self.np_random, n_ended))
+            ledger.reset(ended, ledger.draw(self.np_random, n_ended))
             obs = obs.copy()
             obs[ended] = ledger.observe(ended)
         return obs, reward, terminated, truncated, infos
@@ -80,9 +80,9 @@ class Market(gym.Env[Array, Array]):
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Array, dict[str, Any]]:
         super().reset(seed=seed)
-        _begin_all(self.ledger, self.np_random, options)
+        _reset_all(self.ledger, self.np_random, options)
         if self._journal is not None:
-            self._journal.begin()
+            self._journal.reset()
         return self.ledger.observe()[0], self._info()
 
     def step(self, action: Array) -> tuple[Array, float, bool, bool, dict[str, Any]]:
@@ -117,7 +117,7 @@ def _spaces(ledger: Ledger) -> tuple[spaces.Box, spaces.Box]:
     return spaces.Box(-BOUND, BOUND, (ledger.n_observed,)), spaces.Box(least, 1.0, (ledger.n_assets,))
 
 
-def _begin_all(ledger: Ledger, rng: np.random.Generator, options: dict[str, Any] | None) -> None:
+def _reset_all(ledger: Ledger, rng: np.random.Generator, options: dict[str, Any] | None) -> None:
     n = len(ledger.bar)
     if options is None or "start" not in options:
         starts = ledger.draw(rng, n)
@@ -128,7 +128,7 @@ def _begin_all(ledger: Ledger, rng: np.random.Generator, options: dict[str, Any]
                 f"start is {options['start']}; {ledger.config.split} episodes start at bars "
                 f"{ledger.first} to {ledger.last}"
             )
-    ledger.begin(np.ones(n, np.bool_), starts)
+    ledger.reset(np.ones(n, np.bool_), starts)
 
 
 Trader = Callable[[Array], Array]

@@ -93,7 +93,7 @@ class TensorSteps:
         self._start_head, self._n_start = tables.start_head, int(tables.start[tables.start_head])
         self._directions = torch.arange(4, device=device)
 
-    def begin(self, s: State, where: Tensor) -> None:
+    def reset(self, s: State, where: Tensor) -> None:
         """Start a new game where the mask is true."""
         s.board.copy_(torch.where(where[:, None], self._start, s.board))
         first = (self._start_head, 1, self._n_start, self._n_start, 0)
@@ -201,7 +201,7 @@ class SnakeGames:
             self._seeded = True
         else:
             self.state.n_step.add_(1)
-        self._steps.begin(self.state, torch.ones(self.num_envs, dtype=torch.bool, device=self.device))
+        self._steps.reset(self.state, torch.ones(self.num_envs, dtype=torch.bool, device=self.device))
         return self._steps.observe(self.state), {}
 
     def step(self, actions: Tensor) -> tuple[dict[str, Tensor], Tensor, Tensor, Tensor, dict[str, Any]]:
@@ -213,7 +213,7 @@ class SnakeGames:
         reward, ended, food = steps.step(state, actions)
         obs = final = steps.observe(state)
         if self._autoreset:
-            steps.begin(state, ended)
+            steps.reset(state, ended)
             obs = steps.observe(state)
         return obs, reward, ended, torch.zeros_like(ended), {"final_obs": final, "food": food}
 

@@ -176,8 +176,8 @@ def _strokes(a: Place, b: Place) -> list[tuple[Any, Any]]:
     dy, dx = b[0] - a[0], b[1] - a[1]
     if abs(dy) + abs(dx) == 1:
         return [(a, b)]
-    way = (-np.sign(dy), -np.sign(dx))
-    return [(a, (a[0] + way[0], a[1] + way[1])), ((b[0] - way[0], b[1] - way[1]), b)]
+    step = (-np.sign(dy), -np.sign(dx))
+    return [(a, (a[0] + step[0], a[1] + step[1])), ((b[0] - step[0], b[1] - step[1]), b)]
 
 
 def _between(a: Colour, b: Colour, share: float) -> Colour:

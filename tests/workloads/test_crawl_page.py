@@ -41,7 +41,7 @@ PIECES = st.one_of(
 
 @settings(max_examples=400, deadline=None)
 @given(START, st.lists(PIECES, max_size=25), st.data(), st.sampled_from(SELECTORS))
-def test_a_glance_sees_what_parsing_sees(
+def test_the_cached_parser_equals_the_parser(
     start: str, pieces: list[str], data: st.DataObject, target: str
 ) -> None:
     page._outlines.clear()
@@ -66,7 +66,7 @@ def test_pages_of_one_template_share_an_outline() -> None:
     assert TO_PARSE not in page._outlines.values()
 
 
-def test_what_is_kept_is_bounded() -> None:
+def test_the_cache_is_bounded() -> None:
     page._outlines.clear()
     for n in range(MAX_OUTLINES + 10):
         parse_cached(f'<p class="c{n}">', "p")
@@ -76,7 +76,7 @@ def test_what_is_kept_is_bounded() -> None:
     assert len(page._outlines) == 10
 
 
-def test_html_that_is_not_plain_is_remembered_as_such() -> None:
+def test_html_that_is_not_plain_is_always_parsed() -> None:
     page._outlines.clear()
     for _ in range(2):
         assert parse_cached("<script>a > b</script><a href='x'>y</a>", "p").anchors == (("x", "y", False),)

@@ -1,4 +1,4 @@
-"""What may be asked for: origins, addresses, URLs that change something, robots.txt, and how often."""
+"""What may be requested: origins, addresses, URLs that change something, robots.txt, rate limits."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ RULES = Rules(f"{HERE}/")
         f"{HERE}/image.PNG",
     ],
 )
-def test_what_is_outside_or_looks_harmful_is_refused(url: str) -> None:
+def test_urls_outside_the_origin_or_that_look_harmful_are_refused(url: str) -> None:
     with pytest.raises(Fault) as caught:
         RULES.check(url)
     assert caught.value.kind == "refused"
@@ -67,13 +67,13 @@ def test_what_is_outside_or_looks_harmful_is_refused(url: str) -> None:
 @pytest.mark.parametrize(
     "path", ["/font.woff2", "/2/song.mp3", "/3/film.MP4", "/7/account/logout", "/post/8/delete"]
 )
-def test_links_that_are_no_pages_or_look_harmful_are_not_shown(path: str) -> None:
+def test_links_to_files_or_that_look_harmful_are_not_followed(path: str) -> None:
     for _ in range(2):
         assert RULES.follow(f"{HERE}/x/", path) is None
 
 
 @pytest.mark.parametrize("path", ["/", "/a/b?c=d", "/deleted-scenes", "/logouts", "/v1.2/page.html"])
-def test_what_is_inside_is_allowed(path: str) -> None:
+def test_urls_inside_the_origin_are_allowed(path: str) -> None:
     assert RULES.check(f"{HERE}{path}") == HERE
     assert RULES.follow(f"{HERE}/x/", path) == f"{HERE}{path}"
 
@@ -99,7 +99,7 @@ def test_links_are_resolved_as_a_browser_does(href: str, url: str | None) -> Non
     assert RULES.follow(f"{HERE}/a/b", href) == url
 
 
-def test_only_this_machine_unless_hosts_are_named() -> None:
+def test_only_this_machine_is_allowed_unless_hosts_are_named() -> None:
     with pytest.raises(FlatoutError, match=r"^'https://example\.com/' is not on this machine.*hosts.*$"):
         Rules("https://example.com/")
     with pytest.raises(FlatoutError, match=r"'https://example\.com/' is not on the list of hosts http"):
@@ -135,7 +135,7 @@ def test_only_this_machine_unless_hosts_are_named() -> None:
         ("10.0.0.7", "10.0.0.8", False),
     ],
 )
-def test_a_name_leads_where_names_lead(host: str, address: str, fine: bool) -> None:
+def test_host_names_must_resolve_to_public_addresses(host: str, address: str, fine: bool) -> None:
     assert (address_refusal(host, address) is None) == fine
 
 
@@ -157,7 +157,7 @@ def test_the_resolved_address_is_checked_before_connecting(monkeypatch: pytest.M
     asyncio.run(ask())
 
 
-def test_loopback() -> None:
+def test_loopback_hosts_are_recognised() -> None:
     assert all(map(is_loopback, ("127.0.0.1", "127.9.9.9", "localhost", "[::1]", "::1")))
     assert not any(map(is_loopback, ("10.0.0.1", "0.0.0.0", "localhost.evil.com", "", "127.0.0.1.nip.io")))
 
@@ -193,14 +193,14 @@ Disallow: /only-us
         ("flatout-crawl", "/private/x", True),
     ],
 )
-def test_robots(agent: str, path: str, allowed: bool) -> None:
+def test_robots_txt_is_read_as_in_rfc_9309(agent: str, path: str, allowed: bool) -> None:
     robots = Robots(ROBOTS, agent)
     assert robots.allows(path) == allowed
     assert robots.delay == (2 if agent == "somebody" else 0)
 
 
 @pytest.mark.parametrize("text", ["", "\x00\xff", "Disallow: /", "User-agent: *\nDisallow:", "a" * 10_000])
-def test_robots_that_say_nothing_allow_everything(text: str) -> None:
+def test_an_empty_robots_txt_allows_everything(text: str) -> None:
     assert Robots(text, "somebody").allows("/x")
 
 
@@ -213,7 +213,7 @@ def take_turns(origin: str, rate: float, n: int, out: Any) -> None:
         out.put(time.monotonic())
 
 
-def test_one_limit_for_all_processes() -> None:
+def test_all_processes_share_one_rate_limit() -> None:
     origin, context = f"http://{uuid.uuid4()}", multiprocessing.get_context("fork")
     out = context.Queue()
     workers = [context.Process(target=take_turns, args=(origin, 20.0, 5, out)) for _ in range(3)]
@@ -226,7 +226,7 @@ def test_one_limit_for_all_processes() -> None:
     assert times[-1] - times[0] >= 14 / 20 - 0.05
 
 
-def test_no_limit_is_free_and_a_pause_is_kept() -> None:
+def test_without_a_limit_requests_do_not_wait_until_a_pause() -> None:
     limiter = RateLimiter(f"http://{uuid.uuid4()}", None)
     assert limiter.reserve(0.0) == 0.0
     limiter.pause(100.0)

@@ -1,4 +1,4 @@
-"""Mission's rules, one by one, on maps small enough to know the outcome."""
+"""The rules of Mission, one by one, on maps small enough to know the outcome."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def sees(walls: Walls, a: Cell, b: Cell, radius: int = 4) -> bool:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_sight_follows_straight_lines_and_is_mutual(seed: int) -> None:
+def test_sight_follows_straight_lines_and_is_symmetric(seed: int) -> None:
     walls = random_walls(seed)
     floor = [(int(r), int(c)) for r, c in np.argwhere(~walls)]
     seen = {cell: cells(visible(walls, cell, 4)) for cell in floor}
@@ -65,13 +65,13 @@ def test_a_wall_is_seen_and_hides_what_lies_behind() -> None:
     assert {(1, 5), (3, 5), (2, 3)} <= seen
 
 
-def test_a_patrol_sees_a_quarter_ahead() -> None:
+def test_a_patrol_sees_the_quadrant_ahead() -> None:
     walls = np.zeros((9, 9), bool)
     east = cells(visible(walls, (4, 4), 2, facing=1))
     assert east == {(4, 4), (3, 5), (4, 5), (5, 5), (3, 6), (4, 6), (5, 6)}
 
 
-def test_distances_are_those_of_a_plain_search() -> None:
+def test_distances_equal_those_of_a_plain_search() -> None:
     for seed in range(3):
         walls = random_walls(seed)
         goal = (4, 4)
@@ -87,7 +87,7 @@ def test_distances_are_those_of_a_plain_search() -> None:
         assert np.array_equal(distances(price, goal)[1:-1, 1:-1], found[1:-1, 1:-1])
 
 
-def test_a_walk_is_shortest_and_stays_on_the_floor() -> None:
+def test_a_shortest_path_stays_on_the_floor() -> None:
     mission = game("#######", "#S#O..#", "#B#.#.#", "#C..#.#", "#######")
     way = shortest_path(mission.walls, (1, 1), (1, 5))
     assert way == [(1, 1), (2, 1), (3, 1), (3, 2), (3, 3), (2, 3), (1, 3), (1, 4), (1, 5)]
@@ -115,7 +115,7 @@ def test_walls_stop_everyone_and_the_mask_says_so() -> None:
     assert mission.units == [(1, 1), (2, 1), (3, 1)]
 
 
-def test_the_breacher_breaks_inner_walls_as_long_as_it_has_charges() -> None:
+def test_the_breacher_breaks_inner_walls_while_it_has_charges() -> None:
     mission = game("#######", "#S#.#.#", "#B#.#.#", "#C...O#", "#######", charges=1)
     (event,) = play(mission, breacher="e")
     assert event.breached == (2, 2)
@@ -138,7 +138,7 @@ def walk_to(mission: Game, column: int) -> None:
         play(mission, carrier="E.")
 
 
-def test_only_the_carrier_can_hold_and_only_without_a_break() -> None:
+def test_only_the_carrier_can_hold_the_objective_in_consecutive_steps() -> None:
     mission = game(*YARD, hold=3, charges=0)
     play(mission, scout="eeeSS", breacher="EEEEEES")
     assert mission.units[:2] == [(3, 7), (3, 7)]
@@ -153,7 +153,7 @@ def test_only_the_carrier_can_hold_and_only_without_a_break() -> None:
     assert (mission.held, mission.outcome) == (3, "success")
 
 
-def test_a_patrol_walks_to_and_fro_at_half_speed() -> None:
+def test_a_patrol_walks_back_and_forth_at_half_speed() -> None:
     mission = game(*YARD, patrols=[{"route": [[1, 5], [1, 7]]}], patrol_sight=1)
     at = [mission.patrols[0].at[1]]
     for _ in range(9):
@@ -163,7 +163,7 @@ def test_a_patrol_walks_to_and_fro_at_half_speed() -> None:
     assert mission.patrols[0].facing == 3
 
 
-def test_a_patrol_that_sees_someone_runs_and_captures_it_when_next_to_it() -> None:
+def test_a_patrol_chases_a_unit_that_it_sees_and_captures_it_when_next_to_it() -> None:
     mission = game(*YARD, patrols=[{"route": [[1, 6]], "facing": "W"}], patrol_sight=4)
     events = play(mission, scout="E")
     assert events[0].noticed == (0,)
@@ -176,7 +176,7 @@ def test_a_patrol_that_sees_someone_runs_and_captures_it_when_next_to_it() -> No
     assert mission.outcome is None
 
 
-def test_a_patient_patrol_runs_only_after_whom_it_sees_several_times_in_a_row() -> None:
+def test_a_patient_patrol_chases_only_after_consecutive_sightings() -> None:
     post = [{"route": [[1, 6]], "facing": "W"}]
     mission = game(*YARD, patrols=post, patrol_sight=4, patience=3)
     patrol = mission.patrols[0]
@@ -189,14 +189,14 @@ def test_a_patient_patrol_runs_only_after_whom_it_sees_several_times_in_a_row() 
     assert (patrol.alarm, patrol.mode) == (1.0, "chase")
 
 
-def test_an_unaware_patrol_captures_only_whom_it_walks_into() -> None:
+def test_an_unaware_patrol_captures_only_units_in_its_cell() -> None:
     mission = game(*YARD, patrols=[{"route": [[1, 5], [1, 2]]}], patrol_sight=1, patience=9)
     mission.units[:2] = (1, 3), (2, 4)
     captured = [event.captured for event in play(mission, scout="......")]
     assert captured == [(), (), (), (SCOUT,), (), ()]
 
 
-def test_behind_a_patrol_or_a_wall_nobody_is_seen() -> None:
+def test_units_behind_a_patrol_or_a_wall_are_not_seen() -> None:
     behind = game(*YARD, patrols=[{"route": [[1, 4]], "facing": "E"}])
     assert play(behind, scout="E..")[-1].noticed == ()
     rows = ("#########", "#S.#....#", "#B.#....#", "#C.....O#", "#########")
@@ -204,7 +204,7 @@ def test_behind_a_patrol_or_a_wall_nobody_is_seen() -> None:
     assert all(event.noticed == () for event in play(hidden, scout="..."))
 
 
-def test_a_patrol_that_lost_sight_looks_where_it_saw_someone_and_goes_back() -> None:
+def test_a_patrol_that_lost_a_unit_goes_where_it_saw_it_and_returns() -> None:
     rows = ("##########", "#..S.....#", "#.########", "#B.C....O#", "##########")
     mission = game(*rows, patrols=[{"route": [[1, 8]], "facing": "W"}], patrol_sight=3)
     patrol, columns, modes = mission.patrols[0], [], []
@@ -218,7 +218,7 @@ def test_a_patrol_that_lost_sight_looks_where_it_saw_someone_and_goes_back() -> 
     assert mission.free == [True, True, True]
 
 
-def test_the_mission_is_lost_with_the_carrier_or_when_no_way_is_left() -> None:
+def test_the_mission_fails_without_the_carrier_or_without_a_path() -> None:
     caught = game(*YARD, patrols=[{"route": [[3, 3]], "facing": "W"}])
     events = play(caught, carrier="..")
     assert [event.captured for event in events] == [(), (CARRIER,)]
@@ -235,7 +235,7 @@ def test_the_mission_is_lost_with_the_carrier_or_when_no_way_is_left() -> None:
     assert lost.outcome == "unreachable"
 
 
-def test_the_squad_knows_what_it_has_seen_and_remembers_patrols() -> None:
+def test_the_squad_knows_the_cells_it_has_seen_and_remembers_patrols() -> None:
     rows = ("#############", "#S..........#", "#B####.######", "#C.........O#", "#############")
     mission = game(*rows, known_map=False, patrols=[{"route": [[1, 8]], "facing": "E"}])
     assert not mission.known[1, 10]

@@ -1,4 +1,4 @@
-"""Market on the user's own bars: CSV and Parquet give the same market, and what is wrong is said with its row."""
+"""Market on the user's own bars: CSV and Parquet give the same bars, and errors name the row."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def assert_same(a: Bars, b: Bars) -> None:
         np.testing.assert_array_equal(getattr(a, name), getattr(b, name))
 
 
-def test_csv_in_any_order_of_assets_and_parquet_are_the_same_market(tmp_path: Path) -> None:
+def test_csv_and_parquet_give_the_same_bars_whatever_the_order_of_assets(tmp_path: Path) -> None:
     rows = rows_by_time()
     assert_same(read(write(tmp_path / "a.csv", HEADER, rows), "a.csv"), BARS)
     grouped = sorted(rows, key=lambda row: str(row[1]))
@@ -57,7 +57,7 @@ def test_csv_in_any_order_of_assets_and_parquet_are_the_same_market(tmp_path: Pa
     assert_same(read(tmp_path / "d.parquet", "d.parquet"), BARS)
 
 
-def test_a_file_is_traded_on_and_a_changed_one_is_read_again(tmp_path: Path) -> None:
+def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
     path = write(tmp_path / "a.csv", HEADER, rows_by_time())
     env = Market(data=str(path), window=20)
     assert env.action_space.shape == (2,)
@@ -119,7 +119,7 @@ def test_bad_files_are_refused_in_one_line_with_the_row(
     assert "\n" not in str(caught.value)
 
 
-def test_files_that_are_something_else_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_another_format_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.parquet").write_bytes(b"no such thing")
     with pytest.raises(FlatoutError, match=r"a\.parquet is not a Parquet file"):
