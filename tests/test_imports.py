@@ -123,6 +123,12 @@ def of_the_api(package: Path) -> list[str]:
     return [str(i) for i in found if i.source == package.name and room(i.module) not in MAY_IMPORT_THE_API]
 
 
+def of_the_workloads(package: Path) -> list[str]:
+    """Imports of the envs that come with flatout; only `__init__` imports them, to register them."""
+    outside = [i for i in imports(package) if room(i.module) not in ("workloads", "__init__")]
+    return [str(i) for i in outside if room(i.target) == "workloads"]
+
+
 def across(package: Path) -> list[str]:
     """Imports of the observing column by the training column."""
     return [str(i) for i in imports(package) if room(i.module) in TRAINING and room(i.target) in OBSERVING]
@@ -164,7 +170,7 @@ def waits_for_the_device(package: Path) -> list[str]:
     return found
 
 
-CHECKS = [without_room, upward, of_the_api, across, circular, waits_for_the_device]
+CHECKS = [without_room, upward, of_the_api, of_the_workloads, across, circular, waits_for_the_device]
 
 
 @pytest.mark.parametrize("check", CHECKS)
@@ -240,6 +246,12 @@ def test_a_sound_package_has_no_violation(check: Callable[[Path], list[str]], tm
         (of_the_api, {"run.py": "from flatout import PPO"}, ["run.py: imports flatout"]),
         (of_the_api, {"run.py": "from flatout import errors"}, ["run.py: imports flatout.errors"]),
         (of_the_api, {"run.py": "from . import errors"}, ["run.py: imports flatout.errors"]),
+        (
+            of_the_workloads,
+            {"agent.py": "from flatout.workloads.snake import x", "workloads/snake.py": ""},
+            ["agent.py: imports flatout.workloads.snake"],
+        ),
+        (of_the_workloads, {"__init__.py": "import flatout.workloads", "workloads/a.py": ""}, []),
         (
             across,
             {"learning/a.py": "from flatout.runlog.csv import x"},
