@@ -1,8 +1,7 @@
-"""Agents as users hold them, PPO, DQN and PQN: learn, predict, save, load, with Stable-Baselines3's conventions."""
+"""Agents as users hold them: learn, predict, evaluate, save, load, with the conventions of Stable-Baselines3."""
 
 from __future__ import annotations
 
-import copy
 import signal
 from collections.abc import Mapping
 from dataclasses import replace
@@ -42,16 +41,19 @@ from flatout.views.text import report_text, summary_text
 
 
 class Agent:
-    """An agent and the settings it learns with, of whichever algorithm they name.
+    """An agent, and the settings it learns with.
 
-    `env` is a Gymnasium id, `module:Id`, `file.py:factory`, a gym.Env class, a function that makes one, or a
-    batched env: a gymnasium.vector.VectorEnv, or an object like one that gives tensors, or what makes those.
-    Settings are those of `flatout train --help`, with underscores. With `runs_dir` or `run_name` every
-    learn() keeps a run's folder.
+    `env` is a Gymnasium id, `module:Id`, `file.py:factory`, a gym.Env class, a function that makes an env, or a batched
+    env: a gymnasium.vector.VectorEnv, an object like it that works with tensors, or a function that makes one of those.
+    Settings are the flags of `flatout train --help`, with underscores. With `runs_dir` or `run_name`, learn() writes a
+    run folder.
     """
 
     algo: str | None = None
-    """The algorithm of a class that stands for one."""
+    """The algorithm of a subclass."""
+    _run_name: str | None = None
+    _runs_dir: str | Path | None = None
+    _overwrite = False
 
     def __init__(
         self,
@@ -64,93 +66,94 @@ class Agent:
         overwrite: bool = False,
         **settings: Any,
     ) -> None:
-        self.began_at = time()
-        """When start-up began; learn() counts `startup_seconds` from here, the first time."""
-        self._machine = machine()
+        began_at = time()
         if isinstance(algo := settings.get("algo"), Algorithm):
             settings["algo"] = register_algorithm(algo).name
         if self.algo is not None and settings.setdefault("algo", self.algo) != self.algo:
             raise FlatoutError(f"this is {self.algo.upper()}; use flatout.{str(settings['algo']).upper()}")
-        self.device = resolve_device(str(settings.get("device", "auto")))
-        factory = env_factory(env, settings.get("env_kwargs")) if env is not None else None
-        name = factory.name if factory else None
         if preset is not None:
             settings["preset"] = preset
-        n_envs = factory.n_envs if factory else None
-        self.config = self._resolve(name, settings, config_file, n_envs)
-        self._source: EnvSource = env if env is not None else self.config.env
-        if factory is None or self.config.env_kwargs != factory.kwargs:
-            factory = env_factory(self._source, self.config.env_kwargs)
-        factory = replace(factory, device=resolve_device(self.config.device))
-        self._env: EnvInfo | None = check_env(factory, seed=self.config.seed, n_envs=self.config.n_envs)
-        if self._env.n_envs not in (None, self.config.n_envs):
-            self.config = self._resolve(name, settings, config_file, self._env.n_envs)
-        self.device = resolve_device(self.config.device)
-        if self._env.batched == "tensor" and self.config.device == "auto":
-            self.device = self._env.device
-        self.policy = _policy(self.config, self._env.observation_space, self._env.action_space, self.device)
-        self._mask_in_info = self._env.factory.mask_in_info
-        self._setup(None, run_name, runs_dir, overwrite)
-
-    def _resolve(
-        self, env: str | None, settings: dict[str, Any], file: Path | None, n_envs: int | None
-    ) -> RunConfig:
-        """The settings; `n_envs` is how many a batched env steps at once, where that is not ours to choose."""
-        if n_envs is not None:
-            given = (read_file(file) if file else {}) | settings
-            _refuse_other_n_envs(env or "env", n_envs, given.get("n_envs", n_envs))
-            settings = settings | {"n_envs": n_envs}
-        return resolve(env, settings, device=self.device, n_cores=self._machine.cores, file=file)
-
-    def _setup(
-        self,
-        checkpoint: Checkpoint | None,
-        run_name: str | None = None,
-        runs_dir: str | Path | None = None,
-        overwrite: bool = False,
-    ) -> None:
+        factory = env_factory(env, settings.get("env_kwargs")) if env is not None else None
+        name, n_envs = (factory.name, factory.n_envs) if factory else (None, None)
+        config = _resolve(name, settings, config_file, n_envs)
+        source: EnvSource = env if env is not None else config.env
+        if factory is None or config.env_kwargs != factory.kwargs:
+            factory = env_factory(source, config.env_kwargs)
+        device = resolve_device(config.device)
+        info = check_env(replace(factory, device=device), seed=config.seed, n_envs=config.n_envs)
+        if info.n_envs not in (None, config.n_envs):
+            config = _resolve(name, settings, config_file, info.n_envs)
+        if info.batched == "tensor" and config.device == "auto":
+            device = info.device
         self._run_name, self._runs_dir, self._overwrite = run_name, runs_dir, overwrite
-        self._checkpoint = checkpoint
-        self._trainer: Trainer | None = None
-        self._fresh_envs: list[int] = []
-        self._resume_notes: list[str] = []
-        self._folder: RunFolder | None = None
-        self._n_predictions = 0
+        spaces = info.observation_space, info.action_space
+        self._set_up(config, source, spaces, device, info.factory.mask_in_info, env=info)
+        self.began_at = began_at
+
+    def _set_up(
+        self,
+        config: RunConfig,
+        source: EnvSource,
+        spaces: tuple[Any, Any],
+        device: str,
+        mask_in_info: bool,
+        *,
+        env: EnvInfo | None = None,
+        checkpoint: Checkpoint | None = None,
+    ) -> None:
+        """Set the attributes of a new agent; without `env` the env is made when it is needed."""
+        self.config, self.device = config, device
+        self.began_at = time()
+        """When start-up began; the first learn() counts `startup_seconds` from here."""
         self.summary: dict[str, Any] = {}
+        """The summary.json of the last learn()."""
         self.stop_signal: signal.Signals | None = None
-        """The signal that ended the last learn(), if one did."""
+        """The signal that ended the last learn(), if any."""
+        obs, action = ObsLayout(spaces[0]), ActionLayout(spaces[1])
+        model = config.learner_spec(obs, action).make_model().to(device)
+        self.policy = Policy(model=model, obs=obs, action=action, device=torch.device(device))
+        self._machine = machine()
+        self._source, self._env, self._checkpoint = source, env, checkpoint
+        self._mask_in_info = mask_in_info
+        self._trainer: Trainer | None = None
+        self._folder: RunFolder | None = None
+        self._resume_notes: list[str] = []
+        self._fresh_envs: list[int] = []
+        """Envs that started a new episode because they could not be restored."""
+        self._n_predictions = 0
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint, env: EnvSource | None = None) -> Agent:
-        """The agent that a checkpoint describes; its env is made only when learning goes on."""
-        began_at = time()
+        """The agent in a checkpoint; its env is made when it is needed."""
+        began_at, state = time(), checkpoint.state
         try:
-            config = RunConfig.from_json(checkpoint.state["config"], "checkpoint")
-            kind = AGENTS.get(config.algo, Agent)
-            agent = kind.__new__(kind)
-            agent.config, agent.began_at, agent._machine = config, began_at, machine()
-            spaces = [
-                space_from_json(checkpoint.state[f"{kind}_space"]) for kind in ("observation", "action")
-            ]
-            agent._mask_in_info = bool(checkpoint.state["mask_in_info"])
+            config = RunConfig.from_json(state["config"], "checkpoint")
+            spaces = space_from_json(state["observation_space"]), space_from_json(state["action_space"])
+            mask_in_info = bool(state["mask_in_info"])
         except KeyError as error:
-            raise FlatoutError(f"this checkpoint lacks {error}; it was not written by flatout") from error
-        agent.device = resolve_device(agent.config.device)
-        agent._source, agent._env = env if env is not None else agent.config.env, None
-        agent.policy = _policy(agent.config, spaces[0], spaces[1], agent.device)
-        _load_model(agent.policy, checkpoint)
-        agent._setup(checkpoint)
+            raise FlatoutError(f"this checkpoint has no {error}; it was not written by flatout") from error
+        kind = AGENTS.get(config.algo, Agent)
+        agent = kind.__new__(kind)
+        source = env if env is not None else config.env
+        agent._set_up(
+            config, source, spaces, resolve_device(config.device), mask_in_info, checkpoint=checkpoint
+        )
+        agent.began_at = began_at
+        tensors = {n[6:]: t for n, t in checkpoint.tensors.items() if n.startswith("model.")}
+        try:
+            agent.policy.model.load_state_dict(tensors)
+        except RuntimeError as error:
+            raise FlatoutError(
+                "this checkpoint is damaged: its parameters do not fit its settings"
+            ) from error
         return agent
 
     def changed(self, settings: Mapping[str, Any]) -> Agent:
-        """A new agent that has learned nothing, with some settings changed, in the same env: which is not tried out
-        again."""
-        agent = copy.copy(self)
-        agent.began_at = time()
-        agent.config = replace_fields(self.config, settings)
+        """A new, untrained agent with some settings changed, in the same env, which is not checked again."""
+        agent = type(self).__new__(type(self))
+        config = replace_fields(self.config, settings)
         spaces = self.policy.obs.space, self.policy.action.space
-        agent.policy = _policy(agent.config, *spaces, self.device)
-        agent._setup(None)
+        agent._set_up(config, self._source, spaces, self.device, self._mask_in_info, env=self._env)
         return agent
 
     def learn(
@@ -159,10 +162,10 @@ class Agent:
         callback: Callback | None = None,
         progress_bar: bool = False,
     ) -> Self:
-        """Learn for `total_timesteps` more env steps, or to the configured total; returns the agent.
+        """Learn for `total_timesteps` more env steps, or up to the configured total; returns the agent.
 
-        `callback(progress)` is called after each iteration; returning False stops. A signal is passed on
-        to the caller once the iteration is finished and everything is saved.
+        `callback(progress)` is called after each iteration; returning False stops. A signal stops after the current
+        iteration, saves everything, and is then raised.
         """
         self.run(total_timesteps, callback, progress_bar)
         if self.stop_signal == signal.SIGINT:
@@ -173,12 +176,12 @@ class Agent:
 
     @gc_frozen()
     def run(self, total_timesteps: int | None, callback: Callback | None, progress_bar: bool) -> None:
-        """`learn`, with the signal that ended it left in `stop_signal`."""
+        """The same as `learn`, but a signal that stops it is kept in `stop_signal` and not raised."""
         trainer = self._started(total_timesteps)
         until = (
             self.config.timesteps if total_timesteps is None else trainer.state.env_steps + total_timesteps
         )
-        self._claim_folder()
+        self._open_folder()
         display = make_display(phase=lambda: trainer.clock.current) if progress_bar else None
         resume_at = trainer.state.env_steps or None
         folder = self._folder
@@ -216,21 +219,20 @@ class Agent:
         deterministic: bool = False,
         action_masks: Any = None,
     ) -> tuple[Any, Any]:
-        """The action for one observation or a batch of them, and the state as it came in."""
-        del episode_start  # of recurrent policies, kept for Stable-Baselines3's callers
+        """The action for one observation or a batch, and `state`, unchanged.
+
+        `state` and `episode_start` are for compatibility with recurrent policies of Stable-Baselines3.
+        """
+        del episode_start
         policy = self.policy
         if self._mask_in_info and not (isinstance(observation, dict) and "action_mask" in observation):
             observation = self._with_mask(observation, action_masks)
         elif action_masks is not None:
             raise FlatoutError("this agent's env gives no action masks; leave action_masks out")
-        leaves, single = policy.obs.batch(observation)
-        obs = tuple(torch.from_numpy(leaf).to(policy.device) for leaf in leaves)
+        arrays, single = policy.obs.batch(observation)
         with torch.inference_mode():
-            if deterministic:
-                rows = policy.model.mode(obs)
-            else:
-                rows, _ = policy.model.sample(obs, self._prediction_noise(len(leaves[0])))
-            actions = policy.action.to_env(policy.model.head.squash(rows).cpu().numpy())
+            noise = None if deterministic else self._prediction_noise(len(arrays[0]))
+            actions = policy.actions(arrays, noise)
         return (actions[0] if single else actions), state
 
     def evaluate(
@@ -241,21 +243,17 @@ class Agent:
         seed: int | None = None,
         env_kwargs: Mapping[str, Any] | None = None,
     ) -> Evaluation:
-        """Play whole episodes in envs of its own, made with other `env_kwargs` where some are given; of a batched
-        env given as such there is only that one, in which learning then goes on with new episodes."""
+        """Play whole episodes in separate envs, made with other `env_kwargs` if given.
+
+        If the env was given as a batched env itself, there is only that one: training then starts new episodes in it.
+        """
         seed = self.config.seed + EVAL_SEED if seed is None else seed
         n_envs = min(n_episodes, MAX_EVAL_ENVS)
         env = self._checked_env(self.config.env_kwargs | dict(env_kwargs)) if env_kwargs else self._env_info()
         executor = eval_executor(env, self.policy.obs, n_envs, seed)
         try:
             return evaluate(
-                executor,
-                self.policy.model,
-                self.policy.action,
-                n_episodes=n_episodes,
-                device=self.policy.device,
-                seed=seed,
-                deterministic=deterministic,
+                executor, self.policy, n_episodes=n_episodes, seed=seed, deterministic=deterministic
             )
         finally:
             executor.close()
@@ -263,7 +261,7 @@ class Agent:
                 self._trainer.after_evaluation()
 
     def save(self, path: str | Path) -> None:
-        """Write the agent, with everything that learning on needs, to one file."""
+        """Write the agent to a file, with everything that further learning needs."""
         if self._trainer is None and self._checkpoint is not None:
             checkpoint = self._checkpoint
         else:
@@ -271,7 +269,7 @@ class Agent:
         write_checkpoint(Path(path), checkpoint)
 
     def close(self) -> None:
-        """End its envs and processes; also happens by itself when the agent is no longer used."""
+        """Close its envs and end its processes; happens automatically when the agent is garbage-collected."""
         if self._trainer is not None:
             self._trainer.close()
 
@@ -282,9 +280,10 @@ class Agent:
         return summary_text(self.summary) if self._folder is None else report_text(self._folder.path)
 
     def header(self) -> list[str]:
-        """What a person should know before the run begins."""
+        """Lines that describe the run before it begins."""
         config = self.config
-        source = config.preset or ("tuned for this env" if _is_tuned(config) else "auto")
+        has_recipe = config.env in config.descriptor.recipes
+        source = config.preset or ("tuned for this env" if has_recipe else "auto")
         lines = [
             f"{config.env} · {config.descriptor.title} · settings: {source} · {self.device} "
             f"({self._machine.cores} cores) · seed {config.seed}",
@@ -292,7 +291,7 @@ class Agent:
         ]
         if self._trainer is not None:
             plan = self._trainer.plan
-            where = " in child processes" if plan.in_subprocesses else ""
+            where = " in subprocesses" if plan.in_subprocesses else ""
             lines.append(f"executor {plan.kind}{where}: {plan.reason}")
             overlap = "on" if self._trainer.overlap else "off"
             lines.append(f"overlap {overlap}: {self._trainer.overlap_reason}")
@@ -304,17 +303,14 @@ class Agent:
         notes = [*(self._env.warnings if self._env else ()), *self._resume_notes]
         notes += self._trainer.notes if self._trainer else []
         if self._fresh_envs and self._env is not None and self._env.batched:
-            notes.append(
-                "a batched env cannot be brought back to where it stood: all envs began new episodes"
-            )
+            notes.append("a batched env cannot be restored: all its envs started new episodes")
         elif self._fresh_envs:
             notes.append(
-                f"{len(self._fresh_envs)} of {self.config.n_envs} envs could not be replayed to where they "
-                "stood and began a new episode"
+                f"{len(self._fresh_envs)} of {self.config.n_envs} envs could not be restored and started a new episode"
             )
         preset, presets = self.config.preset, self.config.descriptor.presets
         if preset is not None and preset in presets:
-            obs_bytes = sum(leaf.nbytes for leaf in self.policy.obs.alloc(1))
+            obs_bytes = sum(x.nbytes for x in self.policy.obs.alloc(1))
             free = self._machine.memory_available_bytes
             notes.append(preset_note(presets, preset, self._machine.cores, free, obs_bytes) or "")
         return [note for note in notes if note]
@@ -325,7 +321,7 @@ class Agent:
         return self._env
 
     def _checked_env(self, kwargs: Mapping[str, Any]) -> EnvInfo:
-        """The env with these keywords; refused unless this agent can act in it."""
+        """The env with these keyword arguments, checked; refused if its spaces or number of envs differ."""
         config = self.config
         factory = replace(env_factory(self._source, kwargs), device=self.device)
         info = check_env(factory, seed=config.seed, n_envs=config.n_envs)
@@ -337,26 +333,26 @@ class Agent:
         return info
 
     def _started(self, n_steps: int | None = None) -> Trainer:
-        """The trainer; made on first use, for about `n_steps` env steps."""
+        """The trainer, made on first use; `n_steps` is about how many env steps it will train for."""
         if self._trainer is None:
-            began = self._checkpoint.state["progress"] if self._checkpoint is not None else {}
+            progress = self._checkpoint.state["progress"] if self._checkpoint is not None else {}
             trainer = Trainer(
                 self.config,
                 self._env_info(),
                 self.policy,
                 n_cores=self._machine.cores,
                 n_steps=n_steps or self.config.timesteps,
-                overlapped=began.get("overlapped"),
+                overlapped=progress.get("overlapped"),
             )
             self._fresh_envs = trainer.start(self._checkpoint)
             self._trainer = trainer
         return self._trainer
 
     def resume_into(self, folder: RunFolder, notes: list[str]) -> None:
-        """Let the next learn() go on in a run's existing folder, and say the notes at its start."""
+        """Continue in a run's existing folder at the next learn(), which shows the notes at its start."""
         self._folder, self._resume_notes = folder, notes
 
-    def _claim_folder(self) -> None:
+    def _open_folder(self) -> None:
         if self._folder is None and (self._run_name or self._runs_dir):
             config = self.config
             name = self._run_name or default_run_name(
@@ -388,7 +384,7 @@ class Agent:
             folder.settle()
 
     def _with_mask(self, observation: Any, masks: Any) -> dict[str, Any]:
-        """The observation as the mask wrapper gives it; without a mask everything is allowed."""
+        """The observation in the form of MaskFromInfo; without a mask everything is allowed."""
         space = self.policy.obs.space["obs"]  # type: ignore[index]
         shape = np.shape(observation) if space.shape is not None else ()
         lead = shape[: len(shape) - len(space.shape or ())]
@@ -396,35 +392,36 @@ class Agent:
         mask = np.ones((*lead, n_logits), np.int8) if masks is None else np.asarray(masks, np.int8)
         return {"obs": observation, "action_mask": mask}
 
-    def _prediction_noise(self, n_rows: int) -> torch.Tensor:
+    def _prediction_noise(self, n: int) -> torch.Tensor:
         self._n_predictions += 1
-        noise = ActionNoise(self.policy.action, np.arange(n_rows), self.config.seed)
+        noise = ActionNoise(self.policy.action, np.arange(n), self.config.seed)
         return noise.draw(self._n_predictions, 1)[0].to(self.policy.device)
 
 
 class PPO(Agent):
-    """Learns a policy from what it just did: for any action space."""
+    """Proximal policy optimization, for any action space."""
 
     algo = "ppo"
 
 
 class DQN(Agent):
-    """Learns the values of actions from what it has stored: for Discrete actions."""
+    """Deep Q-learning with a replay buffer, for Discrete actions."""
 
     algo = "dqn"
 
 
 class PQN(Agent):
-    """Learns the values of actions from what it just did in many envs at once: for Discrete actions."""
+    """Q-learning from rollouts of many envs, without a replay buffer, for Discrete actions."""
 
     algo = "pqn"
 
 
-AGENTS: dict[str, type[Agent]] = {"ppo": PPO, "dqn": DQN, "pqn": PQN}
+AGENTS: dict[str | None, type[Agent]] = {kind.algo: kind for kind in (PPO, DQN, PQN)}
+"""The subclass of an algorithm that has one; all others use `Agent` itself."""
 
 
 def load(path: str | Path, env: EnvSource | None = None) -> Agent:
-    """The agent in a file that `save` wrote, in a checkpoint, or in a run's folder (its newest)."""
+    """The agent in a file written by `save`, in a checkpoint, or in a run folder (its newest checkpoint)."""
     path = Path(path)
     if path.is_dir():
         _, checkpoint, _ = CheckpointFolder(RunFolder.open(path).checkpoints).newest()
@@ -433,26 +430,16 @@ def load(path: str | Path, env: EnvSource | None = None) -> Agent:
     return Agent.from_checkpoint(checkpoint, env)
 
 
-def _policy(config: RunConfig, observation_space: Any, action_space: Any, device: str) -> Policy:
-    obs, action = ObsLayout(observation_space), ActionLayout(action_space)
-    model = config.learner_spec(obs, action).make_model().to(device)
-    return Policy(model=model, obs=obs, action=action, device=torch.device(device))
+def _resolve(env: str | None, settings: dict[str, Any], file: Path | None, n_envs: int | None) -> RunConfig:
+    """The complete settings; `n_envs` is the number of envs of a batched env, if it is fixed."""
+    if n_envs is not None:
+        given = (read_file(file) if file else {}) | settings
+        _refuse_other_n_envs(env or "env", n_envs, given.get("n_envs", n_envs))
+        settings = settings | {"n_envs": n_envs}
+    device = resolve_device(str(settings.get("device", "auto")))
+    return resolve(env, settings, device=device, n_cores=machine().cores, file=file)
 
 
-def _refuse_other_n_envs(name: str, n_envs: int, wanted: Any) -> None:
-    if str(wanted) != str(n_envs):  # a flag's value is still text
-        raise FlatoutError(f"env '{name}' steps {n_envs} envs at once, which --n-envs {wanted} cannot change")
-
-
-def _load_model(policy: Policy, checkpoint: Checkpoint) -> None:
-    tensors = {n[6:]: t for n, t in checkpoint.tensors.items() if n.startswith("model.")}
-    try:
-        policy.model.load_state_dict(tensors)
-    except RuntimeError as error:
-        raise FlatoutError(
-            "this checkpoint's parameters do not fit its own settings; it is damaged"
-        ) from error
-
-
-def _is_tuned(config: RunConfig) -> bool:
-    return config.preset is None and config.env in config.descriptor.recipes
+def _refuse_other_n_envs(name: str, n_envs: int, given: Any) -> None:
+    if str(given) != str(n_envs):  # a flag's value is still text
+        raise FlatoutError(f"env '{name}' steps {n_envs} envs at once, which --n-envs {given} cannot change")

@@ -10,9 +10,9 @@ import torch
 
 from flatout.collect.noise import ActionNoise
 from flatout.envs.check import EnvInfo
-from flatout.envs.spaces import ActionLayout, ObsLayout
+from flatout.envs.spaces import ObsLayout
 from flatout.executors.base import EnvSet, Episode, Executor, make_executor, step
-from flatout.models.policy import PolicyNet
+from flatout.models.policy import Policy
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +48,9 @@ def eval_executor(env: EnvInfo, layout: ObsLayout, n_envs: int, seed: int) -> Ex
 @torch.no_grad()
 def evaluate(
     executor: Executor,
-    model: PolicyNet,
-    layout: ActionLayout,
+    policy: Policy,
     *,
     n_episodes: int,
-    device: torch.device,
     seed: int,
     deterministic: bool = True,
     on_episode: Callable[[int], None] | None = None,
@@ -60,18 +58,13 @@ def evaluate(
     """Play `n_episodes` from new resets; each env plays a fixed share, so that short episodes are not favoured."""
     n_envs = executor.n_envs
     quota = [n_episodes // n_envs + (i < n_episodes % n_envs) for i in range(n_envs)]
-    noise = ActionNoise(layout, executor.env_ids, seed)
+    noise = ActionNoise(policy.action, executor.env_ids, seed)
     now = executor.reset()
     episodes: list[Episode] = []
     t = 0
     while len(episodes) < n_episodes:
-        obs = tuple(torch.from_numpy(leaf).to(device) for leaf in now.obs)
-        if deterministic:
-            rows = model.mode(obs)
-        else:
-            rows, _ = model.sample(obs, noise.draw(t, 1)[0].to(device))
-        actions = layout.to_env(model.head.squash(rows).cpu().numpy())
-        now = step(executor, actions)
+        drawn = None if deterministic else noise.draw(t, 1)[0].to(policy.device)
+        now = step(executor, policy.actions(now.obs, drawn))
         t += 1
         for episode in now.ended:
             if quota[episode.env_id] > 0:

@@ -290,10 +290,8 @@ class Trainer:
             self._eval_executor = eval_executor(self._env, self.policy.obs, n_envs, seed)
         result = evaluate(
             self._eval_executor,
-            self.policy.model,
-            self.policy.action,
+            self.policy,
             n_episodes=self.config.eval_episodes,
-            device=self.policy.device,
             seed=self.config.seed + EVAL_SEED,
         )
         self.after_evaluation()
