@@ -18,7 +18,7 @@ from flatout.collect.noise import ActionNoise
 from flatout.config.fields import replace as replace_fields
 from flatout.config.run_config import RunConfig, preset_note, read_file, resolve
 from flatout.device.accelerator import resolve_device
-from flatout.device.machine import gc_frozen, machine
+from flatout.device.machine import gc_frozen, machine, usable_cores
 from flatout.envs.check import EnvInfo
 from flatout.envs.check_batched import check_env
 from flatout.envs.make import EnvSource, env_factory
@@ -437,7 +437,7 @@ def _resolve(env: str | None, settings: dict[str, Any], file: Path | None, n_env
         _refuse_other_n_envs(env or "env", n_envs, given.get("n_envs", n_envs))
         settings = settings | {"n_envs": n_envs}
     device = resolve_device(str(settings.get("device", "auto")))
-    return resolve(env, settings, device=device, n_cores=machine().cores, file=file)
+    return resolve(env, settings, device=device, n_cores=usable_cores(), file=file)
 
 
 def _refuse_other_n_envs(name: str, n_envs: int, given: Any) -> None:

@@ -117,7 +117,7 @@ def test_a_saved_agent_goes_on_with_new_episodes_and_says_so(
     agent.learn(1_000)
     assert agent.summary["env_steps"] == before.summary["env_steps"] + 3 * 384
     assert agent.summary["return_mean"] >= 0.8 * LENGTH
-    assert any("all envs began new episodes" in line for line in agent.header())
+    assert any("all its envs started new episodes" in line for line in agent.header())
     assert envs.seeds[-1] not in make(6).seeds + envs.seeds[:-1], "not the episodes it began with"
     by_name = flatout.load(path)
     assert by_name.evaluate(10).return_mean >= 0.9 * LENGTH
