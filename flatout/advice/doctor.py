@@ -80,7 +80,6 @@ def doctor(
     with tempfile.TemporaryDirectory() as folder:
         agent = Agent(env, runs_dir=folder, run_name="probe", **settings)
         case = examine(agent, tell)
-        executor = agent.summary["executor"]["reason"], agent.summary["overlap"]["reason"]
         agent.close()
     findings = diagnose(case)
     return Diagnosis(
@@ -88,8 +87,8 @@ def doctor(
         device=agent.device,
         settings=case.settings,
         timesteps=agent.config.timesteps,
-        executor_reason=executor[0],
-        overlap_reason=executor[1],
+        executor_reason=agent.summary["executor"]["reason"],
+        overlap_reason=agent.summary["overlap"]["reason"],
         step_seconds=case.costs.step_seconds,
         waits=case.costs.waits,
         update_seconds=update_seconds(case.costs, case.settings),
@@ -250,10 +249,12 @@ def text(found: Diagnosis) -> str:
     settings, forecast = found.settings, found.forecast
     kind = "mostly waiting" if found.waits else "computing"
     limit = "collecting" if forecast.collect_rate < forecast.learn_rate else "learning"
+    where = " in subprocesses" if settings.in_subprocesses else ""
     lines = [
         f"{found.env} on {found.device} with {settings.n_cores} cores: {settings.n_envs} envs × {settings.n_steps} "
         f"steps, batch {settings.batch_size}, {_work(settings)}, {found.timesteps:,} steps in all",
-        f"{describe(settings)}: {found.executor_reason}; {found.overlap_reason}",
+        f"executor {settings.executor}{where}: {found.executor_reason}",
+        f"overlap {'on' if settings.overlap else 'off'}: {found.overlap_reason}",
         "",
         f"measured       {found.steps_per_second:,.0f} steps/s, learner busy {100 * found.learner_busy:.0f} %",
         f"a step         {_time(found.step_seconds)}, {kind}",
