@@ -96,6 +96,12 @@ class Recipe:
     """Cores it is made for; a run on fewer gets a warning."""
 
 
+def imported(target: str) -> Callable[..., Any]:
+    """A function that calls `module:name`, imported at the first call; keeps torch out of parsing."""
+    module, _, name = target.partition(":")
+    return lambda *args, **keywords: getattr(import_module(module), name)(*args, **keywords)
+
+
 def make_actor_critic(
     obs: ObsLayout, action: ActionLayout, network: NetworkConfig, config: AlgorithmConfig, seed: int
 ) -> ActorCritic:
@@ -119,7 +125,7 @@ class Algorithm:
     """(obs, action, network, config, seed) → model on the CPU, which depends on nothing but these."""
     exploration: Callable[[Any, int], Exploration] | None = None
     """(config, n_envs) → how envs explore; None: as the policy samples."""
-    recipes: Mapping[str, Callable[[], Recipe]] = field(default_factory=dict)
+    recipes: Mapping[str, Recipe] = field(default_factory=dict)
     """Tuned settings by env id."""
     presets: Mapping[str, Recipe] = field(default_factory=dict)
     """Settings by name of a preset."""

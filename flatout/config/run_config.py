@@ -267,7 +267,7 @@ def _first_choice(env: str, given: Mapping[str, Any]) -> str:
 
 def _recipe(env: str, algorithm: Algorithm, preset: Any, device: str, n_cores: int) -> Recipe:
     if preset in (None, "none") and env in algorithm.recipes:
-        return algorithm.recipes[env]()
+        return algorithm.recipes[env]
     known = next(f for f in all_fields(RunConfig) if f.name == "preset")
     preset = convert(known, preset)
     if preset in (None, "auto"):

@@ -11,7 +11,7 @@ from gymnasium import spaces
 from torch import Tensor
 
 from flatout.algorithms.dqn import loss as dqn
-from flatout.algorithms.dqn import make_model
+from flatout.algorithms.dqn import make_q_network
 from flatout.algorithms.dqn.config import DQNConfig
 from flatout.algorithms.dqn.fused import can_fuse
 from flatout.algorithms.dqn.learner import DQNLearner
@@ -33,7 +33,7 @@ def learner(
     activation: Any = "relu",
 ) -> DQNLearner:
     network = NetworkConfig(network_arch=(16, 8), activation=activation)
-    model = make_model(ObsLayout(obs), ACTION, network, config, 1).to(device)
+    model = make_q_network(ObsLayout(obs), ACTION, network, config, 1).to(device)
     assert isinstance(model, QNetwork)
     out = DQNLearner(model, config, n_envs=2, seed=0, clock=PhaseClock())
     if device == "cpu":

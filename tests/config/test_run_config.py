@@ -65,20 +65,20 @@ def test_a_known_env_gets_its_recipe_unless_a_preset_is_given() -> None:
     for env, recipe in RECIPES.items():
         got = config(env, algo="ppo")
         assert (got.n_envs, got.algorithm, got.network) == (
-            recipe().n_envs,
-            recipe().algorithm,
-            recipe().network,
+            recipe.n_envs,
+            recipe.algorithm,
+            recipe.network,
         )
         assert config(env, preset="cpu").algorithm == PRESETS["cpu"].algorithm
     assert config("snake") == config("flatout/Snake-v0")
     assert config("mission") == config("flatout/Mission-v0")
     assert config("CartPole-v1", gamma=0.5).algorithm.gamma == 0.5
-    assert config("CartPole-v1", gamma=0.5).n_envs == RECIPES["CartPole-v1"]().n_envs
+    assert config("CartPole-v1", gamma=0.5).n_envs == RECIPES["CartPole-v1"].n_envs
 
 
 def test_an_env_takes_the_algorithm_that_learns_it_soonest_unless_told() -> None:
     assert config("CartPole-v1").algo == "ppo"
-    assert config("snake").algorithm == PQN_RECIPES["flatout/Snake-v0"]().algorithm
+    assert config("snake").algorithm == PQN_RECIPES["flatout/Snake-v0"].algorithm
     assert config("snake", algo="dqn").algo == "dqn"
     assert config("snake", n_envs=64, gamma=0.9).algo == "pqn"
     assert config("snake", clip_range=0.1).algo == "ppo"  # a setting of PPO alone

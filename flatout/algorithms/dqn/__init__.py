@@ -1,39 +1,32 @@
 """Deep Q-learning (Mnih et al. 2015) with double and dueling networks, n-step returns and prioritized replay.
 
 `loss.py` is the definition; `fused.py` is the same loss and its gradient written out for plain MLPs on the CPU.
-`experience.py` fills the replay buffer and draws minibatches from it. See `ppo/__init__.py` for which code runs when.
+`learner.py` fills the replay buffer and samples minibatches from it. See `ppo/__init__.py` for which code runs when.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from flatout.algorithms.base import Algorithm
+from flatout.algorithms.base import Algorithm, AlgorithmConfig, imported
 from flatout.algorithms.dqn.config import DQNConfig, EpsilonGreedy
 from flatout.algorithms.dqn.recipes import PRESETS, RECIPES, auto
 from flatout.models.config import NetworkConfig
 
 if TYPE_CHECKING:
-    from flatout.algorithms.dqn.learner import DQNLearner
     from flatout.collect.noise import Exploration
     from flatout.envs.spaces import ActionLayout, ObsLayout
     from flatout.models.policy import QNetwork
 
 
-def make_model(
-    obs: ObsLayout, action: ActionLayout, network: NetworkConfig, config: DQNConfig, seed: int
+def make_q_network(
+    obs: ObsLayout, action: ActionLayout, network: NetworkConfig, config: AlgorithmConfig, seed: int
 ) -> QNetwork:
-    """A Q-network."""
+    """A Q-network with the options that the config has."""
     from flatout.models.policy import build_q
 
-    return build_q(obs, action, network, seed, normalize_obs=config.normalize_obs, dueling=config.dueling)
-
-
-def make_learner(model: QNetwork, config: DQNConfig, **how: Any) -> DQNLearner:
-    """A learner that trains `model`; see `Algorithm.make_learner` for the keywords."""
-    from flatout.algorithms.dqn.learner import DQNLearner
-
-    return DQNLearner(model, config, **how)
+    options = {name: getattr(config, name, False) for name in ("normalize_obs", "dueling", "layer_norm")}
+    return build_q(obs, action, network, seed, **options)
 
 
 def exploration(config: EpsilonGreedy, n_envs: int) -> Exploration:
@@ -49,8 +42,8 @@ def exploration(config: EpsilonGreedy, n_envs: int) -> Exploration:
 ALGORITHM = Algorithm(
     name="dqn",
     config=DQNConfig,
-    make_model=make_model,
-    make_learner=make_learner,
+    make_learner=imported("flatout.algorithms.dqn.learner:DQNLearner"),
+    make_model=make_q_network,
     exploration=exploration,
     recipes=RECIPES,
     presets=PRESETS,

@@ -58,24 +58,11 @@ class DQNConfig(EpsilonGreedy, AlgorithmConfig):
     USES_REPLAY: ClassVar[bool] = True
     AUTO_BATCH: ClassVar[tuple[int, int]] = (64, 256)
     NOT_IN_UPDATE: ClassVar[frozenset[str]] = frozenset(
-        {
-            "n_steps",
-            "buffer_size",
-            "train_ratio",
-            "learning_starts",
-            "learning_rate",
-            "learning_rate_schedule",
-            "gamma",
-            "multi_step",
-            "prioritized",
-            "priority_alpha",
-            "priority_beta",
-            "target_update_interval",
-            "tau",
-            "save_replay",
-            *EpsilonGreedy.EXPLORATION,
-        }
-    )
+        (
+            "n_steps buffer_size train_ratio learning_starts learning_rate learning_rate_schedule gamma "
+            "multi_step prioritized priority_alpha priority_beta target_update_interval tau save_replay"
+        ).split()
+    ).union(EpsilonGreedy.EXPLORATION)
 
     n_steps: int = 4
     """Env steps of each env between two rounds of updates."""

@@ -14,28 +14,14 @@ The optimizer step around the loss (gradient clipping, Adam, skipped steps) is `
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-from flatout.algorithms.base import Algorithm
+from flatout.algorithms.base import Algorithm, imported
 from flatout.algorithms.ppo.config import PPOConfig
 from flatout.algorithms.ppo.recipes import PRESETS, RECIPES, auto
-
-if TYPE_CHECKING:
-    from flatout.algorithms.ppo.learner import PPOLearner
-    from flatout.models.policy import ActorCritic
-
-
-def make_learner(model: ActorCritic, config: PPOConfig, **how: Any) -> PPOLearner:
-    """A learner that trains `model`; see `Algorithm.make_learner` for the keywords."""
-    from flatout.algorithms.ppo.learner import PPOLearner
-
-    return PPOLearner(model, config, **how)
-
 
 ALGORITHM = Algorithm(
     name="ppo",
     config=PPOConfig,
-    make_learner=make_learner,
+    make_learner=imported("flatout.algorithms.ppo.learner:PPOLearner"),
     recipes=RECIPES,
     presets=PRESETS,
     auto=auto,

@@ -13,18 +13,10 @@ class PPOConfig(AlgorithmConfig):
     """PPO's hyperparameters."""
 
     NOT_IN_UPDATE: ClassVar[frozenset[str]] = frozenset(
-        {
-            "n_steps",
-            "n_epochs",
-            "learning_rate",
-            "learning_rate_schedule",
-            "gamma",
-            "gae_lambda",
-            "clip_range",
-            "clip_range_schedule",
-            "vtrace",
-            "normalize_reward",
-        }
+        (
+            "n_steps n_epochs learning_rate learning_rate_schedule gamma gae_lambda clip_range "
+            "clip_range_schedule vtrace normalize_reward"
+        ).split()
     )
 
     n_steps: int = 256

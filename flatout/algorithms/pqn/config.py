@@ -14,16 +14,8 @@ class PQNConfig(EpsilonGreedy, AlgorithmConfig):
     """PQN's hyperparameters."""
 
     NOT_IN_UPDATE: ClassVar[frozenset[str]] = frozenset(
-        {
-            "n_steps",
-            "n_epochs",
-            "learning_rate",
-            "learning_rate_schedule",
-            "gamma",
-            "q_lambda",
-            *EpsilonGreedy.EXPLORATION,
-        }
-    )
+        ("n_steps n_epochs learning_rate learning_rate_schedule gamma q_lambda").split()
+    ).union(EpsilonGreedy.EXPLORATION)
 
     n_steps: int = 32
     """Env steps of each env in a rollout."""

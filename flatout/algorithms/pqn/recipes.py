@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from flatout.algorithms.base import Recipe, auto_n_envs
 from flatout.algorithms.pqn.config import PQNConfig
 from flatout.models.config import NetworkConfig
 
-
-def snake() -> Recipe:
-    """256 games at once, learned from as they come."""
-    return Recipe(
+RECIPES: dict[str, Recipe] = {
+    "flatout/Snake-v0": Recipe(
         timesteps=10_000_000,
         n_envs=256,
         algorithm=PQNConfig(
@@ -24,17 +20,13 @@ def snake() -> Recipe:
             exploration_final_eps=0.01,
         ),
         network=NetworkConfig(network_arch=(64, 64), activation="relu"),
-    )
-
-
-RECIPES: dict[str, Callable[[], Recipe]] = {"flatout/Snake-v0": snake}
+    ),
+}
 """By env id."""
 
 
 def auto(on_accelerator: bool, n_cores: int) -> Recipe:
-    """A start for an env without a recipe."""
-    return Recipe(
-        n_envs=auto_n_envs(n_cores),
-        algorithm=PQNConfig(),
-        network=NetworkConfig(network_arch=(256, 256) if on_accelerator else (64, 64), activation="relu"),
-    )
+    """Settings for an env without a recipe."""
+    arch = (256, 256) if on_accelerator else (64, 64)
+    network = NetworkConfig(network_arch=arch, activation="relu")
+    return Recipe(n_envs=auto_n_envs(n_cores), algorithm=PQNConfig(), network=network)
