@@ -1,7 +1,4 @@
-"""A run's folder: claimed so that two runs never share one, given back whole when a run comes to nothing.
-
-In: a place and a name. Out: the paths of a run's files. TensorBoard's event files lie in the folder itself.
-"""
+"""A run's folder and the files in it; two runs never share one, and a run that learned nothing leaves none behind."""
 
 from __future__ import annotations
 
@@ -23,16 +20,35 @@ _MARKS_OF_A_RUN = ("config.json", "summary.json", "checkpoints")
 
 
 class RunFolder:
-    """The folder of one run, new (`create`) or already there (`open`)."""
+    """The folder of one run, new (`create`) or existing (`open`)."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.config = path / "config.json"
+        """The complete config."""
+        self.system = path / "system.json"
+        """The machine that the run used."""
+        self.progress = path / "progress.json"
+        """The state of a run that is training; removed at its end."""
+        self.summary = path / "summary.json"
+        """How the run ended."""
+        self.metrics = path / "metrics.csv"
+        """One row per iteration."""
+        self.spans = path / "spans.jsonl"
+        """What each lane did, and when."""
+        self.samples = path / "samples.jsonl"
+        """What the machine and the device did."""
+        self.faults = path / "faults.log"
+        """Envs and workers that failed and were rebuilt, with their tracebacks; only if any were."""
+        self.checkpoints = path / "checkpoints"
+        self.tensorboard = path
+        """TensorBoard's event files: in the folder itself, so that `--logdir runs` shows the runs' names."""
         self._made: list[Path] = []
         self._replaced: Path | None = None
 
     @classmethod
     def create(cls, runs_dir: Path, name: str, overwrite: bool = False) -> RunFolder:
-        """Claim `runs_dir/name` for a new run; a name in use is refused unless `overwrite`."""
+        """Create `runs_dir/name` for a new run; an existing name is refused unless `overwrite`."""
         _check_name(name)
         folder = cls(runs_dir / name)
         try:
@@ -44,7 +60,7 @@ class RunFolder:
         except FileExistsError:
             folder.discard()
             raise FlatoutError(
-                f"run {name!r} exists in {os.path.join(runs_dir, '')}; pass --resume to go on with it, "
+                f"run {name!r} exists in {os.path.join(runs_dir, '')}; pass --resume to continue it, "
                 "--overwrite to replace it, or another --run-name"
             ) from None
         except OSError as error:
@@ -54,7 +70,7 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: Path) -> RunFolder:
-        """The folder of a run that is there already; names the nearest runs when it is not."""
+        """The folder of an existing run; the error names the nearest runs."""
         if (path / "config.json").is_file():
             return cls(path)
         if path.is_dir():
@@ -66,13 +82,13 @@ class RunFolder:
         raise FlatoutError(f"no run {path.name!r} in {os.path.join(path.parent, '')}{hint}")
 
     def settle(self) -> None:
-        """Let go of the run that `overwrite` replaced, once this one has something to show."""
+        """Delete the run that `overwrite` replaced, now that this one has learned something."""
         if self._replaced is not None:
             _remove(self._replaced)
             self._replaced = None
 
     def discard(self) -> None:
-        """Remove all that `create` made and put back the run it replaced; what was there before stays."""
+        """Remove what `create` made, and restore the run that it replaced."""
         if self.path in self._made:
             self._made.remove(self.path)
             shutil.rmtree(self.path, ignore_errors=True)
@@ -81,60 +97,10 @@ class RunFolder:
                 self._replaced.rename(self.path)
             self._replaced = None
         for parent in reversed(self._made):
-            # rmdir, not rmtree: another run may have moved in meanwhile.
+            # rmdir, not rmtree: another run may have been created there meanwhile.
             with suppress(OSError):
                 parent.rmdir()
         self._made.clear()
-
-    @property
-    def config(self) -> Path:
-        """`config.json`: the resolved, complete config."""
-        return self.path / "config.json"
-
-    @property
-    def summary(self) -> Path:
-        """`summary.json`: how the run ended."""
-        return self.path / "summary.json"
-
-    @property
-    def metrics(self) -> Path:
-        """`metrics.csv`: a line per iteration."""
-        return self.path / "metrics.csv"
-
-    @property
-    def spans(self) -> Path:
-        """`spans.jsonl`: what each lane did, and when."""
-        return self.path / "spans.jsonl"
-
-    @property
-    def samples(self) -> Path:
-        """`samples.jsonl`: what machine and device were doing."""
-        return self.path / "samples.jsonl"
-
-    @property
-    def progress(self) -> Path:
-        """`progress.json`: where a run that is going on stands; gone when it has ended."""
-        return self.path / "progress.json"
-
-    @property
-    def system(self) -> Path:
-        """`system.json`: the machine it ran on."""
-        return self.path / "system.json"
-
-    @property
-    def checkpoints(self) -> Path:
-        """`checkpoints/`: what a run can go on from."""
-        return self.path / "checkpoints"
-
-    @property
-    def faults(self) -> Path:
-        """`faults.log`: envs that were lost and rebuilt, with their tracebacks; only there if any were."""
-        return self.path / "faults.log"
-
-    @property
-    def tensorboard(self) -> Path:
-        """Where TensorBoard's event files lie: the folder itself, so that `--logdir runs` shows run names."""
-        return self.path
 
     def _make_parents(self) -> None:
         missing: list[Path] = []
@@ -143,13 +109,13 @@ class RunFolder:
             missing.append(parent)
             parent = parent.parent
         for folder in reversed(missing):
-            # A run that starts at the same time may be first; then the folder is not ours to remove.
+            # If another run creates it first, the folder is not ours to remove.
             with suppress(FileExistsError):
                 folder.mkdir()
                 self._made.append(folder)
 
     def _set_old_aside(self) -> None:
-        """Rename, not remove: a run that fails before it learned anything must not cost the old one."""
+        """Rename the old run instead of removing it, until the new one has learned something."""
         if not os.path.lexists(self.path):
             return
         if not self.path.is_dir():
@@ -166,12 +132,12 @@ class RunFolder:
 
 
 def write_json(path: Path, value: object) -> None:
-    """Write `value` so that a reader finds the old file or the new one, never half; NaN and ±inf become null."""
+    """Replace a JSON file atomically; NaN and ±inf become null."""
     write_text(path, json.dumps(_plain(value), indent=2, ensure_ascii=False) + "\n")
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write `text` so that a reader finds the old file or the new one, never half."""
+    """Replace a file atomically: readers see the old content or the new."""
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         part.write_text(text, encoding="utf-8")
@@ -182,7 +148,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def default_run_name(env_name: str, algo: str, seed: int, now: datetime) -> str:
-    """A name that sorts by env and tells runs apart: `CartPole-v1-ppo-seed1-20261115-190331`."""
+    """A name that sorts by env: `CartPole-v1-ppo-seed1-20261115-190331`."""
     file, separator, factory = env_name.rpartition(".py:")
     readable = f"{Path(file).name}-{factory}" if separator else env_name
     # 50 characters: file systems allow 255 bytes, and one character may take four.
@@ -195,7 +161,7 @@ def _check_name(name: str) -> None:
         raise FlatoutError("--run-name is empty; give the run a name, such as 'first-try'")
     if name.startswith(".") or not name.isprintable() or "/" in name or "\\" in name:
         raise FlatoutError(
-            f"--run-name {name!r} cannot be a folder's name; use letters, digits, '-', '_' and '.', not '.' first"
+            f"--run-name {name!r} is not a valid folder name; use letters, digits, '-', '_' and '.', not '.' first"
         )
 
 
@@ -215,7 +181,7 @@ def _remove(path: Path) -> None:
 
 
 def _plain(value: object) -> Any:
-    """`value` in JSON's own types; NumPy's scalars register as numbers, so none needs importing here."""
+    """`value` in JSON's types. NumPy scalars are registered as numbers, so NumPy need not be imported."""
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, Integral):

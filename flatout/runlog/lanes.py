@@ -1,7 +1,4 @@
-"""Where the time of each lane went: busy, idle, and what the idle time was spent waiting for.
-
-In: a run's spans. Out: seconds and shares per phase, a timeline, and the causes of idleness in plain words.
-"""
+"""Where the time of each lane went: busy and idle shares, a timeline, and the causes of idle time in plain words."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ WAITS: dict[str, str] = {
     Phase.ACT: "waiting for inference",
     Phase.STORE: "Python overhead of collecting",
 }
-"""What the learner waits for while a collector is in this phase."""
+"""What the learner waits for while a collector is in a phase."""
 
 CAUSES: dict[str, str] = WAITS | {
     Phase.WAIT: "waiting for data",
@@ -37,40 +34,37 @@ CAUSES: dict[str, str] = WAITS | {
 
 @dataclass(frozen=True)
 class LaneUse:
-    """How a lane spent its time; shares are of its wall time."""
+    """How a lane spent its wall time."""
 
-    name: str
-    clock: str
     wall: float
     seconds: Mapping[str, float]
     """Per phase."""
     busy: float
+    """Share of the wall time."""
     idle: float
-    explained: float
-    """What the phases add up to; 1 when nothing was lost."""
 
 
 def is_idle(lane: str, phase: str) -> bool:
-    """Whether a lane does nothing of use in a phase."""
+    """Whether a phase counts as idle time of a lane."""
     return phase == Phase.SLOT if lane.startswith("collector") else phase not in LEARN_PHASES
 
 
 def lane_use(lane: Lane) -> LaneUse:
-    """Busy, idle and explained shares of one lane."""
+    """Busy and idle shares of one lane."""
     seconds, wall = lane.total(), lane.wall
     idle = sum(value for phase, value in seconds.items() if is_idle(lane.name, phase))
-    total = sum(seconds.values())
-    shares = [value / wall if wall > 0 else 0.0 for value in (total - idle, idle, total)]
-    return LaneUse(lane.name, lane.clock, wall, seconds, *shares)
+    busy = sum(seconds.values()) - idle
+    shares = [value / wall if wall > 0 else 0.0 for value in (busy, idle)]
+    return LaneUse(wall, seconds, *shares)
 
 
 def timeline(lane: Lane, edges: Floats) -> Floats:
-    """The share of each phase (column) in the time between each two edges (row)."""
+    """The share of each phase (column) in each bin of time (row)."""
     return np.diff(lane.until(edges), axis=0) / np.diff(edges)[:, None]
 
 
 def idle_causes(spans: Spans, name: str = "learner") -> dict[str, float]:
-    """Seconds of a lane's idle time by what caused it, in plain words, largest first; they add up to all of it."""
+    """A lane's idle seconds by cause in plain words, largest first; they add up to its idle time."""
     lane = spans.lanes.get(name)
     if lane is None:
         return {}
@@ -86,12 +80,12 @@ def idle_causes(spans: Spans, name: str = "learner") -> dict[str, float]:
 
 
 def cause_of(phase: str) -> str:
-    """Why time in a phase is idle time, in plain words."""
+    """The cause of idle time in a phase."""
     return CAUSES.get(phase, f"in phase {phase!r}")
 
 
 def _without_slots_in_folds(collector: Lane) -> Lane:
-    """The lane as the learner's waiting saw it: within a folded span the slots were while the learner worked."""
+    """The lane without `slot` in folded spans: the collector waits for the learner while the learner does not wait."""
     if Phase.SLOT not in collector.phases:
         return collector
     slot = collector.phases.index(Phase.SLOT)
@@ -103,7 +97,7 @@ def _without_slots_in_folds(collector: Lane) -> Lane:
 
 
 def _causes_of_waiting(lane: Lane, spans: Spans) -> dict[str, float]:
-    """The seconds of `wait`, each span's split by what the collectors did meanwhile."""
+    """The seconds of `wait`, split by what the collectors did meanwhile."""
     wait = lane.seconds[:, lane.phases.index(Phase.WAIT)]
     work = np.zeros((len(wait), len(WAITS)))
     for collector in spans.collectors:
@@ -113,7 +107,7 @@ def _causes_of_waiting(lane: Lane, spans: Spans) -> dict[str, float]:
             for column, phase in enumerate(WAITS):
                 if phase in collector.phases:
                     work[:, column] += done[:, collector.phases.index(phase)]
-    # Collectors that worked less than the learner waited leave a rest that nothing explains.
+    # Where collectors worked less than the learner waited, the rest has no known cause.
     whole = np.maximum(work.sum(axis=1), wait)
     split = work * np.divide(wait, whole, out=np.zeros_like(wait), where=whole > 0)[:, None]
     causes = dict(zip(WAITS.values(), split.sum(axis=0).tolist(), strict=True))

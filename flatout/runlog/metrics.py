@@ -41,50 +41,35 @@ COLUMNS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
-    """One iteration's figures, counted from the start of the run unless a field says otherwise."""
+    """The state of a run after an iteration; counts are since the start of the run."""
 
     env_steps: int
-    """Env steps taken so far."""
-
     total_steps: int
-    """Env steps asked for."""
-
+    """Env steps at which the run ends."""
     iteration: int
-    """Rollouts collected and learned from so far."""
-
+    """Rollouts learned from."""
     updates: int
-    """Optimizer steps so far."""
-
+    """Optimizer steps."""
     episodes: int
-    """Episodes finished so far."""
-
     seconds: float
-    """Wall time since learn() began."""
-
+    """Wall time."""
     steps_per_second: float
-    """Env steps per second of wall time since learn() began."""
-
+    """Env steps per second of wall time."""
     return_mean: float | None
-    """Mean return of the last 100 episodes; None until one has finished."""
-
+    """Mean return of the last 100 episodes; None until one has ended."""
     return_std: float | None
-    """Standard deviation of the return over the last 100 episodes."""
-
     length_mean: float | None
     """Mean length of the last 100 episodes, in env steps."""
-
     metrics: Mapping[str, float]
-    """This iteration's figures under Stable-Baselines3's names: `train/…`, and `eval/…` if it evaluated."""
-
+    """Metrics of this iteration under Stable-Baselines3's names: `train/…`, and `eval/…` if it evaluated."""
     phases: Mapping[str, float]
-    """Seconds per phase of the learner since learn() began."""
-
+    """Seconds per phase of the learner."""
     learner_busy: float
-    """Share of wall time, 0 to 1, in which the learner's device ran update work."""
+    """Share of wall time, 0 to 1, in which the learner's device ran updates."""
 
 
 def scalars(progress: Progress) -> dict[str, float]:
-    """The figures of one iteration by name, for metrics.csv and TensorBoard alike; what is not known is left out."""
+    """The known figures of an iteration by name, for metrics.csv and TensorBoard."""
     known: dict[str, float | None] = {
         "time/total_timesteps": progress.env_steps,
         "time/iterations": progress.iteration,
@@ -101,7 +86,7 @@ def scalars(progress: Progress) -> dict[str, float]:
 
 
 class MetricsLog:
-    """Writes metrics.csv; with `resume_at`, goes on after the last row not beyond that many env steps."""
+    """Writes metrics.csv; with `resume_at`, continues after the last row up to that many env steps."""
 
     def __init__(self, path: Path, resume_at: int | None = None) -> None:
         kept = [] if resume_at is None else _rows_up_to(path, resume_at)
@@ -115,7 +100,7 @@ class MetricsLog:
         self._writer = csv.writer(self._file, lineterminator="\n")
 
     def write(self, progress: Progress) -> None:
-        """Add a row and hand it to the system at once."""
+        """Add a row and flush it."""
         values = scalars(progress)
         self._writer.writerow([_cell(values.get(name)) for name in COLUMNS])
         self._file.flush()
@@ -133,7 +118,7 @@ def _cell(value: float | None) -> str:
 
 
 def _rows_up_to(path: Path, env_steps: int) -> list[Mapping[str, str]]:
-    """The whole rows not beyond `env_steps`; later ones will be walked again, a torn last one is lost."""
+    """The complete rows up to `env_steps`; a resumed run repeats the later ones."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:

@@ -34,14 +34,15 @@ from flatout.views.figures import (
 from flatout.views.stream import SafeStream
 
 REFRESHES_PER_SECOND = 4
+FIRST_ROLLOUT = "collecting the first rollout"
 WIDEST = 100
 LEVELS = "▁▂▃▄▅▆▇█"
 _LABEL_CELLS = 9
 _ROOMY = 80
 _FIRST_CELLS = 16
 
-# What tells whether learning is healthy, most telling first; a run shows those its algorithm has.
-# Metric, label, label where it is narrow, how to show it.
+# Signs of healthy learning, most important first; a run shows those that its algorithm has.
+# Metric, label, short label, format.
 _UPDATE_FIGURES: tuple[tuple[str, str, str, Callable[[float], str]], ...] = (
     ("train/approx_kl", "KL", "KL", number),
     ("train/clip_fraction", "clipped", "clip", percent),
@@ -54,7 +55,7 @@ _UPDATE_FIGURES: tuple[tuple[str, str, str, Callable[[float], str]], ...] = (
 
 
 class LiveDisplay:
-    """Shows a run's state in place; notes and what the env prints scroll by above it."""
+    """Shows a run's state in place; notes and what the env prints scroll above it."""
 
     def __init__(self, stream: SafeStream, phase: Callable[[], str] = lambda: "") -> None:
         self._stream = stream
@@ -73,14 +74,14 @@ class LiveDisplay:
             get_renderable=self._render,
             refresh_per_second=REFRESHES_PER_SECOND,
             vertical_overflow="crop",
-            # What is piped elsewhere goes there, not to the screen.
+            # Redirected output goes to its file, not to the screen.
             redirect_stdout=_is_terminal(sys.stdout),
             redirect_stderr=_is_terminal(sys.stderr),
         )
         _displays.add(self)
 
     def start(self, header: Sequence[str]) -> None:
-        """Print the header's lines and draw the view below them."""
+        """Print the header and draw the view below it."""
         for line in header:
             self.note(line)
         self._since = perf_counter()
@@ -88,7 +89,7 @@ class LiveDisplay:
         self._live.start(refresh=True)
 
     def write(self, progress: Progress) -> None:
-        """Leave the latest figures for the next refresh."""
+        """Keep the latest figures for the next refresh."""
         self._since = perf_counter()
         self._progress = progress
         if progress.return_mean is not None:
@@ -100,18 +101,17 @@ class LiveDisplay:
         self._console.print(Text(text))
 
     def close(self) -> None:
-        """Draw the last figures, leave them standing and give the terminal back."""
+        """Draw the last figures and release the terminal."""
         if not self._stopped:
             self._stopped = True
             self._live.stop()
 
     def _render(self) -> RenderableType:
-        # Asked of our own stream and each time: rich asks the standard ones, and people resize windows.
+        # Each time, as windows are resized; of our own stream, as rich asks the standard ones.
         self._console.size = ConsoleDimensions(*self._stream.columns_and_lines())
         try:
             return panel(self._snapshot(), self._console.width)
-        except Exception as error:
-            # A run must outlive its picture.
+        except Exception as error:  # a display problem must not end a run
             return Text(f"display: {error}", no_wrap=True)
 
     def _snapshot(self) -> Snapshot:
@@ -130,7 +130,7 @@ class LiveDisplay:
         )
 
     def leave_child(self) -> None:
-        """In a forked child, print straight: the view's lock may be held by a thread that is not there."""
+        """In a forked child, print directly: the view's lock may be held by a thread of the parent."""
         if self._live.is_started:
             sys.stdout, sys.stderr = self._streams_before
 
@@ -148,7 +148,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def _is_terminal(stream: TextIO | None) -> bool:
-    # None when there is no console at all, as under pythonw.
+    # None without a console, as under pythonw.
     return stream is not None and stream.isatty()
 
 
@@ -158,22 +158,18 @@ class Snapshot:
 
     progress: Progress | None
     """The latest figures; None until the first iteration ends."""
-
     waited: float
-    """Seconds since those figures came, or since the start."""
-
+    """Seconds since those figures, or since the start."""
     title: str
-    """What the learner does now, or how it ended."""
-
+    """The learner's current phase, or how the run ended."""
     returns: Sequence[float]
     """Mean return over the run, evenly spaced."""
-
     evaluated: float | None
-    """The last evaluation's mean return."""
+    """Mean return of the last evaluation."""
 
 
 class History:
-    """An even sample of a series of any length, in bounded memory."""
+    """Evenly spaced values of a series of any length, in bounded memory."""
 
     def __init__(self, capacity: int = 128) -> None:
         self.values: list[float] = []
@@ -182,7 +178,7 @@ class History:
         self._seen = 0
 
     def add(self, value: float) -> None:
-        """Take the next value; when full, every second one is forgotten."""
+        """Add a value; when full, every second one is dropped."""
         if self._seen % self._stride == 0:
             self.values.append(value)
             if len(self.values) == self._capacity:
@@ -194,39 +190,42 @@ class History:
 
 def panel(snapshot: Snapshot, columns: int) -> Panel:
     """The view, as wide as the terminal up to a limit."""
-    outer = min(columns, WIDEST)
-    lines = _lines(snapshot, outer - 4)
-    return Panel(
-        Text("\n", no_wrap=True, overflow="crop").join(lines),
-        title=Text(snapshot.title, "cyan"),
-        title_align="left",
-        box=box.ROUNDED,
-        border_style="dim",
-        width=outer,
-    )
+    width = min(columns, WIDEST)
+    return framed(_lines(snapshot, width - 4), Text(snapshot.title, "cyan"), width)
+
+
+def framed(lines: Sequence[Text], title: Text, width: int) -> Panel:
+    """Lines in a frame with a title."""
+    text = Text("\n", no_wrap=True, overflow="crop").join(lines)
+    return Panel(text, title=title, title_align="left", box=box.ROUNDED, border_style="dim", width=width)
 
 
 def _lines(snapshot: Snapshot, width: int) -> list[Text]:
     progress = snapshot.progress
     if progress is None:
-        return [Text(f"the first rollout is on its way: {duration(snapshot.waited)}")]
+        return [Text(f"{FIRST_ROLLOUT}: {duration(snapshot.waited)}")]
+    steps, total = progress.env_steps, progress.total_steps
+    left = seconds_left(steps, total, progress.steps_per_second) - snapshot.waited
+    elapsed = progress.seconds + snapshot.waited
     return [
-        _steps_row(progress, snapshot.waited, width),
+        steps_row(steps, total, left if steps < total else None, elapsed, width, _gap(width)),
         _return_row(progress, snapshot, width),
         _row("speed", _speed_figures(progress), width),
         _row("update", _update_figures(progress, width), width),
     ]
 
 
-def _steps_row(progress: Progress, waited: float, width: int) -> Text:
-    steps, total = progress.env_steps, progress.total_steps
+def steps_row(
+    steps: float, total: float, left: float | None, elapsed: float | None, width: int, gap: str
+) -> Text:
+    """The progress bar, and as many figures of time and steps as fit beside it."""
     share = share_done(steps, total)
-    figures = [Text.assemble((count(steps), "bold"), (f" / {count(total)} ({percent(share)})", ""))]
-    left = seconds_left(steps, total, progress.steps_per_second) - waited
-    if steps < total and math.isfinite(left):
+    of_total = f" of {count(total)} ({percent(share)})" if total else " env steps"
+    figures = [Text.assemble((count(steps), "bold"), of_total)]
+    if left is not None and math.isfinite(left):
         figures.append(Text(f"{duration(left)} left"))
-    figures.append(Text(f"{duration(progress.seconds + waited)} gone", "dim"))
-    gap = _gap(width)
+    if elapsed is not None:
+        figures.append(Text(f"{duration(elapsed)} elapsed", "dim"))
     shown = fitting(figures, width - 10, gap)
     bar_cells = width - sum(figure.cell_len + len(gap) for figure in shown)
     return Text(gap).join([bar(share, max(bar_cells, 4)), *shown])
@@ -271,14 +270,14 @@ def _update_figures(progress: Progress, width: int) -> list[Text]:
 
 
 def bar(share: float, cells: int) -> Text:
-    """A progress bar that can be read without colours: thick is done, thin is to come."""
+    """A progress bar that is readable without colours: thick is done, thin is left."""
     halves = round(2 * cells * share)
     done = "━" * (halves // 2) + "╸" * (halves % 2)
     return Text.assemble((done, "cyan"), ("─" * (cells - len(done)), "dim"))
 
 
 def sparkline(values: Sequence[float], cells: int) -> str:
-    """The series from its first to its last value, scaled from its least to its greatest."""
+    """The series as blocks, scaled from its minimum to its maximum."""
     finite = [value for value in values if math.isfinite(value)]
     if len(finite) < 2 or cells < 2:
         return ""
@@ -290,13 +289,13 @@ def sparkline(values: Sequence[float], cells: int) -> str:
 
 
 def figure(label: str, value: str, style: str = "") -> Text:
-    """A value behind its dim label."""
+    """A value after its label."""
     return Text.assemble((f"{label} ", "dim"), (value, style))
 
 
 def _row(label: str, figures: Sequence[Text], width: int) -> Text:
     if width >= _ROOMY and figures:
-        # Room to keep the rows in columns, so that they don't jump about as figures grow.
+        # Align the rows in columns, so that they do not move as figures grow.
         figures[0].pad_right(max(0, _FIRST_CELLS - figures[0].cell_len))
     gap = _gap(width)
     shown = fitting(figures, width - _LABEL_CELLS, gap)
@@ -308,7 +307,7 @@ def _gap(width: int) -> str:
 
 
 def fitting(figures: Sequence[Text], width: int, gap: str) -> list[Text]:
-    """As many of the figures, from the first on, as fit side by side."""
+    """The first figures that fit side by side."""
     shown: list[Text] = []
     used = 0
     for figure in figures:

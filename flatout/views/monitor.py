@@ -22,9 +22,9 @@ from flatout.views.figures import seconds_left
 from flatout.views.live import History
 
 _FIRST_SECONDS = 0.2
-"""How long the first look at the cores' load takes; later ones are over the time between them."""
+"""The first load of the cores is measured over this time; later ones since the read before."""
 WINDOW_SECONDS = 60.0
-"""How much of a run that goes on its strips show."""
+"""Time that the strips of a running run show."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,7 +38,7 @@ class Strip:
     phases: dict[str, float]
     """Share of each phase, largest first."""
     cells: list[str]
-    """The largest phase of each bin of time; empty where nothing is known."""
+    """The largest phase in each bin of time; empty if nothing is known."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,7 +47,7 @@ class Job:
 
     name: str
     status: str
-    """`running`, `ended`, `killed`, `gone` (the folder is) or `unknown` (it has told nothing)."""
+    """`running`, `ended`, `killed`, `gone` (no folder any more) or `unknown` (nothing written yet)."""
     outcome: str = ""
     """How it ended: `finished`, `stopped` or `failed`."""
     env: str = ""
@@ -61,7 +61,7 @@ class Job:
     wall_seconds: float | None = None
     seconds_left: float | None = None
     seconds_silent: float | None = None
-    """Since its last word, for a run that goes on."""
+    """Since the last write of progress.json, for a running run."""
     steps_per_second: float | None = None
     episodes: float | None = None
     return_mean: float | None = None
@@ -70,18 +70,16 @@ class Job:
     """Mean return over the run, evenly spaced."""
     learner_busy: float | None = None
     seconds_shown: float = 0.0
-    """How much time the strips show."""
+    """Time that the strips show."""
     strips: list[Strip] = field(default_factory=list)
     idle: dict[str, float] = field(default_factory=dict)
     """The learner's idle time by cause, as shares of the time shown, largest first."""
-    finding: dict[str, str] | None = None
-    """What holds it back most, and what to change."""
     gpu: dict[str, Any] | None = None
-    """The newest sample of its GPU, of a run that goes on."""
+    """The newest sample of its GPU, for a running run."""
 
 
 class JobReader:
-    """Reads one run's folder again and again."""
+    """Reads one run's folder again and again; damaged and missing files are no errors."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -92,7 +90,7 @@ class JobReader:
         self._job = Job(name=_word(path.resolve().name), status="unknown")
 
     def read(self, n_cells: int) -> Job:
-        """The run now, each strip with so many cells; never raises for what is in the folder, or not."""
+        """The run now, each strip with `n_cells` cells."""
         if not self._path.is_dir():
             self._job = replace(self._job, status="gone", seconds_left=None, gpu=None)
             return self._job
@@ -102,7 +100,7 @@ class JobReader:
         return self._job
 
     def _strips(self, status: str, n_cells: int) -> Job:
-        """The job with its lanes brought up to date, if there is anything new to them."""
+        """The job with its lanes updated, if they have changed."""
         if not self._spans.read() and self._seen == (status, n_cells):
             return self._job
         self._seen = status, n_cells
@@ -138,7 +136,6 @@ class JobReader:
             "seconds_silent": silent,
             "seconds_left": _left(figures, silent or 0.0) if runs else None,
             "returns": self._curve.read(),
-            "finding": _finding(record.get("findings")),
             "gpu": self._gpu() if runs else None,
         }
 
@@ -168,7 +165,7 @@ class _Curve:
 
 
 def _edges(end: float, status: str, n_cells: int) -> Floats:
-    """Bins that stand still while time goes on: the next one begins when the last is full."""
+    """Edges of the bins, which stay in place while time passes: a new bin begins when the last is full."""
     if status != "running":
         return np.linspace(0.0, max(end, 1e-3), n_cells + 1)
     width = WINDOW_SECONDS / n_cells
@@ -198,18 +195,12 @@ def _config(path: Path) -> dict[str, Any]:
         return {}
 
 
-def _finding(findings: object) -> dict[str, str] | None:
-    first = _mapping(findings[0]) if isinstance(findings, Sequence) and findings else {}
-    texts = {key: _word(first.get(key)) for key in ("what", "change")}
-    return texts if texts["what"] else None
-
-
 def _mapping(value: object) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
 def _word(value: object) -> str:
-    """Text that cannot disturb a terminal."""
+    """Text without control characters."""
     text = "" if value is None else str(value)
     return "".join(character if character.isprintable() else " " for character in text)
 
@@ -223,7 +214,7 @@ def _float(text: str) -> float | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Moment:
-    """What is going on."""
+    """The machine and its runs at one time."""
 
     cores: list[float]
     """Load of each core, 0 to 1."""
@@ -231,17 +222,17 @@ class Moment:
     """Bytes in use on the machine."""
     memory_total: int
     gpus: dict[str, dict[str, Any]]
-    """The newest sample of each device that a run uses."""
+    """The newest sample of each device that a running run uses."""
     no_gpu: str
-    """Why there is none, where there is none."""
+    """Why no GPU is shown; empty if one is."""
     jobs: list[Job]
-    """Those that run first."""
+    """Running ones first."""
     note: str
-    """What is to be said when no run goes on."""
+    """A line for the user when no run is running."""
 
 
 class Monitor:
-    """Watches the named runs or, without any, all that go on in `runs_dir`."""
+    """Watches the named runs or, if none is named, all running ones in `runs_dir`."""
 
     def __init__(self, runs_dir: Path, named: Sequence[Path] = ()) -> None:
         self._runs_dir = runs_dir
@@ -251,7 +242,7 @@ class Monitor:
         self._loads: list[float] = []
 
     def read(self, n_cells: int = 60) -> Moment:
-        """What is going on now; strips get so many cells."""
+        """The machine and its runs now, each strip with `n_cells` cells."""
         if not self._is_named:
             self._find()
         jobs = [reader.read(n_cells) for reader in self._readers.values()]
@@ -271,11 +262,11 @@ class Monitor:
         )
 
     def has_ended(self, moment: Moment) -> bool:
-        """Whether there is nothing more to see: all named runs have ended."""
+        """Whether all named runs have ended."""
         return self._is_named and not any(job.status == "running" for job in moment.jobs)
 
     def _find(self) -> None:
-        """Take up runs that go on; those taken up once stay until their folder goes."""
+        """Add running runs; a run stays until its folder is removed."""
         self._readers = {path: reader for path, reader in self._readers.items() if path.is_dir()}
         for path in _folders(self._runs_dir):
             if path not in self._readers and is_running(path):
@@ -285,7 +276,7 @@ class Monitor:
         if self._is_named:
             return ""
         place = os.path.join(self._runs_dir, "")
-        return f"no run is going on in {place}" if self._runs_dir.is_dir() else f"{place} does not exist"
+        return f"no run is running in {place}" if self._runs_dir.is_dir() else f"{place} does not exist"
 
     def _why_no_gpu(self) -> str:
         if self._no_gpu is None:
@@ -293,7 +284,7 @@ class Monitor:
             self._no_gpu = reason if meter is None else ""
             if meter is not None:
                 meter.close()
-        return f"no NVIDIA GPU: {self._no_gpu}" if self._no_gpu else "no run that is shown uses the GPU"
+        return f"no NVIDIA GPU: {self._no_gpu}" if self._no_gpu else "no shown run uses the GPU"
 
 
 def _folders(runs_dir: Path) -> list[Path]:

@@ -6,7 +6,6 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich import box
 from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.text import Text
@@ -14,22 +13,21 @@ from rich.text import Text
 from flatout.runlog.jsonl import number
 from flatout.timing import Phase
 from flatout.views.figures import count, duration, mean_and_std, percent, rate, share_done
-from flatout.views.live import LEVELS, bar, figure, fitting, sparkline
+from flatout.views.live import FIRST_ROLLOUT, LEVELS, bar, figure, fitting, framed, sparkline, steps_row
 from flatout.views.monitor import Job, Moment, Strip
 
 WIDEST = 140
 _SILENT_SECONDS = 10.0
-"""A run that tells nothing for this long may be in a long iteration, or stuck."""
+"""A run without news for this long may be in a long iteration, or stuck."""
 _LANES = (6, 2, 1, 0)
-"""How many lanes a job shows, from the most detail to the least; below that it is a line."""
+"""Lanes shown per run, from the most detail to the least; after that a run is one line."""
 _COLOURS = {"running": "green", "ended": "cyan", "killed": "red", "gone": "red"}
 LABEL_CELLS = 13
 _GAUGE_LABEL_CELLS = 9
 _BUSY_CELLS = 11
 _LONGEST = 120
 
-# Capitals are work, small letters are waiting and overhead. Of the colours, green is what the learner is there for,
-# red is its waiting, blue is collecting, grey is nothing to do.
+# Capitals are work, small letters waiting and overhead. Green: updates, red: the learner waits, blue: envs, grey: idle.
 _PHASES: dict[str, tuple[str, str]] = {
     Phase.UPDATE: ("U", "black on green"),
     Phase.ADVANTAGE: ("V", "black on green"),
@@ -56,12 +54,12 @@ _MEANINGS: dict[str, str] = {
 
 
 def cells_for(columns: int) -> int:
-    """How many cells a strip has in a terminal of that width."""
-    return strip_cells(_inner(columns))
+    """Cells of a strip in a terminal of that width."""
+    return max(8, min(_LONGEST, _inner(columns) - LABEL_CELLS - _BUSY_CELLS))
 
 
 def screen(moment: Moment, columns: int, lines: int | None = None, waits: bool = False) -> RenderableType:
-    """Everything, in at most so many lines; `waits`: it goes on looking for runs."""
+    """The whole screen in at most `lines` lines; `waits`: the monitor keeps looking for runs."""
     width = min(columns, WIDEST)
     top = gauges(moment, width)
     if moment.note:
@@ -87,54 +85,37 @@ def _panel(job: Job, lines: list[Text], width: int) -> Panel:
     room = width - 9 - title.cell_len
     for word in fitting([Text(word) for word in about if word], room, " · "):
         title.append(" · ").append_text(word)
-    return Panel(
-        Text("\n", no_wrap=True, overflow="crop").join(lines),
-        title=title,
-        title_align="left",
-        box=box.ROUNDED,
-        border_style="dim",
-        width=width,
-    )
+    return framed(lines, title, width)
 
 
 def _state(job: Job) -> Text:
     text = job.outcome or job.status if job.status == "ended" else job.status
-    state = Text(text if text != "unknown" else "not begun", _COLOURS.get(job.status, "yellow"))
+    state = Text(text if text != "unknown" else "not started", _COLOURS.get(job.status, "yellow"))
     if job.seconds_silent is not None and job.seconds_silent > _SILENT_SECONDS:
-        state.append(f", silent for {duration(job.seconds_silent)}", "yellow")
+        state.append(f", no news for {duration(job.seconds_silent)}", "yellow")
     return state
 
 
 def _lines(job: Job, width: int, most_lanes: int) -> list[Text]:
-    """The rows of a job, each left out where nothing is known."""
+    """The rows of a run, without those of which nothing is known."""
     if job.env_steps is None and not job.strips:
-        text = "the first rollout is on its way" if job.status == "running" else "it has told nothing"
+        text = FIRST_ROLLOUT if job.status == "running" else "nothing recorded"
         return [Text(text)]
     lines = [_steps(job, width)]
     if job.env_steps is not None:
         lines += [_return(job, width), _speed(job, width)]
     if most_lanes:
-        lines += strip_lines(job, width, most_lanes)
+        lines += _strip_lines(job, width, most_lanes)
     if job.idle:
         lines += _sentence("idle", _idle(job), width)
-    if job.finding is not None:
-        lines += _sentence("to change", f"{job.finding['what']} {job.finding['change']}", width)
     return [line for line in lines if line.plain.strip()]
 
 
 def _steps(job: Job, width: int) -> Text:
     if job.env_steps is None:
-        return Text("the first rollout is on its way")
-    share = share_done(job.env_steps, job.total_steps or 0)
-    of_total = f" of {count(job.total_steps)} ({percent(share)})" if job.total_steps else " env steps"
-    figures = [Text.assemble((count(job.env_steps), "bold"), of_total)]
-    if job.seconds_left is not None:
-        figures.append(Text(f"{duration(job.seconds_left)} left"))
-    if job.wall_seconds is not None:
-        figures.append(Text(f"{duration(job.wall_seconds + (job.seconds_silent or 0.0))} gone", "dim"))
-    shown = fitting(figures, width - 10, "  ")
-    room = width - sum(text.cell_len + 2 for text in shown)
-    return Text("  ").join([bar(share, max(4, room)), *shown])
+        return Text(FIRST_ROLLOUT)
+    elapsed = None if job.wall_seconds is None else job.wall_seconds + (job.seconds_silent or 0.0)
+    return steps_row(job.env_steps, job.total_steps or 0, job.seconds_left, elapsed, width, "  ")
 
 
 def _return(job: Job, width: int) -> Text:
@@ -156,7 +137,7 @@ def _speed(job: Job, width: int) -> Text:
 
 
 def _idle(job: Job) -> str:
-    """How much of the time shown the learner was idle, and the two largest causes."""
+    """The learner's idle share of the time shown, and its two largest causes."""
     total = percent(sum(job.idle.values()))
     causes = [f"{percent(share)} {cause}" for cause, share in list(job.idle.items())[:2] if share >= 0.005]
     return f"{total}: {', '.join(causes)}" if causes else total
@@ -168,7 +149,7 @@ def _row(label: str, figures: list[Text], width: int) -> Text:
 
 
 def _sentence(label: str, text: str, width: int) -> list[Text]:
-    """Words in at most two lines."""
+    """Text in at most two lines."""
     lines = textwrap.wrap(text, max(20, width - LABEL_CELLS), max_lines=2, placeholder=" …")
     return [
         Text.assemble((f"{label if i == 0 else '':<{LABEL_CELLS}}", "dim"), line)
@@ -177,7 +158,7 @@ def _sentence(label: str, text: str, width: int) -> list[Text]:
 
 
 def _briefly(jobs: list[Job], width: int, lines: int) -> list[Text]:
-    """A line for each job, and how many there is no room for."""
+    """One line per run, and the number of runs without room."""
     shown = jobs if len(jobs) <= lines else jobs[: lines - 1]
     texts = [_brief(job, width) for job in shown]
     n_more = len(jobs) - len(shown)
@@ -196,13 +177,8 @@ def _brief(job: Job, width: int) -> Text:
     return Text("  ", no_wrap=True, overflow="crop").join(fitting(figures, width, "  "))
 
 
-def strip_cells(width: int) -> int:
-    """How many cells a strip has in a job of that width."""
-    return max(8, min(_LONGEST, width - LABEL_CELLS - _BUSY_CELLS))
-
-
-def strip_lines(job: Job, width: int, most: int) -> list[Text]:
-    """The first lanes, what is not shown of the others, and the legend."""
+def _strip_lines(job: Job, width: int, most: int) -> list[Text]:
+    """The first lanes, a line for the others, and the legend."""
     if not job.strips:
         return []
     shown, rest = job.strips[:most], job.strips[most:]
@@ -227,7 +203,7 @@ def _other_strips(strips: Sequence[Strip]) -> Text:
 
 
 def _legend(job: Job, strips: Sequence[Strip], width: int) -> list[Text]:
-    """The letters that can be seen, in fewer words or two lines where it is narrow, and how much time is shown."""
+    """The time shown and the letters used, with shorter words or in two lines where it is narrow."""
     seen = [phase for strip in strips for phase in strip.cells if phase]
     phases = sorted(set(seen), key=lambda phase: -seen.count(phase))
     room = width - LABEL_CELLS
@@ -261,7 +237,7 @@ def gauges(moment: Moment, width: int) -> list[Text]:
 
 
 def _cores(loads: list[float], width: int) -> list[Text]:
-    """A bar for each core or, where there are many, a block of its height."""
+    """A bar per core, or a block of its height if there are many."""
     per_line = max(1, (width - _GAUGE_LABEL_CELLS) // 22)
     if len(loads) > 2 * per_line:
         mean = f" {percent(sum(loads) / len(loads))}"
@@ -279,12 +255,12 @@ def _cores(loads: list[float], width: int) -> list[Text]:
 
 
 def _gpu(device: str, gpu: Mapping[str, Any], width: int) -> list[Text]:
-    """What the card told last; what it does not tell is left out."""
+    """The newest sample of a card, as far as it is known."""
     known = {name: value for name in gpu if (value := number(gpu[name])) is not None}
     memory, total, load = known.get("memory"), known.get("memory_total"), known.get("utilization")
     figures = []
     if load is not None:
-        # Not plain "busy": the driver counts any kernel, however little of the card it fills.
+        # Not "busy": the driver counts any kernel, however little of the card it fills.
         figures.append(Text(f"{percent(load)} of time in kernels"))
     if memory is not None:
         figures.append(Text(_gigabytes(memory) + (f" of {_gigabytes(total)}" if total else "")))

@@ -174,7 +174,7 @@ def test_an_existing_run_is_kept_resumed_or_replaced_as_asked(folder: Path) -> N
     run = folder / "runs" / "a"
     summary = (run / "summary.json").read_text()
     before = set(folder.rglob("*"))
-    assert_refused(flatout(*train, cwd=folder), folder, before, "pass --resume to go on with it")
+    assert_refused(flatout(*train, cwd=folder), folder, before, "pass --resume to continue it")
     assert_refused(flatout(*train, "--resume", cwd=folder), folder, before, "is finished: 256 of 256")
     assert (run / "summary.json").read_text() == summary
 

@@ -157,7 +157,7 @@ def test_live_until_ctrl_c(columns: int, tmp_path: Path) -> None:
         (run / "progress.json").unlink()
         (run / "summary.json").write_text('{"status": "finished", "env_steps": 500000}')
         seen.wait_for("first · finished")
-        seen.wait_for("no run is going on in runs/; waiting")
+        seen.wait_for("no run is running in runs/; waiting")
         make_run(tmp_path / "runs" / "second")
         seen.wait_for("second · running")
         assert "no run is going on" not in seen.frame

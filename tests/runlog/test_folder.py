@@ -43,7 +43,7 @@ def test_a_name_in_use_is_refused_and_left_as_it_was(tmp_path: Path, monkeypatch
     with pytest.raises(FlatoutError) as caught:
         RunFolder.create(Path("runs"), "x")
     assert str(caught.value) == (
-        "run 'x' exists in runs/; pass --resume to go on with it, --overwrite to replace it, or another --run-name"
+        "run 'x' exists in runs/; pass --resume to continue it, --overwrite to replace it, or another --run-name"
     )
     assert (run / "checkpoints" / "last").read_text() == "weights"
 

@@ -22,14 +22,13 @@ def test_shares_of_a_lane(tmp_path: Path) -> None:
     assert learner.wall == pytest.approx(10.0)
     assert learner.busy == pytest.approx((4.704 + 0.384) / 10)
     assert learner.idle == pytest.approx(1 - learner.busy)
-    assert learner.explained == pytest.approx(1.0)
     assert collector.idle == pytest.approx((0.4 + 48 * 0.11) / 10)
 
 
-def test_a_lost_stretch_shows_as_not_explained(tmp_path: Path) -> None:
+def test_a_lost_stretch_counts_as_neither_busy_nor_idle(tmp_path: Path) -> None:
     records = [*chain("learner", [("update", 1.0)]), *chain("learner", [("update", 1.0)], start=3.0)]
     use = lane_use(read_spans(write_lines(tmp_path / "s", records)).lanes["learner"])
-    assert (use.busy, use.explained) == (0.5, 0.5)
+    assert (use.busy, use.idle) == (0.5, 0.0)
 
 
 def test_the_timeline_spreads_what_is_folded() -> None:

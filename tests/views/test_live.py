@@ -128,7 +128,7 @@ def test_a_wide_terminal_shows_everything_in_six_lines() -> None:
     assert header == "CartPole-v1 · PPO"
     assert [len(line) for line in frame] == [100] * 6
     for words in (
-        "125,000 / 500,000 (25 %)",
+        "125,000 of 500,000 (25 %)",
         " s left",
         "18,200 steps/s",
         "▁",
@@ -159,7 +159,7 @@ def test_a_narrow_terminal_drops_figures_and_keeps_its_shape(columns: int) -> No
     assert seen.text.count("╭") == seen.text.count("╯") == 1
     if columns >= 60:
         for words in (
-            "125,000 / 500,000 (25 %)",
+            "125,000 of 500,000 (25 %)",
             "143.2 ± 30.1",
             "18,200 steps/s",
             "learner busy 61 %",
@@ -176,7 +176,7 @@ def test_it_is_redrawn_by_itself_and_follows_phase_and_window() -> None:
     with terminal(60) as seen:
         display = show(seen, lambda: phase)
         seen.wait_for("now: collect")
-        seen.wait_for("the first rollout is on its way")
+        seen.wait_for("collecting the first rollout")
         display.write(progress())
         phase = "evaluate"
         seen.wait_for("now: evaluate")
@@ -197,7 +197,7 @@ def test_notes_stay_above_and_the_last_frame_below() -> None:
         seen.wait_for("done")
     assert seen.lines[:2] == ["CartPole-v1 · PPO", "KL above the bound [bold]at 25[/bold]"]
     assert seen.lines[2].startswith("╭─ done ─")
-    assert "500,000 / 500,000 (100 %)" in seen.lines[3]
+    assert "500,000 of 500,000 (100 %)" in seen.lines[3]
     # The cursor is shown again.
     assert seen.raw.rindex("\x1b[?25h") > seen.raw.rindex("\x1b[?25l")
 

@@ -97,8 +97,7 @@ def test_a_run_that_goes_on_is_found_and_told_in_full(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("columns", [60, 80, 120])
 def test_its_screen_tells_all_of_it_without_colours(columns: int, tmp_path: Path) -> None:
-    finding = {"what": "The learner waits.", "change": "Use more collectors."}
-    make_run(tmp_path / "first", findings=[finding])
+    make_run(tmp_path / "first")
     moment = Monitor(tmp_path).read(cells_for(columns))
     text = text_of(moment, columns)
     assert max(map(len, text.splitlines())) == columns
@@ -111,7 +110,6 @@ def test_its_screen_tells_all_of_it_without_colours(columns: int, tmp_path: Path
         "U update",
         "w wait",
         "idle         33 %: 24 % waiting for envs, 6 %",
-        "to change    The learner waits. Use",
     ):
         assert words in text
     assert re.search("learner      w{5,}U{10,}·+  busy 67 %", text)
@@ -188,17 +186,17 @@ def test_an_ended_run_tells_how_and_a_resumed_one_goes_on(tmp_path: Path) -> Non
 def test_a_run_that_has_told_nothing_yet(tmp_path: Path) -> None:
     run = tmp_path / "new"
     run.mkdir()
-    assert "new · not begun" in text_of(look(run))
+    assert "new · not started" in text_of(look(run))
     assert look(runs_dir=tmp_path).jobs == []
     (run / "config.json").write_text('{"env": "CartPole-v1", "algo": "ppo"}')
     write_lines(run / "samples.jsonl", HEADER)
     assert look(runs_dir=tmp_path).jobs[0].status == "running"
-    assert "the first rollout is on its way" in text_of(look(runs_dir=tmp_path))
+    assert "collecting the first rollout" in text_of(look(runs_dir=tmp_path))
 
 
 def test_no_run_and_no_folder_are_said(tmp_path: Path) -> None:
     text = text_of(look(runs_dir=tmp_path), columns=200, waits=True)
-    assert f"no run is going on in {tmp_path}/; waiting" in text
+    assert f"no run is running in {tmp_path}/; waiting" in text
     text = text_of(look(runs_dir=tmp_path / "gone"), columns=200)
     assert f"{tmp_path}/gone/ does not exist\n" in text
 
@@ -251,8 +249,8 @@ def test_nothing_in_a_folder_can_break_it(name: str, content: bytes, tmp_path: P
 
 
 def test_text_from_a_folder_cannot_steer_the_terminal(tmp_path: Path) -> None:
-    finding = {"what": "\x1b[2J[bold]x[/bold]", "change": ""}
-    run = make_run(tmp_path / "first", env="\x1b]0;title\x07[red]", findings=[finding])
+    executor = {"kind": "\x1b[2J[bold]x[/bold]"}
+    run = make_run(tmp_path / "first", env="\x1b]0;title\x07[red]", executor=executor)
     text = text_of(look(run))
     assert "\x1b" not in text
     assert "[bold]x[/bold]" in text
