@@ -152,10 +152,10 @@ def test_a_page_reached_by_a_redirect_is_recognised_under_its_own_url() -> None:
         env.reset(seed=0)
         counts = []
         for wanted in ("/via", "/third"):
-            slot = next(k for k, link in enumerate(env.inner._slots) if link.url.endswith(wanted))
+            slot = next(k for k, link in enumerate(env._slots) if link.url.endswith(wanted))
             counts.append(env.step(slot)[0]["action_mask"][:-1].sum())
         assert counts == [1, 21]
-        assert env.inner._slots[-1].url == f"{url}{many[-1]}"  # visited ones come last
+        assert env._slots[-1].url == f"{url}{many[-1]}"  # visited ones come last
         env.close()
 
 

@@ -103,7 +103,7 @@ def test_a_fault_is_a_step_with_a_penalty(name: str, shared: Site) -> None:
     assert n_requests == (6 if name == "loop" else 1)
     assert reward == pytest.approx(FAULT + REQUEST * n_requests)
     assert info["url"] == f"{url}/start"
-    link = int(np.flatnonzero([link.url.endswith("/fine") for link in env.inner._slots])[0])
+    link = int(np.flatnonzero([link.url.endswith("/fine") for link in env._slots])[0])
     assert env.step(link)[4]["url"] == f"{url}/fine"
     env.close()
 

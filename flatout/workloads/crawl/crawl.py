@@ -13,7 +13,6 @@ from typing import Any, TypeAlias
 import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
-from numpy.typing import NDArray
 
 from flatout.envs.wrappers import LoopThread
 from flatout.errors import EnvError, FlatoutError
@@ -184,19 +183,22 @@ class AsyncCrawl(gym.Env[Obs, Any]):
 
     async def close(self) -> None:  # type: ignore[override]
         """Leave the shared network; the last env closes its connections."""
-        network, self._network = self._network, None
-        if network is not None:
-            await leave_network(network)
+        await self._leave()
 
     def _origin(self) -> str:
         return RECORDED if self._replay else site_server(self._site).url
 
     async def _join(self, origin: str) -> Network:
         if self._network is not None and (self._record or self._replay) and self._joined != origin:
-            await self.close()
+            await self._leave()
         if self._network is None:
             self._network, self._joined = join_network(origin, self._record, self._replay), origin
         return self._network
+
+    async def _leave(self) -> None:
+        network, self._network = self._network, None
+        if network is not None:
+            await leave_network(network)
 
     def _arrive(self, outcome: Outcome) -> float:
         """Move to the page of an outcome; returns the reward."""
@@ -237,46 +239,28 @@ class AsyncCrawl(gym.Env[Obs, Any]):
         }
 
 
-class Crawl(gym.Env[Obs, Any]):
+class Crawl(AsyncCrawl):
     """The same env with blocking calls, which run the coroutines on an event loop of their own."""
 
     async_form = AsyncCrawl
-    metadata = AsyncCrawl.metadata
+    _loop_thread: LoopThread | None = None
 
-    def __init__(self, **kwargs: Any) -> None:
-        self.inner = AsyncCrawl(**kwargs)
-        self.render_mode = self.inner.render_mode
-        self.observation_space, self.action_space = self.inner.observation_space, self.inner.action_space
-        self._loop_thread: LoopThread | None = None
-
-    @property
-    def exploration(self) -> Exploration:
-        return self.inner.exploration
-
-    @property
-    def graph(self) -> LinkGraph:
-        return self.inner.graph
-
-    def reset(
+    def reset(  # type: ignore[override]
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Obs, dict[str, Any]]:
-        super().reset(seed=seed)
         if self._loop_thread is None:
             self._loop_thread = LoopThread("flatout-crawl")
-        return self._loop_thread.run(self.inner.reset(seed=seed, options=options))
+        return self._loop_thread.run(super().reset(seed=seed, options=options))
 
-    def step(self, action: Any) -> Stepped:
+    def step(self, action: Any) -> Stepped:  # type: ignore[override]
         if self._loop_thread is None:
             raise EnvError("call reset() first")
-        return self._loop_thread.run(self.inner.step(action))
+        return self._loop_thread.run(super().step(action))
 
-    def render(self) -> NDArray[np.uint8] | str | None:
-        return self.inner.render()  # type: ignore[no-any-return]
-
-    def close(self) -> None:
+    def close(self) -> None:  # type: ignore[override]
         if self._loop_thread is not None:
             try:
-                self._loop_thread.run(self.inner.close())
+                self._loop_thread.run(super().close())
             finally:
                 self._loop_thread.close()
                 self._loop_thread = None
