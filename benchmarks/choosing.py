@@ -67,10 +67,10 @@ class Forced(Trainer):
 
 def collecting(trainer: Trainer) -> tuple[Callable[[], int], Callable[[], None]]:
     """What collects one rollout after the other."""
-    pipeline, never = trainer._pipeline, StopRequest()
+    pipeline, never = trainer.pipeline, StopRequest()
 
     def step_all() -> int:
-        trainer._collector.collect(pipeline.rollouts[0], never.now)
+        trainer.collector.collect(pipeline.rollouts[0], never.now)
         return int(pipeline.rollouts[0].n_transitions)
 
     return step_all, trainer.close

@@ -300,7 +300,7 @@ def batched_rollouts(factory: Callable[[], Any], n_envs: int) -> tuple[Callable[
     trainer = agent._started()
 
     def step_all() -> int:
-        trainer._collector.collect(trainer._pipeline.rollouts[0], StopRequest().now)
+        trainer.collector.collect(trainer.pipeline.rollouts[0], StopRequest().now)
         return 32 * n_envs
 
     return step_all, trainer.close

@@ -69,13 +69,13 @@ def cost(overlap: str, seconds: float, detail: bool) -> tuple[float, float, int]
 def switch(agent: Any, on: bool) -> None:
     """Keep spans from here on, or not."""
     trainer = agent._trainer
-    clocks = [trainer.clock, *(lane for lane in trainer._collector.lanes if hasattr(lane, "cut"))]
+    clocks = [trainer.clock, *(lane for lane in trainer.collector.lanes if hasattr(lane, "cut"))]
     for clock in clocks:
         clock.traced = on
         clock._begin_fold()
         clock._room = clock._free_room() if on else 0
-    if hasattr(trainer._collector, "_traced"):
-        trainer._collector._traced = on
+    if hasattr(trainer.collector, "_traced"):
+        trainer.collector._traced = on
 
 
 def main() -> None:

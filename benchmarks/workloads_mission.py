@@ -78,7 +78,7 @@ def collecting(level: int, chosen: dict[str, str]) -> tuple[Callable[[], int], C
     n = agent.config.total_batch
 
     def step_all() -> int:
-        trainer._collector.collect(trainer._pipeline.rollouts[0], StopRequest().now)
+        trainer.collector.collect(trainer.pipeline.rollouts[0], StopRequest().now)
         return n
 
     return step_all, trainer.close

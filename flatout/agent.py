@@ -32,8 +32,9 @@ from flatout.training.checkpoint import Checkpoint, CheckpointFolder
 from flatout.training.checkpoint import read as read_checkpoint
 from flatout.training.checkpoint import write as write_checkpoint
 from flatout.training.evaluation import Evaluation, eval_executor, evaluate
-from flatout.training.loop import Callback, identity, summarize, train
+from flatout.training.loop import Callback, train
 from flatout.training.stop import StopRequest
+from flatout.training.summary import identity, summarize
 from flatout.training.trainer import EVAL_SEED, MAX_EVAL_ENVS, Trainer
 from flatout.views.display import make_display
 from flatout.views.report import write_report

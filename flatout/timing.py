@@ -220,3 +220,33 @@ class DeviceClock:
     def read(self) -> dict[str, float]:
         """Seconds per finished phase."""
         return dict(self._seconds)
+
+
+def run_phases(lanes: dict[str, dict[str, float]], *, overlapped: bool) -> dict[str, float]:
+    """Seconds per phase of the run as a whole, which add up to its wall time.
+
+    In lockstep, the learner's waiting is replaced by what the collectors did meanwhile.
+    """
+    phases = dict(lanes["learner"])
+    spent = {name: sum(lane.get(name, 0.0) for lane in _collectors(lanes)) for name in COLLECT_PHASES}
+    total = sum(spent.values())
+    if not overlapped and total > 0:
+        waited = phases.pop(Phase.WAIT, 0.0)
+        phases |= {name: seconds * waited / total for name, seconds in spent.items() if seconds > 0}
+    return phases
+
+
+def collect_seconds(lanes: dict[str, dict[str, float]]) -> float:
+    """Seconds that the slowest collector spent collecting."""
+    sums = (sum(lane.get(name, 0.0) for name in COLLECT_PHASES) for lane in _collectors(lanes))
+    return max(sums, default=0.0)
+
+
+def busy_seconds(lanes: dict[str, dict[str, float]]) -> float:
+    """Seconds in which the learner's device ran update work, on the device's own clock if it has one."""
+    phases = lanes.get("device") or lanes["learner"]
+    return sum(phases.get(name, 0.0) for name in LEARN_PHASES)
+
+
+def _collectors(lanes: dict[str, dict[str, float]]) -> list[dict[str, float]]:
+    return [lane for name, lane in lanes.items() if name.startswith("collector")]

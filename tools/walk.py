@@ -83,7 +83,7 @@ class Walk:
         return False
 
     def _is_iterate(self, code: CodeType, file: str) -> bool:
-        return code.co_name == "iterate" and file.endswith(("trainer.py", "run.py"))
+        return code.co_name == "iterate" and file.endswith(("pipeline.py", "trainer.py", "run.py"))
 
     def _caller(self, frame: FrameType) -> str | None:
         """The file of the nearest caller inside the package."""

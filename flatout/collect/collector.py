@@ -147,9 +147,10 @@ class Collector:
 
     def publish(self) -> None:
         """Act with the learner's current parameters."""
-        if self._ragged.publish_next():
+        ragged = self._ragged
+        if ragged.next is not None or ragged.offered is not None:  # its policy was published by offer_next
             assert self._spare is not None, "offer_next has made it"
-            self._policy, self._spare = self._spare, self._policy
+            self._policy, self._spare, ragged.offered = self._spare, self._policy, None
         elif self._source is not None:
             copy_parameters(self._source, self._policy.model)
 

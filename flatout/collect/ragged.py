@@ -150,12 +150,6 @@ class RaggedCollection:
         assert writer.rollout is rollout, "another rollout was started already"
         return self._collect(writer, self._all[:0], stop)
 
-    def publish_next(self) -> bool:
-        """Whether the next rollout has a policy already, which then becomes the current one."""
-        known = self.next is not None or self.offered is not None
-        self.offered = None
-        return known
-
     def discard_next(self) -> None:
         """Forget the next rollout, because the envs begin new episodes."""
         self.offered = self.next = None

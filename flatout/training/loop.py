@@ -1,20 +1,17 @@
-"""The training loop between two iterations: records, evaluation, checkpoints, target, stop; and its summary.
-
-Comes in: a trainer. Goes out: the run's status and what summary.json says.
-"""
+"""The training loop: iterate, evaluate, record, save, until the run has its steps, its target or a signal."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from time import perf_counter
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 
 from flatout.collect.ragged import Interrupted
 from flatout.runlog.metrics import Progress
 from flatout.runlog.recorder import Recorder
-from flatout.timing import COLLECT_PHASES, LEARN_PHASES, Phase
+from flatout.timing import Phase, busy_seconds, run_phases
 from flatout.training.checkpoint import CheckpointFolder
 from flatout.training.stop import StopRequest
 from flatout.training.trainer import Trainer
@@ -43,7 +40,7 @@ def train(
 
 
 class _Loop:
-    """The training loop and what happens between two iterations."""
+    """One call of `train`."""
 
     def __init__(
         self,
@@ -59,25 +56,28 @@ class _Loop:
         self._began = perf_counter() - trainer.state.wall_seconds
         trainer.begin_lanes(spans=recorder.traces)
         recorder.observe(
-            lambda: trainer.lanes, offset=trainer.state.wall_seconds, device=str(trainer.policy.device)
+            lambda: trainer.pipeline.lanes,
+            offset=trainer.state.wall_seconds,
+            device=str(trainer.policy.device),
         )
 
     def run(self) -> str:
+        """Iterate to the end; returns the run's status."""
         trainer, state, stop = self._trainer, self._trainer.state, self._stop
         status, goes_on = "finished", True
         while state.env_steps < self._until:
             steps_before = state.env_steps
             try:
-                metrics = trainer.iterate(self._until, stop)
+                metrics = trainer.pipeline.iterate(self._until, stop)
             except Interrupted:
                 status = "stopped"
                 break
             state.wall_seconds = perf_counter() - self._began
-            self._say_restarts()
+            self._record_notes()
             self._evaluate_if_due(steps_before, metrics)
             reached = self._reached_target()
             is_last = state.env_steps >= self._until or reached or stop.requested
-            goes_on = self._tell(metrics, always=is_last or "eval/mean_reward" in metrics)
+            goes_on = self._record(metrics, always=is_last or "eval/mean_reward" in metrics)
             self._checkpoint_if_due(steps_before)
             trainer.clock.cut()
             if reached:
@@ -86,16 +86,16 @@ class _Loop:
                 status = "stopped"
                 break
         state.wall_seconds = perf_counter() - self._began
-        state.lanes = trainer.read_lanes()
+        state.lanes = trainer.pipeline.read_lanes()
         return status
 
-    def _say_restarts(self) -> None:
+    def _record_notes(self) -> None:
         budget = self._trainer.budget
         for note, traceback_text in zip(budget.notes, budget.tracebacks, strict=True):
             self._recorder.fault(note, traceback_text)
         budget.notes.clear()
         budget.tracebacks.clear()
-        for note in self._trainer.take_notes():
+        for note in self._trainer.pipeline.take_notes():
             self._recorder.note(note)
 
     def _reached_target(self) -> bool:
@@ -106,8 +106,8 @@ class _Loop:
             state.target_reached_steps, state.target_reached_seconds = state.env_steps, state.wall_seconds
         return True
 
-    def _tell(self, metrics: dict[str, float], *, always: bool) -> bool:
-        """Callback, records and display; false when the callback wants to stop."""
+    def _record(self, metrics: dict[str, float], *, always: bool) -> bool:
+        """Call the callback, write records, update the display; false when the callback wants to stop."""
         due = always or self._recorder.is_due()
         if not due and self._callback is None:
             return True
@@ -119,7 +119,7 @@ class _Loop:
         return goes_on
 
     def _progress(self, metrics: dict[str, float]) -> Progress:
-        state, lanes = self._trainer.state, self._trainer.read_lanes()
+        state, lanes = self._trainer.state, self._trainer.pipeline.read_lanes()
         phases = run_phases(lanes, overlapped=self._trainer.overlap)
         wall = max(state.wall_seconds, 1e-9)
         return Progress(
@@ -166,105 +166,5 @@ class _Loop:
 
 
 def _crossed(every: int, before: int, now: int) -> bool:
-    """Whether a multiple of `every` env steps was passed; frequencies count env steps, never calls."""
+    """Whether a multiple of `every` env steps was passed; 0: never."""
     return every > 0 and now // every > before // every
-
-
-def run_phases(lanes: dict[str, dict[str, float]], *, overlapped: bool) -> dict[str, float]:
-    """Seconds per phase of the run as a whole, which add up to its wall time.
-
-    In lockstep the learner's waiting is what the collectors did meanwhile.
-    """
-    phases = dict(lanes["learner"])
-    spent = {name: sum(lane.get(name, 0.0) for lane in _collectors(lanes)) for name in COLLECT_PHASES}
-    total = sum(spent.values())
-    if not overlapped and total > 0:
-        waited = phases.pop(Phase.WAIT, 0.0)
-        phases |= {name: seconds * waited / total for name, seconds in spent.items() if seconds > 0}
-    return phases
-
-
-def _collectors(lanes: dict[str, dict[str, float]]) -> list[dict[str, float]]:
-    return [lane for name, lane in lanes.items() if name.startswith("collector")]
-
-
-def collect_seconds(lanes: dict[str, dict[str, float]]) -> float:
-    """Seconds that collecting took, with nobody waiting for the learner."""
-    return max(
-        (sum(lane.get(name, 0.0) for name in COLLECT_PHASES) for lane in _collectors(lanes)), default=0.0
-    )
-
-
-def busy_seconds(lanes: dict[str, dict[str, float]]) -> float:
-    """Seconds in which the learner's device ran update work, on the device's own clock if it has one."""
-    phases = lanes.get("device") or lanes["learner"]
-    return sum(phases.get(name, 0.0) for name in LEARN_PHASES)
-
-
-def identity(trainer: Trainer, device: str) -> dict[str, Any]:
-    """What a run is, apart from how it goes."""
-    config, plan = trainer.config, trainer.plan
-    return {
-        "env": config.env,
-        "algo": config.descriptor.name,
-        "preset": config.preset or "auto",
-        "seed": config.seed,
-        "device": device,
-        "executor": {
-            "kind": plan.kind,
-            "collectors": plan.n_collectors,
-            "children": plan.in_subprocesses,
-            "workers": plan.n_workers,
-            "reason": plan.reason,
-        },
-        "overlap": {
-            "on": trainer.overlap,
-            "reason": trainer.overlap_reason,
-            "fell_back": trainer.state.fell_back,
-        },
-    }
-
-
-def summarize(
-    trainer: Trainer, *, status: str, device: str, startup_seconds: float, error: str | None = None
-) -> dict[str, Any]:
-    """The run's summary.json."""
-    config, state = trainer.config, trainer.state
-    lanes, wall = state.lanes or {"learner": {}}, state.wall_seconds
-    phases, collect = run_phases(lanes, overlapped=trainer.overlap), collect_seconds(lanes)
-    busy = busy_seconds(lanes)
-    rate, collect_rate, learn_rate = (
-        state.env_steps / seconds if seconds > 0 else None for seconds in (wall, collect, busy)
-    )
-    limit = min(collect_rate, learn_rate) if collect_rate and learn_rate else None
-    return {
-        "status": status,
-        "error": error,
-        **identity(trainer, device),
-        "env_steps": state.env_steps,
-        "updates": state.n_updates,
-        "startup_seconds": startup_seconds,
-        "wall_seconds": wall,
-        "steps_per_second": rate,
-        "episodes": state.n_episodes,
-        "return_mean": state.return_mean,
-        "return_std": state.return_std,
-        "target_return": config.target_return,
-        "target_reached_seconds": state.target_reached_seconds,
-        "target_reached_steps": state.target_reached_steps,
-        "learner_busy": busy / wall if wall > 0 else None,
-        "phases": phases,
-        "lanes": lanes,
-        "collect_rate": collect_rate,
-        "learn_rate": learn_rate,
-        "pipeline_efficiency": rate / limit if rate and limit else None,
-        "policy_lag_mean": state.lag_sum / max(state.iteration, 1),
-        "policy_lag_max": state.lag_max,
-        "precision": trainer.precision,
-        "measured": trainer.measured(),
-        "compiled": trainer.compiled,
-        "backend": trainer.learner.update.backend,
-        "restarts": trainer.budget.n_restarts,
-        "oom_backoffs": trainer.learner.n_backoffs,
-        "nan_skips": state.nan_skips,
-    }

@@ -22,7 +22,7 @@ from flatout.collect.collector import Collects
 from flatout.errors import FlatoutError
 from flatout.executors.base import Episode
 from flatout.learning.learner import Learner
-from flatout.timing import Phase, PhaseClock
+from flatout.timing import Lane, Phase, PhaseClock
 from flatout.training.state import TrainState
 from flatout.training.stop import StopRequest
 
@@ -78,12 +78,14 @@ class Pipeline(Generic[R]):
     ) -> None:
         self._collector, self._learner, self._state, self._clock = collector, learner, state, clock
         self.rollouts, self._lag = rollouts, lag
+        self._n_transitions = rollouts[0].n_transitions
         self._collect_threads, self._learn_threads = collect_threads, learn_threads
         self._background = _Background(collector) if lag else None
         self._bad_in_a_row = 0
         self.ready: CollectedRollout | None = None
         """The next rollout, if it was collected ahead."""
-        self.notes: list[str] = []
+        self._notes: list[str] = []
+        self._lanes_before: dict[str, dict[str, float]] = {}
 
     def iterate(self, total_steps: int, stop: StopRequest) -> dict[str, float]:
         """Learn from one rollout, with lag 1 while the next is collected; returns the learner's metrics."""
@@ -91,7 +93,7 @@ class Pipeline(Generic[R]):
         now, self.ready = self.ready or self._collect(stop), None
         rollout = self.rollouts[now.slot]
         background = None if state.fell_back else self._background
-        if state.env_steps + rollout.n_transitions >= total_steps:
+        if state.env_steps + self._n_transitions >= total_steps:
             background = None
         if background is not None:
             self._publish()
@@ -104,18 +106,13 @@ class Pipeline(Generic[R]):
             lag=now.lag,
             stop=stop.now,
         )
-        state.add(rollout.n_transitions, now.episodes)
-        state.n_updates = self._learner.n_updates
-        state.lag_sum += now.lag
-        state.lag_max = max(state.lag_max, now.lag)
+        self._count(now)
         if self._lag:
             self._fall_back_if_far(metrics)
         if background is not None:
-            if not state.fell_back and state.env_steps + rollout.n_transitions < total_steps:
+            if not state.fell_back and state.env_steps + self._n_transitions < total_steps:
                 self._collector.offer_next(rollout)  # the learner is done with it
-            self._clock.enter(Phase.WAIT)
-            with stop.interruptible():
-                self.ready = CollectedRollout(1 - now.slot, background.result(), 1)
+            self.ready = CollectedRollout(1 - now.slot, self._wait(background.result, stop), 1)
         self._count_bad(metrics)
         return metrics
 
@@ -125,16 +122,52 @@ class Pipeline(Generic[R]):
 
     def _collect(self, stop: StopRequest) -> CollectedRollout:
         """Collect the first rollout with the current parameters."""
+        rollout, background = self.rollouts[0], self._background
         torch.set_num_threads(self._collect_threads)
         self._publish()
-        self._clock.enter(Phase.WAIT)
-        with stop.interruptible():
-            if self._background is None:
-                episodes = self._collector.collect(self.rollouts[0], stop.now)
-            else:  # on the same thread as all others, because some envs need that
-                self._background.start(self.rollouts[0], stop.now)
-                episodes = self._background.result()
+        if background is None:
+            episodes = self._wait(lambda: self._collector.collect(rollout, stop.now), stop)
+        else:  # on the same thread as all others, because some envs need that
+            background.start(rollout, stop.now)
+            episodes = self._wait(background.result, stop)
         return CollectedRollout(0, episodes, 0)
+
+    def _wait(self, collect: Callable[[], list[Episode]], stop: StopRequest) -> list[Episode]:
+        self._clock.enter(Phase.WAIT)
+        stop.interruptible = True
+        try:
+            return collect()
+        finally:
+            stop.interruptible = False
+
+    @property
+    def lanes(self) -> list[Lane]:
+        """The clocks of the learner, the collectors and the device."""
+        device = self._learner.device_clock
+        return [self._clock, *self._collector.lanes, *([device] if device is not None else [])]
+
+    def begin_lanes(self, *, spans: bool) -> None:
+        """Restart the clocks; `read_lanes` adds what an earlier part of the run has spent."""
+        self._lanes_before = self._state.lanes
+        self._clock.traced = spans
+        self._clock.restart(self._lanes_before.get(self._clock.lane, {}))
+        self._collector.trace(spans)
+
+    def read_lanes(self) -> dict[str, dict[str, float]]:
+        """Seconds per phase of every lane since the run began."""
+        out = {name: dict(seconds) for name, seconds in self._lanes_before.items()}
+        out[self._clock.lane] = self._clock.read()
+        for lane in self.lanes[1:]:
+            total = out.setdefault(lane.lane, {})
+            for phase, seconds in lane.read().items():
+                total[phase] = total.get(phase, 0.0) + seconds
+        return out
+
+    def take_notes(self) -> list[str]:
+        """What happened since the last call, one line each."""
+        notes = self._learner.take_notes() + self._notes
+        self._notes.clear()
+        return notes
 
     def saved_rollout(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
         """The rollout that was collected ahead, as tensors and JSON for a checkpoint."""
@@ -157,12 +190,24 @@ class Pipeline(Generic[R]):
         self.ready = CollectedRollout(0, [Episode(*fields) for fields in about["episodes"]], about["lag"])
         return True
 
+    def _count(self, collected: CollectedRollout) -> None:
+        """Count one iteration."""
+        state, episodes = self._state, collected.episodes
+        state.env_steps += self._n_transitions
+        state.iteration += 1
+        state.n_updates = self._learner.n_updates
+        state.n_episodes += len(episodes)
+        state.returns.extend(episode.total_reward for episode in episodes)
+        state.lengths.extend(episode.length for episode in episodes)
+        state.lag_sum += collected.lag
+        state.lag_max = max(state.lag_max, collected.lag)
+
     def _fall_back_if_far(self, metrics: Mapping[str, float]) -> None:
         state, kl = self._state, metrics.get("train/lag_kl", 0.0)
         state.far_in_a_row = state.far_in_a_row + 1 if kl > KL_BOUND else 0
         if state.far_in_a_row >= FAR_IN_A_ROW and not state.fell_back:
             state.fell_back = True
-            self.notes.append(
+            self._notes.append(
                 f"the policy changes too fast to learn from the previous policy's data (KL {kl:.2f}, "
                 f"bound {KL_BOUND}): overlap is off from now on"
             )

@@ -1,23 +1,20 @@
-"""What a run has done so far: counters and the last episodes, as a checkpoint keeps them."""
+"""What a run has done so far: counters and the last episodes, as saved in checkpoints."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from flatout.executors.base import Episode
-
 WINDOW = 100
-"""Episodes that the reported mean return is taken over."""
+"""Episodes over which the mean return is reported."""
 
 
 @dataclass(slots=True)
 class TrainState:
-    """Counts since the agent was new; all of it survives a resume."""
+    """Counts since training began; a resumed run continues them."""
 
     env_steps: int = 0
     iteration: int = 0
@@ -26,14 +23,14 @@ class TrainState:
     nan_skips: int = 0
     oom_backoffs: int = 0
     lag_sum: int = 0
-    """Over iterations: how many versions the data's policy was behind."""
+    """Sum over iterations of how many versions the data's policy was behind."""
     lag_max: int = 0
     overlapped: bool | None = None
-    """Whether the run collects beside learning; decided once, so that a resumed run goes on the same way."""
+    """Whether the run overlaps collecting and learning; decided once, so that a resumed run continues the same way."""
     far_in_a_row: int = 0
-    """Iterations, up to the last, in which the policy had moved further than overlap allows."""
+    """Consecutive iterations, up to the last, in which the policy changed more than overlap allows."""
     fell_back: bool = False
-    """Whether the policy moved too fast for overlap, so that the run went on in lockstep."""
+    """Whether the policy changed too fast for overlap, so that the run continued in lockstep."""
     wall_seconds: float = 0.0
     lanes: dict[str, dict[str, float]] = field(default_factory=dict)
     """Seconds per phase of the learner and each collector."""
@@ -43,15 +40,6 @@ class TrainState:
     returns: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
     lengths: deque[int] = field(default_factory=lambda: deque(maxlen=WINDOW))
 
-    def add(self, n_transitions: int, episodes: Iterable[Episode]) -> None:
-        """Count one iteration."""
-        self.env_steps += n_transitions
-        self.iteration += 1
-        for episode in episodes:
-            self.n_episodes += 1
-            self.returns.append(episode.total_reward)
-            self.lengths.append(episode.length)
-
     @property
     def return_mean(self) -> float | None:
         """Mean return of the last episodes."""
@@ -59,7 +47,7 @@ class TrainState:
 
     @property
     def return_std(self) -> float | None:
-        """Deviation of the last episodes' returns."""
+        """Standard deviation of the last episodes' returns."""
         return float(np.std(self.returns)) if self.returns else None
 
     @property

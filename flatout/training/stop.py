@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as a polite request: the iteration is finished if that takes seconds, else cut.
+"""Ctrl-C and SIGTERM as a request to stop: the current iteration is finished if that takes seconds, else cut off.
 
 A second signal does not wait: it raises KeyboardInterrupt.
 """
@@ -9,15 +9,14 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from time import perf_counter
 from types import FrameType
 
 from flatout.collect.ragged import Interrupted
 
 GRACE_SECONDS = 3.0
-"""How long the running iteration may go on after the first signal."""
+"""How long the current iteration may go on after the first signal."""
 BLOCKED_SECONDS = 5.0
-"""After this an env that blocks in its step is interrupted."""
+"""After this, an env that blocks in its step is interrupted."""
 
 
 class StopRequest:
@@ -25,30 +24,17 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
-        self._deadline = float("inf")
-        self._can_interrupt = False
-
-    @property
-    def requested(self) -> bool:
+        self.requested = False
         """Whether to stop after this iteration."""
-        return self.signal is not None
-
-    def now(self) -> bool:
-        """Whether to stop in the middle of this iteration."""
-        return self.signal is not None and perf_counter() > self._deadline
-
-    @contextmanager
-    def interruptible(self) -> Iterator[None]:
-        """Marks code, such as an env's step, that may be cut short by `Interrupted`."""
-        self._can_interrupt = True
-        try:
-            yield
-        finally:
-            self._can_interrupt = False
+        self._grace_is_over = threading.Event()
+        self.now = self._grace_is_over.is_set
+        """Call it: whether to stop in the middle of this iteration."""
+        self.interruptible = False
+        """Set it around code, such as an env's step, that `Interrupted` may cut off."""
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Take over SIGINT and SIGTERM for the duration, where that is possible (the main thread)."""
+        """Handle SIGINT and SIGTERM meanwhile, where that is possible (in the main thread)."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -63,12 +49,12 @@ class StopRequest:
                 signal.signal(number, handler)
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
-        if self.signal is not None:
+        if self.requested:
             raise KeyboardInterrupt
-        self.signal = signal.Signals(number)
-        self._deadline = perf_counter() + GRACE_SECONDS
-        signal.setitimer(signal.ITIMER_REAL, BLOCKED_SECONDS)
+        self.signal, self.requested = signal.Signals(number), True
+        signal.setitimer(signal.ITIMER_REAL, GRACE_SECONDS, BLOCKED_SECONDS - GRACE_SECONDS)
 
     def _on_alarm(self, _: int, __: FrameType | None) -> None:
-        if self._can_interrupt:
+        if self.now() and self.interruptible:
             raise Interrupted
+        self._grace_is_over.set()

@@ -1,7 +1,4 @@
-"""The composition root: the only file that knows every concrete class.
-
-Comes in: a config and an env. Goes out: a trainer, everything that learning needs put together.
-"""
+"""The composition root: makes the parts of a run from its config and connects them."""
 
 from __future__ import annotations
 
@@ -31,21 +28,22 @@ from flatout.learning.learner import Learner
 from flatout.models.policy import Policy
 from flatout.perf.decide import RunPlanner
 from flatout.perf.probe import faster_device
-from flatout.timing import DeviceClock, Lane, PhaseClock
+from flatout.timing import DeviceClock, PhaseClock
 from flatout.training.checkpoint import Checkpoint
 from flatout.training.evaluation import Evaluation, eval_executor, evaluate
 from flatout.training.pipeline import Pipeline, SizedRollout
 from flatout.training.state import TrainState
-from flatout.training.stop import StopRequest
 
 EVAL_SEED = 1_000_003
-"""Added to the run's seed, so that evaluation never sees the training episodes."""
+"""Added to the run's seed, so that evaluation does not repeat training episodes."""
 MAX_EVAL_ENVS = 10
-EVAL_IN_PLACE = "evaluation plays in the one batched env there is; training then begins new episodes in it"
+EVAL_IN_PLACE = (
+    "evaluation uses the training env, as there is only one; training then begins new episodes in it"
+)
 
 
 class Trainer:
-    """Everything that learning needs, alive between two calls of learn()."""
+    """The parts of a run; they live on between two calls of learn()."""
 
     def __init__(
         self,
@@ -57,12 +55,10 @@ class Trainer:
         n_steps: int,
         overlapped: bool | None = None,
     ) -> None:
-        """`overlapped`: how the run began, if it is one that goes on."""
+        """`overlapped`: how the run began, if it is resumed."""
         self.config, self._env, self.policy = config, env, policy
-        self._n_cores = n_cores
         self.clock = PhaseClock()
         self.state = TrainState()
-        self._before: dict[str, dict[str, float]] = {}
         self.notes: list[str] = []
         self.budget = RestartBudget()
         n_params = policy.n_params
@@ -95,24 +91,22 @@ class Trainer:
         self._decision = planner.decide(overlapped)
         self.overlap, self.overlap_reason = self._decision.overlap, self._decision.overlap_reason
         self.state.overlapped = self.overlap
-        self.plan, self._collector, rollouts = self._first_that_starts(self._decision.plans)
-        n_children = self.plan.n_collectors if self.plan.in_subprocesses else 0
-        n_taken = n_children if self.overlap else 0
-        learn_threads = self.learner.threads(n_cores, n_taken)
-        self._pipeline: Pipeline[Any] = Pipeline(
-            self._collector,
+        self.plan, self.collector, rollouts = self._first_that_starts(self._decision.plans)
+        n_beside = self.plan.n_collectors if self.overlap and self.plan.in_subprocesses else 0
+        learn_threads = self.learner.threads(n_cores, n_beside)
+        collect_threads = learn_threads if self.overlap else torch_threads(n_params, config.n_envs, n_cores)
+        self.pipeline: Pipeline[Any] = Pipeline(
+            self.collector,
             self.learner,
             rollouts,
             self.state,
             clock=self.clock,
             lag=int(self.overlap),
-            collect_threads=learn_threads
-            if self.overlap
-            else torch_threads(n_params, config.n_envs, n_cores),
+            collect_threads=collect_threads,
             learn_threads=learn_threads,
         )
         self._speed_up_updates(learn_threads)
-        self._finalizer = weakref.finalize(self, _close, self._collector, self.learner)
+        self._finalizer = weakref.finalize(self, _close, self.collector, self.learner)
         self._eval_executor: Executor | None = None
 
     def _speed_up_updates(self, n_threads: int) -> None:
@@ -130,7 +124,7 @@ class Trainer:
         self.learner.compilation = Compilation(recipe, wait=config.compile == "on")
 
     def _first_that_starts(self, ranked: list[Plan]) -> tuple[Plan, Collects[Any], Sequence[SizedRollout]]:
-        """Build the best plan; where one cannot start, say so and take the next."""
+        """Build the best plan; if it cannot start, note that and build the next."""
         for plan, following in zip_longest(ranked, ranked[1:]):
             try:
                 return plan, *self._make_collector(plan)
@@ -194,9 +188,9 @@ class Trainer:
         return collector, [Rollout.alloc(policy.obs, policy.action, n_steps, config.n_envs) for _ in slots]
 
     def start(self, checkpoint: Checkpoint | None = None) -> list[int]:
-        """Reset the envs, or bring everything back to a checkpoint; returns the envs that began anew."""
+        """Reset the envs, or restore a checkpoint; returns the envs that began a new episode."""
         if checkpoint is None:
-            self._collector.reset()
+            self.collector.reset()
             return []
         tensors = checkpoint.tensors
         self.learner.load_state(tensors)
@@ -205,34 +199,30 @@ class Trainer:
             setattr(self.state, name, getattr(saved, name))
         self.state.overlapped = self.overlap
         self.learner.n_updates = saved.n_updates
-        self._collector.n_steps = saved.env_steps // self.config.n_envs
+        self.collector.n_steps = saved.env_steps // self.config.n_envs
         ahead = checkpoint.state.get("ready")
-        if ahead is not None and self._pipeline.restore_rollout(_named("ready.", tensors), ahead):
-            self._collector.n_steps += self.config.algorithm.n_steps
+        if ahead is not None and self.pipeline.restore_rollout(_named("ready.", tensors), ahead):
+            self.collector.n_steps += self.config.algorithm.n_steps
         replay = checkpoint.replay
         if replay is not None and int(replay["env_steps"][0]) != saved.env_steps:
-            replay = None  # of another checkpoint that had this name
+            replay = None  # it belongs to another checkpoint that had this name
         self.learner.restore_replay(replay, saved.env_steps)
         envs = {name: t.numpy() for name, t in _named("envs.", tensors).items()}
         # Snapshots of batched envs do not say how to replay an env; only batched envs can restore them.
         if not envs or ("ages" not in envs and self.plan.kind in EXECUTORS and not self._env.batched):
-            self._collector.reset()
+            self.collector.reset()
             return list(range(self.config.n_envs))
-        return self._collector.restore(envs)
-
-    def iterate(self, total_steps: int, stop: StopRequest) -> dict[str, float]:
-        """Collect a rollout and learn from it."""
-        return self._pipeline.iterate(total_steps, stop)
+        return self.collector.restore(envs)
 
     def checkpoint(self) -> Checkpoint:
         """The state after the last whole iteration."""
         tensors = {name: tensor.detach().cpu() for name, tensor in self.learner.state().items()}
-        snapshot = self._collector.snapshot()
-        self.state.lanes = self.read_lanes()
+        snapshot = self.collector.snapshot()
+        self.state.lanes = self.pipeline.read_lanes()
         tensors |= {f"envs.{name}": torch.from_numpy(array) for name, array in snapshot.items()}
         self.state.oom_backoffs = self.learner.n_backoffs
         about = describe(self.config, self._env, self.policy, self.state)
-        ahead = self._pipeline.saved_rollout()
+        ahead = self.pipeline.saved_rollout()
         if ahead is not None:
             arrays, about["ready"] = ahead
             tensors |= {f"ready.{name}": tensor for name, tensor in arrays.items()}
@@ -241,49 +231,23 @@ class Trainer:
             replay = {**replay, "env_steps": np.array([self.state.env_steps])}
         return Checkpoint(tensors, about, replay)
 
-    @property
-    def lanes(self) -> list[Lane]:
-        """The learner, then the collectors."""
-        device = self.learner.device_clock
-        return [self.clock, *self._collector.lanes, *([device] if device is not None else [])]
-
     def measured(self) -> dict[str, Any]:
-        """What was measured before the run began, in seconds: an env's step, launching an update; None if it was not."""
+        """Measurements before the run, in seconds: an env's step, launching an update; None if it was not measured."""
         return self._decision.measured
 
     def begin_lanes(self, *, spans: bool) -> None:
-        """Count the lanes' time from now on, on top of what an earlier part of the run has spent."""
-        self._before = self.state.lanes
-        self.clock.traced = spans
-        self.clock.restart(self._before.get(self.clock.lane, {}))
-        self._collector.trace(spans)
+        """Restart the clocks, with or without spans."""
+        self.pipeline.begin_lanes(spans=spans)
         if self.policy.device.type == "cuda":
             self.learner.device_clock = DeviceClock(lambda: torch.cuda.Event(enable_timing=True))
-
-    def read_lanes(self) -> dict[str, dict[str, float]]:
-        """Seconds per phase of every lane since the run began."""
-        out = {name: dict(seconds) for name, seconds in self._before.items()}
-        out[self.clock.lane] = self.clock.read()
-        for lane in self.lanes[1:]:
-            total = out.setdefault(lane.lane, {})
-            for phase, seconds in lane.read().items():
-                total[phase] = total.get(phase, 0.0) + seconds
-        return out
 
     @property
     def compiled(self) -> bool:
         """Whether updates run as anything faster than plain autograd by now."""
         return self.learner.update.backend != "eager"
 
-    def take_notes(self) -> list[str]:
-        """What happened since this was asked last, one line each."""
-        notes = self.learner.take_notes()
-        notes += self._pipeline.notes
-        self._pipeline.notes.clear()
-        return notes
-
     def evaluate(self) -> Evaluation:
-        """Play the deterministic policy in envs of its own, or in the only batched env there is."""
+        """Evaluate the deterministic policy in separate envs, or in the user's own batched env."""
         if self._eval_executor is None:
             n_envs = min(self.config.eval_episodes, MAX_EVAL_ENVS)
             seed = self.config.seed + EVAL_SEED
@@ -298,12 +262,12 @@ class Trainer:
         return result
 
     def after_evaluation(self) -> None:
-        """Begin new episodes where evaluation has played in the training envs themselves."""
+        """Begin new episodes if evaluation has used the training envs."""
         if self._env.factory.is_instance:
-            self._collector.reset()
+            self.collector.reset()
 
     def close(self) -> None:
-        """Close every env; happens by itself when the trainer is no longer used."""
+        """Close every env; this also happens when the trainer is garbage-collected."""
         self._finalizer()
         if self._eval_executor is not None:
             self._eval_executor.close()
@@ -319,7 +283,7 @@ def _named(prefix: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.
 
 
 def describe(config: RunConfig, env: EnvInfo, policy: Policy, state: TrainState) -> dict[str, Any]:
-    """A checkpoint's JSON part: enough to act without the env, and to go on with it."""
+    """A checkpoint's JSON part: enough to act without the env, and to resume with it."""
     return {
         "config": config.to_json(),
         "observation_space": space_to_json(policy.obs.space),

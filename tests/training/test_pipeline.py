@@ -96,7 +96,7 @@ def test_no_step_is_taken_that_nobody_learns_from(monkeypatch: pytest.MonkeyPatc
     agent = flatout.PPO("CartPole-v1", **SMALL, overlap="on", executor="serial")
     agent.learn(STEPS)
     assert agent._trainer is not None
-    assert agent._trainer._collector.n_steps * 4 == STEPS
+    assert agent._trainer.collector.n_steps * 4 == STEPS
 
 
 @pytest.mark.parametrize("vtrace", [False, True])
@@ -143,7 +143,7 @@ def test_an_env_that_fails_while_the_learner_works_ends_the_run_with_its_error()
     agent = flatout.PPO("CartPole-v1", **SMALL, overlap="on", executor="serial")
     trainer = agent._started()
     assert isinstance(trainer, Trainer)
-    step, n = trainer._collector.collect, 0
+    step, n = trainer.collector.collect, 0
 
     def collect(*args: Any) -> Any:
         nonlocal n
@@ -152,6 +152,6 @@ def test_an_env_that_fails_while_the_learner_works_ends_the_run_with_its_error()
             raise RuntimeError("the site is gone")
         return step(*args)
 
-    trainer._collector.collect = collect  # type: ignore[assignment,method-assign]
+    trainer.collector.collect = collect  # type: ignore[assignment,method-assign]
     with pytest.raises(RuntimeError, match="the site is gone"):
         agent.learn(STEPS)
