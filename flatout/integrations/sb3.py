@@ -32,14 +32,14 @@ def make_vec_env(
     env_kwargs: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Any:
-    """A Stable-Baselines3 `VecEnv` over `n_envs` copies of an env; `options` are the executor's own."""
+    """A Stable-Baselines3 `VecEnv` of `n_envs` copies of an env; `options` go to the executor."""
     vec_env_type = _vec_env_type()
     return vec_env_type(open_envs(env, n_envs, executor, seed or 0, env_kwargs, options), seed)
 
 
 @cache
 def _vec_env_type() -> Any:
-    # By name: SB3 is no dependency, and what is made of it must have the same types with and without it.
+    # Imported by name: SB3 is not a dependency, and types must check with and without it.
     try:
         base = import_module("stable_baselines3.common.vec_env").VecEnv
     except ModuleNotFoundError as error:
@@ -50,7 +50,7 @@ def _vec_env_type() -> Any:
 
 
 class _ExecutorVecEnv:
-    """An executor as Stable-Baselines3 knows envs; mixed with its VecEnv when that is there."""
+    """An executor with the interface of Stable-Baselines3; mixed with its VecEnv class."""
 
     num_envs: int
     render_mode: str | None
@@ -70,11 +70,11 @@ class _ExecutorVecEnv:
 
     @property
     def notes(self) -> list[str]:
-        """Why `auto` took this kind, which kinds could not start, which envs were rebuilt; one line each."""
+        """One line each: why `auto` chose this executor, which ones could not start, which envs were rebuilt."""
         return [*self._notes, *self.executor.notes]
 
     def reset(self) -> Any:
-        """Begin new episodes with the seeds and options that `seed` and `set_options` left, once."""
+        """Begin new episodes, with the seeds and options of `seed` and `set_options`."""
         now = self.executor.reset_envs(self._seeds, self._options)
         self.reset_infos = self._infos()
         self._seeds = [None] * self.num_envs
@@ -88,7 +88,7 @@ class _ExecutorVecEnv:
     def step_wait(self) -> tuple[Any, Array, Array, list[dict[str, Any]]]:
         """One step of all envs: observations, rewards, dones, and an info for each env."""
         now = lost_as_truncated(step(self.executor, self._actions))
-        # Copies, as the env may hand out the same dict again.
+        # Copies: the env may return the same dict again.
         infos = [{**info, "TimeLimit.truncated": False} for info in self._infos()]
         dones = now.terminated | now.truncated
         if dones.any():
@@ -111,8 +111,8 @@ class _ExecutorVecEnv:
             }
         seconds = round(perf_counter() - self._began, 6)
         for episode in now.ended:
-            told = {"r": round(episode.total_reward, 6), "l": episode.length, "t": seconds}
-            infos[episode.env_id].setdefault("episode", told)
+            statistics = {"r": round(episode.total_reward, 6), "l": episode.length, "t": seconds}
+            infos[episode.env_id].setdefault("episode", statistics)
 
     def close(self) -> None:
         """Close every env."""
@@ -129,18 +129,18 @@ class _ExecutorVecEnv:
     def env_method(
         self, method_name: str, *method_args: Any, indices: int | Iterable[int] | None = None, **kwargs: Any
     ) -> list[Any]:
-        """What the method of each env returns."""
+        """The result of the method for each env."""
         return self.executor.apply(_CallMethod(method_name, method_args, kwargs), _places(indices))
 
     def env_is_wrapped(self, wrapper_class: type, indices: int | Iterable[int] | None = None) -> list[bool]:
-        """Whether each env has the wrapper; Monitor counts as one, its statistics being in the infos."""
+        """Whether each env has the wrapper; always true for Monitor, whose statistics are in the infos."""
         is_monitor = wrapper_class.__module__ == "stable_baselines3.common.monitor"
         return [
             is_monitor or has for has in self.executor.apply(_HasWrapper(wrapper_class), _places(indices))
         ]
 
     def get_images(self) -> list[Any]:
-        """A frame of each env, None where they are not rendered to arrays."""
+        """A frame of each env; None unless the render mode is rgb_array."""
         if self.render_mode != "rgb_array":
             return [None] * self.num_envs
         return self.env_method("render")
@@ -153,7 +153,7 @@ def _places(indices: int | Iterable[int] | None) -> list[int] | None:
 
 
 class _CallMethod:
-    """Calls an env's method; picklable, so that it reaches envs in other processes."""
+    """Calls a method of an env; picklable for envs in other processes."""
 
     def __init__(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._name, self._args, self._kwargs = name, args, kwargs
@@ -163,7 +163,7 @@ class _CallMethod:
 
 
 class _HasWrapper:
-    """Looks for a wrapper around an env; picklable as well."""
+    """Whether an env has a wrapper; picklable for envs in other processes."""
 
     def __init__(self, wrapper: type) -> None:
         self._wrapper = wrapper

@@ -53,7 +53,7 @@ class SpanFile:
         self._thread.start()
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write the remaining spans."""
         self._ended.set()
         self._thread.join()
         self._drain()
@@ -95,7 +95,7 @@ class SpanFile:
 
 @dataclass(frozen=True)
 class Lane:
-    """The spans of one lane, in order, none over another."""
+    """The spans of one lane, in order and without overlaps."""
 
     name: str
     clock: str
@@ -108,7 +108,7 @@ class Lane:
 
     @property
     def wall(self) -> float:
-        """Seconds from the first span's start to the last one's end."""
+        """Seconds from the start of the first span to the end of the last."""
         return float(self.end[-1] - self.start[0]) if len(self.start) else 0.0
 
     def total(self) -> dict[str, float]:
@@ -116,7 +116,7 @@ class Lane:
         return dict(zip(self.phases, self.seconds.sum(axis=0).tolist(), strict=True))
 
     def until(self, times: npt.ArrayLike) -> Floats:
-        """Seconds of each phase (column) from the start up to each time (row); a span's are spread evenly."""
+        """Seconds of each phase (column) up to each time (row); within a span they are spread evenly."""
         edges = np.column_stack((self.start, self.end)).ravel()
         sums = np.cumsum(self.seconds, axis=0)
         stairs = np.stack((sums - self.seconds, sums), axis=1).reshape(len(edges), len(self.phases))
@@ -130,12 +130,11 @@ class Spans:
 
     lanes: Mapping[str, Lane] = field(default_factory=dict)
     """By name: the learner first, then the device, then the collectors by number."""
-    began: float | None = None
     problems: Sequence[str] = ()
 
     @property
     def end(self) -> float:
-        """When the last span of any lane ended."""
+        """The end of the last span of any lane."""
         return max((float(lane.end[-1]) for lane in self.lanes.values()), default=0.0)
 
     @property
@@ -150,14 +149,11 @@ class _Rows:
     def __init__(self) -> None:
         self._rows: dict[tuple[str, str], list[Row]] = {}
         self._offset = 0.0
-        self.began: float | None = None
         self.n_dropped = self.n_wrong = 0
 
     def take(self, record: Record) -> None:
         if "began" in record:
             self._offset = max(0.0, number(record.get("offset")) or 0.0)
-            if self.began is None and (began := number(record["began"])) is not None:
-                self.began = began - self._offset
             # A resumed run repeats what came after its checkpoint.
             self._rows = {key: _clip(rows, 0.0, self._offset) for key, rows in self._rows.items()}
         elif "dropped" in record:
@@ -195,7 +191,7 @@ def read_spans(path: Path) -> Spans:
         problems.append(f"{plural(rows.n_dropped, 'span')} lost in writing")
     if n_cut:
         problems.append(f"{plural(n_cut, 'span')} cut where they overlap others of their lane")
-    return Spans(lanes, rows.began, problems)
+    return Spans(lanes, problems)
 
 
 class SpanFollower:
@@ -219,7 +215,7 @@ class SpanFollower:
 
 
 def make_lane(name: str, clock: str, rows: Sequence[Row]) -> tuple[Lane, int]:
-    """A lane of the spans in order, each cut where an earlier one lies, and how many had to be cut."""
+    """A lane of the spans in order, each cut where it overlaps an earlier one, and how many were cut."""
     rows = sorted((row for row in rows if row[1] > row[0]), key=lambda row: row[0])
     phases = tuple(dict.fromkeys(phase for _, _, seconds in rows for phase in seconds))
     start = np.array([row[0] for row in rows], float)
@@ -235,7 +231,7 @@ def make_lane(name: str, clock: str, rows: Sequence[Row]) -> tuple[Lane, int]:
 
 
 def _row(record: Record, offset: float) -> Row | None:
-    """The start, end and phases of a span line on the run's clock; None if it is not one."""
+    """Start, end and phases of a record on the run's clock; None if it is not a valid span."""
     start, end = number(record.get("start")), number(record.get("end"))
     phases, lane, clock = record.get("phases"), record.get("lane"), record.get("clock", "host")
     if start is None or end is None or not isinstance(phases, dict) or not phases:
@@ -266,7 +262,7 @@ def _clip(rows: Iterable[Row], since: float, until: float) -> list[Row]:
 
 
 def _lane_order(key: tuple[str, str]) -> tuple[int, int, str]:
-    """Sorts lanes given as (name, clock): learner, device, collectors by number."""
+    """Sort key of lanes given as (name, clock): learner, device, collectors by number."""
     name = key[0]
     number_in_name = name.rpartition(" ")[2]
     rank = {"learner": 0, "device": 1}.get(name, 2 if name.startswith("collector") else 3)

@@ -28,32 +28,27 @@ from flatout.views.figures import mean_and_std, percent, rate, seconds_text
 from flatout.views.text import busy_seconds, learner_wall, run_findings, summary_lines, verdict
 
 _TINY = 0.005
-"""Causes of idleness below this share are shown together."""
+"""Causes of idle time below this share are shown together."""
 MOST_POINTS = 1000
 MOST_LANES = 12
 MOST_SPANS = 5000
 N_WINDOWS = 5
-"""Stretches shown span by span when there are too many spans for all of them."""
+"""Windows of time shown span by span when there are too many spans to show all."""
 _N_BINS = 400
 _N_TIMES = 150
 _SMOOTH = 0.04
-"""Each point of a curve over time is a mean over this part of the run before and after it."""
+"""Each point of a curve over time is a mean over this share of the run before and after it."""
 
 
 def write_report(folder: Path, findings: Sequence[Finding] | None = None) -> Path:
-    """Write report.html into a run's folder, whole or not at all."""
+    """Write report.html into a run's folder."""
     path = folder / "report.html"
-    write_text(path, build_report(folder, findings))
+    write_text(path, report_page(read_run(folder), findings))
     return path
 
 
-def build_report(folder: Path, findings: Sequence[Finding] | None = None) -> str:
-    """The page of a run."""
-    return report_page(read_run(folder), findings)
-
-
 def report_page(records: RunRecords, findings: Sequence[Finding] | None = None) -> str:
-    """The page of a run whose records are read."""
+    """The page of a run."""
     data = json.dumps(page_data(records), separators=(",", ":"), allow_nan=False)
     parts = {
         "name": escape(records.path.resolve().name),
@@ -69,7 +64,7 @@ def report_page(records: RunRecords, findings: Sequence[Finding] | None = None) 
         "figures": _table(summary_lines(records.summary)),
         "css": _asset("page.css"),
         "js": _asset("page.js"),
-        # `<` cannot end the script this way, and JSON reads it back as it was.
+        # Escaped, `<` cannot end the script; JSON reads it back unchanged.
         "data": data.replace("<", "\\u003c"),
     }
     return Template(_asset("page.html")).substitute(parts)
@@ -189,7 +184,7 @@ def curve(records: RunRecords) -> dict[str, Any]:
         return {"steps": [], "seconds": [], "return": [], "eval": []}
     steps, seconds, returns, evaluated = columns
     kept = _spread(np.flatnonzero(np.isfinite(steps) & np.isfinite(seconds)), MOST_POINTS)
-    # Evaluations are rare and each counts: none is left out with its row.
+    # Evaluations are rare: all of them are kept.
     tested = _spread(np.flatnonzero(np.isfinite(evaluated) & np.isfinite(steps)), MOST_POINTS)
     return {
         "steps": plain(steps[kept]),
@@ -200,7 +195,7 @@ def curve(records: RunRecords) -> dict[str, Any]:
 
 
 def over_time(records: RunRecords) -> dict[str, Any]:
-    """Steps/s, learner busy and the machine's use over the wall time, each point a mean around its time."""
+    """Steps/s, learner busy and the machine's load over wall time; each point is a mean around its time."""
     seconds, samples = records.metrics.get("time/time_elapsed", np.zeros(0)), records.samples
     end = max(records.spans.end, _last(seconds), _last(samples.t))
     if end <= 0:
@@ -216,7 +211,7 @@ def over_time(records: RunRecords) -> dict[str, Any]:
 
 
 def gantt(spans: Spans) -> dict[str, Any]:
-    """The lanes in bins over the whole run, and in detail where there is room for it."""
+    """The lanes in bins over the whole run, and span by span where there is room."""
     lanes = [_idle_last(lane) for lane in list(spans.lanes.values())[:MOST_LANES]]
     phases = list(dict.fromkeys(phase for lane in lanes for phase in lane.phases))
     windows = _windows(lanes)
@@ -241,26 +236,26 @@ def gantt(spans: Spans) -> dict[str, Any]:
 
 
 def _idle_last(lane: Lane) -> Lane:
-    """The lane with its useful phases first: they are drawn from the ground up, the idle ones above."""
+    """The lane with its busy phases first: they are drawn at the bottom, the idle ones above."""
     order = sorted(range(len(lane.phases)), key=lambda column: is_idle(lane.name, lane.phases[column]))
     phases = tuple(lane.phases[column] for column in order)
     return replace(lane, phases=phases, seconds=lane.seconds[:, order])
 
 
 def _windows(lanes: list[Lane]) -> list[tuple[float, float]]:
-    """The stretches that are shown span by span: all, or a few spread over the run."""
+    """The windows shown span by span: the whole run, or a few windows spread over it."""
     if not lanes or sum(len(lane.start) for lane in lanes) <= MOST_SPANS:
         return [(0.0, max((float(lane.end[-1]) for lane in lanes), default=0.0))]
     starts = np.sort(np.concatenate([lane.start for lane in lanes]))
     size = MOST_SPANS // N_WINDOWS
-    # By count, not by time: where spans are many is where they are fine.
+    # Spread by count, not by time: where there are many spans, they are fine.
     first = np.linspace(0, len(starts) - size - 1, N_WINDOWS).astype(int)
     windows = [(float(starts[i]), float(starts[i + size])) for i in first]
     return [(begin, end) for begin, end in windows if end > begin]
 
 
 def _detail(lane: Lane, phases: list[str], begin: float, end: float) -> dict[str, Any]:
-    """The spans that lie in the window: start and length in µs, and the phase, or the shares of several."""
+    """The spans in a window: start and length in µs, and the phase, or the milliseconds of several."""
     inside = np.flatnonzero((lane.start >= begin) & (lane.end <= end + 1e-9))
     start = np.rint(1e6 * (lane.start[inside] - begin)).astype(int)
     stop = np.rint(1e6 * (lane.end[inside] - begin)).astype(int)
@@ -277,14 +272,14 @@ def _detail(lane: Lane, phases: list[str], begin: float, end: float) -> dict[str
     }
 
 
-def _slope(times: Floats, sums: Floats, t: Floats) -> Floats:
-    """What the growing sums gain per second around each time; NaN outside of what they cover."""
+def _per_second(times: Floats, sums: Floats, t: Floats) -> Floats:
+    """The growth per second of cumulative sums around each time; NaN outside their range."""
     half = _SMOOTH * (t[-1] - t[0])
     low, high = np.maximum(t - half, times[0]), np.minimum(t + half, times[-1])
     covered = (high > low) & (t >= times[0]) & (t <= times[-1])
     gained = np.interp(high, times, sums) - np.interp(low, times, sums)
-    slope: Floats = np.divide(gained, high - low, out=np.full(len(t), np.nan), where=covered)
-    return slope
+    rates: Floats = np.divide(gained, high - low, out=np.full(len(t), np.nan), where=covered)
+    return rates
 
 
 def _rate(seconds: Floats, steps: Floats, t: Floats) -> Floats:
@@ -293,7 +288,7 @@ def _rate(seconds: Floats, steps: Floats, t: Floats) -> Floats:
         return np.zeros(0)
     times, sums = np.append(0.0, seconds[known]), np.append(0.0, steps[known])
     order = np.argsort(times, kind="stable")
-    return _slope(times[order], sums[order], t)
+    return _per_second(times[order], sums[order], t)
 
 
 def _busy(lane: Lane | None, t: Floats) -> Floats:
@@ -301,11 +296,11 @@ def _busy(lane: Lane | None, t: Floats) -> Floats:
         return np.zeros(0)
     times = np.column_stack((lane.start, lane.end)).ravel()
     columns = [i for i, phase in enumerate(lane.phases) if not is_idle(lane.name, phase)]
-    return np.minimum(1.0, _slope(times, lane.until(times)[:, columns].sum(axis=1), t))
+    return np.minimum(1.0, _per_second(times, lane.until(times)[:, columns].sum(axis=1), t))
 
 
 def _means(times: Floats, values: Floats, t: Floats) -> Floats:
-    """The mean of the values around each time; nothing at all if none is known."""
+    """The mean of the values around each time; empty if none is known."""
     known = np.isfinite(values) & np.isfinite(times)
     if not known.any():
         return np.zeros(0)
@@ -324,12 +319,12 @@ def _last(values: Floats) -> float:
 
 
 def _spread(indices: npt.NDArray[np.intp], most: int) -> npt.NDArray[np.intp]:
-    """At most `most` of the indices, evenly spread, the last one included."""
+    """At most `most` of the indices, evenly spread, including the last."""
     chosen = np.linspace(0, len(indices) - 1, min(len(indices), most)).astype(int)
     return np.asarray(indices[chosen], np.intp)
 
 
 def plain(values: Floats, digits: int = 0) -> list[float | int | None]:
-    """Numbers as JSON has them, short; None for what is not finite."""
+    """Rounded numbers for JSON; None for NaN and infinity."""
     rounded = [round(v, digits) if np.isfinite(v) else None for v in values.tolist()]
     return [int(v) if v is not None and v == int(v) else v for v in rounded]

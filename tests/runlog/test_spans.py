@@ -5,14 +5,13 @@ from pathlib import Path
 import pytest
 
 from flatout.runlog.spans import SpanFollower, read_spans
-from tests.runlog.lane_examples import BEGAN, chain, cut, folded, lockstep, overlap, write_lines
+from tests.runlog.lane_examples import chain, cut, folded, lockstep, overlap, write_lines
 
 
 def test_a_whole_file_gives_every_lane_on_its_clock(tmp_path: Path) -> None:
     spans = read_spans(write_lines(tmp_path / "spans.jsonl", overlap(n_collectors=11)))
     assert list(spans.lanes) == ["learner", "device", *(f"collector {i}" for i in range(11))]
     assert spans.problems == []
-    assert spans.began == BEGAN
     assert [spans.lanes[name].clock for name in ("learner", "device", "collector 3")] == [
         "host",
         "device",

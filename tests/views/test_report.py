@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from flatout.errors import FlatoutError
-from flatout.views.report import build_report, write_report
+from flatout.runlog.records import read_run
+from flatout.views.report import report_page, write_report
 from tests.runlog.lane_examples import CONFIG, chain, metrics, write_killed_run, write_lines, write_run
 from tests.views.test_text import FINDING
 
@@ -70,7 +71,7 @@ def test_what_users_named_cannot_break_the_page(tmp_path: Path) -> None:
     nasty = "</script><script>alert(1)</script>"
     folder = write_run(tmp_path / "a", config=CONFIG | {"env": nasty, "env_kwargs": {nasty: nasty}})
     write_lines(folder / "spans.jsonl", chain("learner", [(nasty, 1.0), ("update", 1.0)]))
-    html = build_report(folder)
+    html = report_page(read_run(folder))
     assert "<script>alert" not in html
     assert Page(html).data["gantt"]["phases"] == ["update", nasty]
 
@@ -83,7 +84,7 @@ def test_a_long_run_still_makes_a_small_page(tmp_path: Path) -> None:
         work = [("wait", 0.01), ("update", 0.02)] if lane == "learner" else [("act", 0.01), ("env", 0.02)]
         spans += chain(lane, work * 500)
     write_lines(folder / "spans.jsonl", spans)
-    html = build_report(folder)
+    html = report_page(read_run(folder))
     page = Page(html)
     assert len(html) < 300_000
     assert len(page.data["curve"]["steps"]) <= 1000
@@ -98,13 +99,13 @@ def test_a_long_run_still_makes_a_small_page(tmp_path: Path) -> None:
 
 
 def test_a_killed_and_an_empty_run_say_what_is_missing(tmp_path: Path) -> None:
-    killed = Page(build_report(write_killed_run(tmp_path / "a")))
+    killed = Page(report_page(read_run(write_killed_run(tmp_path / "a"))))
     assert "Killed: 31,000 env steps" in killed.text
     assert "spans.jsonl ends in an incomplete line" in killed.text
     empty = tmp_path / "b"
     empty.mkdir()
     (empty / "config.json").write_text(json.dumps(CONFIG))
-    page = Page(build_report(empty))
+    page = Page(report_page(read_run(empty)))
     for name in ("summary.json", "metrics.csv", "spans.jsonl", "samples.jsonl", "system.json"):
         assert f"{name} is missing" in page.text
     assert page.data["gantt"]["lanes"] == []
@@ -114,7 +115,7 @@ def test_a_killed_and_an_empty_run_say_what_is_missing(tmp_path: Path) -> None:
 def test_lost_envs_are_told_with_their_traceback(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "a")
     (folder / "faults.log").write_text("2026-11-16 env 3 died\nTraceback <here>\n")
-    text = Page(build_report(folder)).text
+    text = Page(report_page(read_run(folder))).text
     assert "Envs were lost and rebuilt" in text
     assert "Traceback <here>" in text
 
