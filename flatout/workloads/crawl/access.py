@@ -176,14 +176,14 @@ def _shape_refusal(url: str) -> str | None:
     return None
 
 
-MAX_BYTES = 500_000
+MAX_ROBOTS_BYTES = 500_000
 
 
 class Robots:
     """A host's robots.txt as RFC 9309 reads it: our group or `*`, the longest matching rule, `*` and `$`."""
 
     def __init__(self, text: str, agent: str) -> None:
-        rules, delay = _group(text[:MAX_BYTES], agent.lower())
+        rules, delay = _group(text[:MAX_ROBOTS_BYTES], agent.lower())
         self.delay = delay
         """Crawl-delay in seconds; 0: none."""
         self._rules = sorted(
@@ -234,8 +234,8 @@ def _compiled(pattern: str) -> re.Pattern[str]:
     return re.compile(".*?".join(map(re.escape, parts)) + (r"\Z" if ends else ""), re.DOTALL)
 
 
-EVERYTHING = Robots("", "")
-NOTHING = Robots("User-agent: *\nDisallow: /", "")
+ALLOW_ALL = Robots("", "")
+DISALLOW_ALL = Robots("User-agent: *\nDisallow: /", "")
 
 
 MAX_PAUSE = 3600.0

@@ -24,6 +24,9 @@ USER_AGENT = "flatout-crawl/0.1 (reinforcement learning; obeys robots.txt)"
 AGENT_NAME = "flatout-crawl"
 ENCODINGS = "gzip, deflate"
 RETRY_HEADER = "X-Retry-Attempt"
+MAX_HEAD = READ_SIZE = 65_536
+
+Connection: TypeAlias = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +65,6 @@ class Client(Protocol):
     async def close(self) -> None:
         """Close all connections."""
         ...
-
-
-MAX_HEAD = READ_SIZE = 65_536
-
-Connection: TypeAlias = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class LoopbackClient:

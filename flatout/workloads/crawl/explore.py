@@ -18,6 +18,8 @@ from flatout.workloads.crawl.page import Anchor, Page, Templates, parse_cached
 
 if TYPE_CHECKING:
     import networkx as nx
+MAX_TRIES = 2
+"""Largest number of requests for a page that fails."""
 
 
 @dataclass(slots=True)
@@ -73,10 +75,6 @@ class LinkGraph:
         import networkx as nx
 
         nx.write_graphml(self.to_networkx(), path)
-
-
-MAX_TRIES = 2
-"""Largest number of requests for a page that fails."""
 
 
 @dataclass(slots=True, eq=False)

@@ -14,9 +14,9 @@ from urllib.parse import urljoin, urlsplit
 from weakref import WeakKeyDictionary
 
 from flatout.workloads.crawl.access import (
-    EVERYTHING,
-    MAX_BYTES,
-    NOTHING,
+    ALLOW_ALL,
+    DISALLOW_ALL,
+    MAX_ROBOTS_BYTES,
     Fault,
     RateLimiter,
     Robots,
@@ -30,6 +30,11 @@ ROBOTS_SECONDS = 3600.0
 ROBOTS_TIMEOUT = 10.0
 WEB_RATE = 2.0
 """Default requests/s to a host that is not on this machine."""
+MAX_REDIRECTS = 5
+MAX_WAIT = 30.0
+"""Longest wait for the rate limit in seconds; more is a fault."""
+HTML = ("text/html", "application/xhtml+xml")
+REDIRECTS = (301, 302, 303, 307, 308)
 
 
 class LiveClient:
@@ -84,12 +89,12 @@ class Network:
     async def _fetch_robots(self, origin: str) -> Robots:
         url = f"{origin}/robots.txt"
         async with asyncio.timeout(ROBOTS_TIMEOUT):
-            response = await self.client.get(url, 0, MAX_BYTES)
+            response = await self.client.get(url, 0, MAX_ROBOTS_BYTES)
         if response.status >= 500 or response.status == 429:
-            return NOTHING
+            return DISALLOW_ALL
         if response.status != 200:
-            return EVERYTHING
-        return Robots(response.decoded(MAX_BYTES).decode("utf-8", "replace"), AGENT_NAME)
+            return ALLOW_ALL
+        return Robots(response.decoded(MAX_ROBOTS_BYTES).decode("utf-8", "replace"), AGENT_NAME)
 
     async def close(self) -> None:
         """Cancel pending requests and close all connections."""
@@ -132,13 +137,6 @@ def _client(origin: str, record: Path | None, replay: Path | None) -> Client:
     return Recorder(LiveClient(), Folder(record, origin)) if record is not None else LiveClient()
 
 
-MAX_REDIRECTS = 5
-MAX_WAIT = 30.0
-"""Longest wait for the rate limit in seconds; more is a fault."""
-HTML = ("text/html", "application/xhtml+xml")
-REDIRECTS = (301, 302, 303, 307, 308)
-
-
 @dataclass(slots=True)
 class Attempt:
     """The result of fetching a page."""
@@ -148,7 +146,7 @@ class Attempt:
     n_requests: int = 0
     html: str | None = None
     fault: Fault | None = None
-    robots: Robots = NOTHING
+    robots: Robots = DISALLOW_ALL
     """The robots.txt of the page's host."""
     origin: str = ""
 

@@ -63,8 +63,6 @@ class Replayer:
     """Returns stored responses, and a fault for anything else; never uses the network."""
 
     def __init__(self, folder: Folder) -> None:
-        if not folder.path.is_dir():
-            raise FlatoutError(f"replay folder {folder.path} does not exist; record a crawl into it first")
         self._folder = folder
 
     async def get(self, url: str, attempt: int, max_bytes: int) -> Response:

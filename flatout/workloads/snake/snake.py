@@ -20,6 +20,18 @@ from flatout.workloads.snake.games import SnakeGames
 from flatout.workloads.snake.rules import MOVES
 from flatout.workloads.validate import check_choice
 
+Place = tuple[int, int]
+"""Row and column."""
+Colour = tuple[int, int, int]
+
+LONGEST = 640
+"""Largest side of the image in pixels."""
+FINE = 4
+"""Supersampling factor, for smooth edges."""
+GROUND, GROUND_2, EDGE = (22, 27, 34), (26, 32, 40), (56, 66, 80)
+HEAD, TAIL = (126, 231, 135), (35, 112, 61)
+FOOD, SHINE, EYE = (255, 107, 107), (255, 190, 180), (13, 17, 23)
+
 
 class Snake(gym.Env[dict[str, Any], Any]):
     """Eat food and grow; the game ends at a wall or the snake's own body. Takes the keywords of `Rules`."""
@@ -63,19 +75,6 @@ def _first(obs: dict[str, Tensor]) -> dict[str, Any]:
         "view": obs["view"][0].numpy().copy(),
         MASK_KEY: obs[MASK_KEY][0].numpy().astype(np.int8),
     }
-
-
-Place = tuple[int, int]
-"""Row and column."""
-Colour = tuple[int, int, int]
-
-LONGEST = 640
-"""Largest side of the image in pixels."""
-FINE = 4
-"""Supersampling factor, for smooth edges."""
-GROUND, GROUND_2, EDGE = (22, 27, 34), (26, 32, 40), (56, 66, 80)
-HEAD, TAIL = (126, 231, 135), (35, 112, 61)
-FOOD, SHINE, EYE = (255, 107, 107), (255, 190, 180), (13, 17, 23)
 
 
 @dataclass(frozen=True, slots=True)
