@@ -177,7 +177,7 @@ def short_benchmark(agent: Agent, seconds: float) -> BenchmarkResult:
 
     compilation = agent._started(10**9).learner.compilation
     if compilation is not None:
-        compilation.only_kept = True
+        compilation.only_cached = True
     agent.learn(10**9, callback=watch)
     (first_at, first), (last_at, last) = seen[0], seen[-1]
     wall = max(last_at - first_at, 1e-9)

@@ -1,7 +1,6 @@
-"""The whole update as compiled code, made by another process while this one learns on, and kept between runs.
+"""The compiled backend: the whole update as a library, compiled by a child process while the run continues.
 
-Comes in: what an update is made of. Goes out: a library that computes the same step. The key under which it is kept
-names everything that its code depends on, so an old one is never taken for a new one.
+Libraries are cached between runs, under a key made of everything that their code depends on.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from flatout.learning.update import Batch, Step, Update
 
 DONE = b"D"
 WORTH_SECONDS = 90.0
-"""A run whose updates would take this long without a compiled one gets it; compiling is half a minute of a core."""
+"""Compile where the remaining updates would take at least this long; compiling takes half a minute of a core."""
 MAX_SECONDS = 600.0
 STALE_SECONDS = 3600.0
 
@@ -53,7 +52,7 @@ class MakesLearner(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
-    """What an update's code depends on."""
+    """What the code of an update depends on, and how to make that update."""
 
     spec: MakesLearner
     device: str
@@ -61,7 +60,7 @@ class Recipe:
     n_threads: int
 
     def key(self) -> str:
-        """A name that changes with anything the code depends on, our own source included."""
+        """Changes with anything that the code depends on, flatout's own source included."""
         facts = self.spec.update_facts() | {
             "device": self.device,
             "precision": self.precision,
@@ -73,8 +72,8 @@ class Recipe:
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:24]
 
 
-def kept(recipe: Recipe) -> Path:
-    """Where this update's library is, or would be."""
+def cached_path(recipe: Recipe) -> Path:
+    """Where this update's library is cached, or would be."""
     return cache_folder() / "updates" / f"{recipe.key()}.so"
 
 
@@ -84,13 +83,13 @@ _pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)
 _capsule = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)(
     ("PyCapsule_New", ctypes.pythonapi)
 )
-"""How torch hands tensors to C and takes them back."""
+"""PyTorch passes tensors to and from C in PyCapsules."""
 
 
 def load(path: Path) -> Step:
-    """A kept library as a step."""
-    # Not through torch's own loader: that keeps Python's lock for the whole call, and whoever collects meanwhile
-    # in this process stands still. ctypes lets go of it.
+    """A cached library as a step."""
+    # Not by torch's own loader: it holds the GIL for the whole call, which would block a collector in this process.
+    # ctypes releases it.
     library = ctypes.CDLL(str(path))
     container, n_outputs = ctypes.c_void_p(), ctypes.c_size_t()
     create, count = (
@@ -128,7 +127,7 @@ def load(path: Path) -> Step:
 
 
 def compile_to(path: Path, update: Update[Any], batch: Any) -> None:
-    """Trace the step, compile it, and keep it under `path`, whole or not at all."""
+    """Trace and compile the step, and write the library to `path` atomically."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
     groups = [[tensor.detach().clone() for tensor in group] for group in update.inputs(batch)]
@@ -142,14 +141,14 @@ def compile_to(path: Path, update: Update[Any], batch: Any) -> None:
 
     inputs = tuple(tensor for group in groups for tensor in group)
     path.parent.mkdir(parents=True, exist_ok=True)
-    _clear_away(path.parent)
+    _remove_stale(path.parent)
     folder = Path(tempfile.mkdtemp(dir=path.parent))
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             traced = make_fx(flat_step)(*inputs)
             exported = torch.export.export(traced, inputs, strict=False)
-            # Only the step itself is wanted on disk, not the compiler's working files.
+            # Keep the compiler's working files out of the cache.
             os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder / "work"))
             torch._inductor.aoti_compile_and_package(exported, package_path=str(folder / "update.pt2"))
         os.replace(_library_in(folder / "update.pt2", folder), path)
@@ -157,8 +156,8 @@ def compile_to(path: Path, update: Update[Any], batch: Any) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _clear_away(folder: Path) -> None:
-    """Remove what compilers left behind that were killed."""
+def _remove_stale(folder: Path) -> None:
+    """Remove the files of compilers that were killed."""
     for left in folder.glob("tmp*"):
         with suppress(OSError):
             if time() - left.stat().st_mtime > STALE_SECONDS:
@@ -166,7 +165,7 @@ def _clear_away(folder: Path) -> None:
 
 
 def _library_in(package: Path, folder: Path) -> Path:
-    """The shared library of a package, taken out of it; it must be all that the step needs."""
+    """Extract the shared library of a package; it must be all that the step needs."""
     with zipfile.ZipFile(package) as archive:
         names = archive.namelist()
         (library,) = (name for name in names if name.endswith(".so"))
@@ -189,26 +188,26 @@ class CompiledBackend(Generic[Batch]):
 
 
 class Compilation:
-    """Brings a compiled update into a run: a kept one at once, else a new one when it is ready and found the same.
+    """Brings a compiled update into a run: a cached one at once, else a new one when it is ready and checked.
 
-    `wait`: let the run wait for it, so that every update is the compiled one.
+    `wait`: the run waits for it, so that every update is compiled.
     """
 
     def __init__(self, recipe: Recipe, *, wait: bool) -> None:
-        self._recipe, self._wait, self._path = recipe, wait, kept(recipe)
-        self._worker: Background | None = None
+        self._recipe, self._wait, self._path = recipe, wait, cached_path(recipe)
+        self._worker: CompilerProcess | None = None
         self._given_up = False
-        self.only_kept = False
-        """Take a compiled update if one is kept, but begin none: while a compiler runs nothing can be timed."""
+        self.only_cached = False
+        """Use a cached update, but start no compilation: while a compiler runs nothing can be timed."""
         self.seconds = 0.0
         """How long the run waited for it."""
         self.notes: list[str] = []
-        """What a user should know, one line each."""
+        """Messages for the user, one line each."""
 
     def visit(self, update: Update[Any], batch: Any, *, seconds_left: float) -> None:
-        """Give `update` its compiled step if there is one by now; called between rollouts.
+        """Switch `update` to the compiled backend if it is ready; called between rollouts.
 
-        `seconds_left`: what the updates still to come would take without one.
+        `seconds_left`: what the remaining updates would take without it.
         """
         if self._given_up:
             return
@@ -216,7 +215,7 @@ class Compilation:
         try:
             if self._path.exists():
                 self._take(update, batch)
-            elif self._wait or (not self.only_kept and (self._worker or seconds_left > WORTH_SECONDS)):
+            elif self._wait or (not self.only_cached and (self._worker or seconds_left > WORTH_SECONDS)):
                 self._advance(update, batch)
         except Exception as error:
             self._give_up(str(error).split("\n")[0])
@@ -231,7 +230,7 @@ class Compilation:
 
     def _advance(self, update: Update[Any], batch: Any) -> None:
         if self._worker is None:
-            self._worker = Background(self._recipe, self._path)
+            self._worker = CompilerProcess(self._recipe, self._path)
             if not self._wait:
                 self.notes.append("compiling the update in the background")
         problem = self._worker.poll(MAX_SECONDS if self._wait else 0.0)
@@ -258,7 +257,7 @@ class Compilation:
         self.notes.append(f"learning without a compiled update: {why}")
 
 
-class Background:
+class CompilerProcess:
     """A compilation in a process of its own."""
 
     def __init__(self, recipe: Recipe, path: Path) -> None:
@@ -266,7 +265,7 @@ class Background:
         self._child = ChildProcess("flatout compiler", compiler_main, (recipe, str(path)), None)
 
     def poll(self, seconds: float = 0.0) -> str | None:
-        """None while it works, "" when the library is there, else why there will be none."""
+        """None while it compiles, "" when the library is there, else the reason why it failed."""
         try:
             if not self._child.connection.poll(seconds):
                 return None
@@ -277,16 +276,14 @@ class Background:
         return "" if answer == DONE else str(answer[1:], errors="replace").split("\n")[0] or "unknown"
 
     def close(self) -> None:
-        """End it, finished or not."""
+        """Stop it, finished or not."""
         self._child.kill()
 
 
 def compiler_main(connection: Connection, recipe: Recipe, path: str) -> None:
-    """The compiling process: builds an update like the run's own, on the same kind of device, and compiles it."""
+    """Main function of the compiling process: makes an update like the run's own and compiles it."""
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
-    with suppress(
-        ImportError
-    ):  # the tracer shows no progress, but would make a semaphore that a kill leaves behind
+    with suppress(ImportError):  # the tracer's progress bar would make a semaphore that a kill leaves behind
         import_module("tqdm").tqdm.set_lock(threading.RLock())
     torch.set_num_threads(recipe.n_threads)
     learner = recipe.spec.make_learner(recipe.device, recipe.precision)
@@ -296,18 +293,18 @@ def compiler_main(connection: Connection, recipe: Recipe, path: str) -> None:
 
 
 def check_same(update: Update[Any], step: Step, batch: Any) -> None:
-    """Raise where a compiled step does not do to this minibatch what the update itself does."""
+    """Raise where a compiled step computes something else for this minibatch than the update."""
     want = update.next_state(batch)
     got = step(*update.inputs(batch))
     for a, b in zip(got, want, strict=True):
         a, b = a.float(), b.float()
         limit = 1e-3 * b.abs().max().clamp(min=1e-3)
         if a.shape != b.shape or not bool(((a - b).abs() <= limit).all()):
-            raise FlatoutError("the compiled update does not compute what the update does; it is not used")
+            raise FlatoutError("the compiled update differs from the eager one; it is not used")
 
 
 def _source_hash() -> str:
-    """Of every file whose code a step is traced from."""
+    """A hash of every file whose code a step is traced from."""
     root = Path(__file__).parent.parent
     files = sorted(p for room in ("algorithms", "learning", "models") for p in (root / room).rglob("*.py"))
     digest = hashlib.sha256()

@@ -34,7 +34,7 @@ VISIT_SECONDS = 0.2
 class Compiles(Protocol):
     """Brings a compiled backend into a run once there is one."""
 
-    only_kept: bool
+    only_cached: bool
     """Whether to begin no compilation."""
     notes: list[str]
     """Messages for the user, one line each."""

@@ -1,4 +1,4 @@
-"""Out of memory is no end: the work is done again in smaller parts, with the same result.
+"""Out-of-memory handling: the work is repeated in smaller parts, with the same result.
 
 Parts are halved until they fit, and stay that small for the rest of the run.
 """
@@ -15,11 +15,11 @@ from torch import Tensor
 T = TypeVar("T")
 
 SHARE_OF_FREE = 0.5
-"""How much of the free memory one part's activations may take; the rest is for gradients, copies and fragments."""
+"""Fraction of the free memory that one part's activations may take; the rest is for gradients and copies."""
 
 
 class PartSize:
-    """How many rows are worked on at once; shrinks when memory runs out."""
+    """How many samples are processed at once; shrinks when memory runs out."""
 
     def __init__(self, n_rows: int) -> None:
         self.n_rows = n_rows
@@ -28,9 +28,9 @@ class PartSize:
         """One line for each time memory ran out."""
 
     def attempt(self, work: Callable[[], T]) -> T:
-        """What `work` returns; while it runs out of memory it is done again with parts of half the size.
+        """What `work` returns; if it runs out of memory it is repeated with parts of half the size.
 
-        `work` must look up `n_rows` itself, and leave no trace when it fails.
+        `work` must read `n_rows` itself, and leave no trace when it fails.
         """
         while True:
             try:
@@ -39,14 +39,14 @@ class PartSize:
                 if not is_out_of_memory(error) or self.n_rows == 1:
                     raise
                 reason = str(error).split("\n")[0].split(". ")[0]
-            # Only here is the failed attempt, and all that its traceback held, gone.
+            # Outside the except block, so that the tensors that the traceback held are freed.
             self._shrink(reason)
 
     def _shrink(self, reason: str) -> None:
         before, self.n_rows = self.n_rows, -(-self.n_rows // 2)
         self.n_backoffs += 1
         self.notes.append(
-            f"out of memory with {before} rows at once; going on with {self.n_rows}, same result ({reason})"
+            f"out of memory with {before} samples at once; continuing with {self.n_rows}, same result ({reason})"
         )
         gc.collect()
         if torch.cuda.is_available():
@@ -54,26 +54,26 @@ class PartSize:
 
 
 def in_parts(function: Callable[[slice], Tensor], n_rows: int, size: int) -> Tensor:
-    """What `function` gives for all rows, so many at a time."""
+    """`function` of all rows, `size` at a time."""
     if size >= n_rows:
         return function(slice(None))
     return torch.cat([function(slice(i, i + size)) for i in range(0, n_rows, size)])
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that the device's or the host's memory is exhausted."""
+    """Whether an error means that the memory of the device or the host is exhausted."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and "not enough memory" in str(error)
 
 
 def bytes_per_row(loss: Callable[[], Tensor], n_rows: int) -> float:
-    """Bytes that the backward pass of `loss`, over so many rows, keeps for each of them."""
+    """Bytes per row that `loss`, over `n_rows` rows, saves for its backward pass."""
     kept: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        # What does not grow with the rows, such as the parameters, is there anyway.
+        # Tensors that do not grow with the rows, such as parameters, do not count.
         if tensor.ndim and tensor.shape[0] == n_rows:
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor

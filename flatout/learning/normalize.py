@@ -12,7 +12,7 @@ EPSILON = 1e-8
 
 
 class RunningMoments:
-    """Mean and variance of everything seen, merged batch by batch (Chan et al. 1979), in float64."""
+    """Running mean and variance, merged batch by batch (Chan et al. 1979), in float64."""
 
     def __init__(self, shape: tuple[int, ...], device: torch.device) -> None:
         self.mean = torch.zeros(shape, dtype=torch.float64, device=device)
@@ -20,7 +20,7 @@ class RunningMoments:
         self.count = torch.zeros((), dtype=torch.float64, device=device)
 
     def merge(self, rows: Tensor) -> None:
-        """Take in rows (B, ...)."""
+        """Merge rows (B, ...)."""
         rows = rows.double()
         n = float(len(rows))
         mean, var = rows.mean(0), rows.var(0, correction=0)
@@ -37,7 +37,7 @@ class RunningMoments:
 
 
 class RewardScaler:
-    """Divides rewards by the running deviation of the discounted return (Engstrom et al. 2020)."""
+    """Divides rewards by the running standard deviation of the discounted return (Engstrom et al. 2020)."""
 
     def __init__(self, n_envs: int, gamma: float, device: torch.device) -> None:
         self._gamma = gamma
@@ -46,8 +46,8 @@ class RewardScaler:
         """Each env's discounted return so far, discounted once more; zero where an episode just ended."""
 
     def scale(self, reward_tn: Tensor, ended_tn: Tensor) -> Tensor:
-        """Take in a rollout's rewards and return them scaled."""
-        # y[t] = r[t] + γ (1 - ended[t-1]) y[t-1] is the same scan, run the other way.
+        """Merge a rollout's rewards and return them scaled."""
+        # y[t] = r[t] + γ (1 - ended[t-1]) y[t-1] is the scan of GAE, forwards in time.
         decay = self._gamma * (~ended_tn).float()
         first = reward_tn.clone()
         first[0] += self.carry
@@ -59,5 +59,5 @@ class RewardScaler:
         return scaled.clamp(-REWARD_CLIP, REWARD_CLIP).float()
 
     def state(self) -> dict[str, Tensor]:
-        """Everything a checkpoint needs."""
+        """Everything that a checkpoint needs."""
         return {**self.moments.state(), "carry": self.carry}

@@ -22,7 +22,7 @@ from flatout.config.run_config import RunConfig
 from flatout.envs.make import EnvFactory
 from flatout.envs.spaces import ActionLayout, Array
 from flatout.envs.wrappers import blocking
-from flatout.learning.compile import Recipe, kept, load
+from flatout.learning.compile import Recipe, cached_path, load
 from flatout.learning.learner import TINY_BATCH, Learner
 from flatout.models.actor import make_actor
 from flatout.models.policy import Policy
@@ -232,7 +232,7 @@ class UpdateProbe:
 
     def _compiled_path(self, n_threads: int) -> Path:
         spec = self.config.learner_spec(self.policy.obs, self.policy.action)
-        return kept(Recipe(spec=spec, device="cpu", precision=self.precision, n_threads=n_threads))
+        return cached_path(Recipe(spec=spec, device="cpu", precision=self.precision, n_threads=n_threads))
 
     def fast(self, n_threads: int) -> UpdateCost | None:
         """The update by a backend other than eager; None if there is none."""

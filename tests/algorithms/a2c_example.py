@@ -69,7 +69,7 @@ def loss(model: ActorCritic, config: A2CConfig, batch: A2CMinibatch, _: Tensor) 
 class A2CLearner(Learner[A2CMinibatch]):
     """Advantages of a rollout, then one update for each `batch_size` of its transitions."""
 
-    def __init__(self, model: ActorCritic, config: A2CConfig, *, precision: str, **how: Any) -> None:
+    def __init__(self, model: ActorCritic, config: A2CConfig, *, precision: str = "", **how: Any) -> None:
         super().__init__(model, **how)
         self.model, self.config = model, config
         self.update = Update(

@@ -18,7 +18,7 @@ from flatout.algorithms.base import LearnerSpec
 from flatout.algorithms.ppo.config import PPOConfig
 from flatout.envs.spaces import ActionLayout, ObsLayout
 from flatout.errors import FlatoutError
-from flatout.learning.compile import Compilation, Recipe, check_same, kept
+from flatout.learning.compile import Compilation, Recipe, cached_path, check_same
 from flatout.learning.learner import Learner
 from flatout.models.config import NetworkConfig
 
@@ -137,8 +137,8 @@ def test_a_compilation_ends_with_its_run(cache: Path, monkeypatch: pytest.Monkey
 
 def test_a_broken_library_is_not_used_and_the_run_goes_on(cache: Path) -> None:
     recipe = make_recipe()
-    kept(recipe).parent.mkdir(parents=True)
-    kept(recipe).write_bytes(b"half a file")
+    cached_path(recipe).parent.mkdir(parents=True)
+    cached_path(recipe).write_bytes(b"half a file")
     learner, compilation = make_learner(recipe), Compilation(recipe, wait=False)
     compilation.visit(learner.update, learner.example_batch(32), seconds_left=0.0)
     assert learner.update.backend == "eager"
@@ -157,7 +157,7 @@ def test_a_step_that_computes_something_else_is_refused() -> None:
         new = list(pure(state, settings, buffers, tensors))
         return [new[0] + 0.01, *new[1:]]
 
-    with pytest.raises(FlatoutError, match="does not compute what the update does"):
+    with pytest.raises(FlatoutError, match="differs from the eager one"):
         check_same(update, wrong, batch)
 
 
@@ -166,7 +166,7 @@ def test_a_library_is_tried_at_the_step_size_and_clip_range_it_is_for() -> None:
     seen: list[tuple[float, float]] = []
 
     class Watch:
-        only_kept = False
+        only_cached = False
         notes: list[str] = []  # noqa: RUF012
 
         def visit(self, update: Any, batch: Any, *, seconds_left: float) -> None:

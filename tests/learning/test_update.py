@@ -204,7 +204,7 @@ def test_memory_that_holds_not_one_row_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="not enough memory"):
         update.parts.attempt(fail)
     assert update.parts.n_rows == 1
-    assert "out of memory with 16 rows at once; going on with 8, same result" in update.parts.notes[0]
+    assert "out of memory with 16 samples at once; continuing with 8, same result" in update.parts.notes[0]
 
 
 def test_other_errors_are_not_taken_for_full_memory() -> None:
