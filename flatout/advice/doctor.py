@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 import shlex
 import tempfile
 from collections.abc import Callable
@@ -121,7 +120,6 @@ def examine(agent: Agent, tell: Callable[[str], None] = lambda _: None) -> Case:
         checkpoint_every=config.checkpoint_every,
         memory_share=1 - free / total,
         device_utilization=measured.result.summary.get("device_utilization"),
-        omp_threads=_omp_threads(),
     )
 
 
@@ -155,11 +153,6 @@ def _on_cpu(agent: Agent) -> UpdateCost | None:
         learner.threads(agent._machine.cores),
     )
     return timed.fast(n_threads) or timed.eager(n_threads, config.algorithm.batch_size)
-
-
-def _omp_threads() -> int | None:
-    given = os.environ.get("OMP_NUM_THREADS", "")
-    return int(given) if given.isdigit() else None
 
 
 def parse_what_if(text: str) -> dict[str, str]:

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
 
-import numpy as np
-
 from flatout.agent import Agent
-from flatout.buffers.rollout import Rollout
-from flatout.collect.collector import Collector
-from flatout.envs.check import EnvInfo
-from flatout.executors.base import EnvSet, make_executor
-from flatout.perf.costs import COROUTINE_SECONDS, THREAD_SECONDS, Costs, Settings, learn_seconds
+from flatout.perf.costs import COROUTINE_SECONDS, THREAD_SECONDS, Costs, Settings, at, learn_seconds
 from flatout.perf.decide import settings_of
 from flatout.perf.probe import UpdateProbe, acting_times, time_steps
 from flatout.perf.simulate import Forecast, simulate
@@ -116,40 +111,7 @@ def measure_costs(agent: Agent, tell: Callable[[str], None] = lambda _: None) ->
         compiled=timed.fast(n_threads),
         passing=COROUTINE_SECONDS if info.is_async else THREAD_SECONDS,
     )
-    if info.batched or info.is_async or costs.waits:
-        return costs, picklable
-    return _with_collector(costs, agent, info), picklable
-
-
-def _with_collector(costs: Costs, agent: Agent, info: EnvInfo) -> Costs:
-    """The costs with steps and storing as a real collector of a few envs in one process has them."""
-    n_envs, policy = min(agent.config.n_envs, 8), agent.policy
-    envs = EnvSet(info.factory, policy.obs, np.arange(n_envs), 0, replayable=False)
-    executor = make_executor("serial", envs)
-    clock = PhaseClock()
-    collector = Collector(executor, policy.model, policy.action, device=policy.device, seed=0, clock=clock)
-    try:
-        executor.reset()
-        seconds = n_envs * costs.step_seconds
-        n_steps = int(min(max(1.0 / seconds, 4), 256))
-        rollout = Rollout.alloc(policy.obs, policy.action, n_steps, n_envs)
-        collector.collect(rollout)
-        clock.restart({})
-        collector.collect(rollout)
-    finally:
-        executor.close()
-    spent = clock.read()
-    per_step = spent["env"] / n_steps / n_envs
-    factor = per_step / costs.step_seconds
-    store = (spent.get("store", 0.0) + spent["act"]) / n_steps - costs.act[0][1]
-    if not 0.2 < factor < 5:
-        return costs
-    return replace(
-        costs,
-        compute=tuple(c * factor for c in costs.compute),
-        wait=tuple(w * factor for w in costs.wait),
-        store=max(store, 5e-6),
-    )
+    return costs, picklable
 
 
 def trainer_settings(agent: Agent) -> Settings:
@@ -203,20 +165,23 @@ def _medians(iterations: list[Mapping[str, float]]) -> dict[str, float]:
 
 
 def fit_costs(costs: Costs, settings: Settings, result: BenchmarkResult) -> tuple[Costs, Forecast]:
-    """The costs corrected by what a real lockstep run shows: the overhead around updates, and how long a step takes on
-    its way through threads or workers."""
+    """The costs corrected by what a real lockstep run shows: the overhead around updates, and how long a step takes
+    together with all that a collector, a thread or a worker adds to it."""
     if not result.collect_rate or not result.learn_rate or settings.overlap:
         return costs, simulate(costs, settings)
     factor = settings.total_batch / result.learn_rate / learn_seconds(costs, settings)
-    costs = replace(costs, learn_overhead=costs.learn_overhead * min(max(factor, 0.5), 2.0))
+    costs = replace(costs, learn_overhead=costs.learn_overhead * min(max(factor, 0.5), 4.0))
+    tried = [(costs, simulate(costs, settings))]
     name = {"thread": "passing", "async": "passing", "process": "handover"}.get(settings.executor)
-    if name is None:
-        return costs, simulate(costs, settings)
-    best, forecast, distance = costs, simulate(costs, settings), float("inf")
-    for factor in (0.5, 0.75, 1.0, 1.5, 2.0, 3.0):
-        tried = replace(costs, **{name: getattr(costs, name) * factor})
-        outcome = simulate(tried, settings)
-        off = abs(np.log(outcome.collect_rate / result.collect_rate))
-        if off < distance:
-            best, forecast, distance = tried, outcome, off
-    return best, forecast
+    if name is not None:
+        changed = [replace(costs, **{name: getattr(costs, name) * f}) for f in (0.5, 0.75, 1.5, 2.0, 3.0)]
+    elif settings.executor == "batched":  # its steps were not timed
+        own, n = at(costs.act, settings.n_envs) + costs.store, settings.n_envs
+        changed = [replace(costs, compute=(max(1 / result.collect_rate - own / n, 0.0),))]
+    else:
+        f = min(max(tried[0][1].collect_rate / result.collect_rate, 0.5), 3.0)
+        slower = replace(costs, store=costs.store * f, act=tuple((n, s * f) for n, s in costs.act))
+        changed = [replace(slower, compute=tuple(c * f for c in costs.compute))]
+    tried += [(it, simulate(it, settings)) for it in changed]
+    rate = result.collect_rate
+    return min(tried, key=lambda pair: abs(math.log(pair[1].collect_rate / rate)))

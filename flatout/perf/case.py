@@ -72,8 +72,6 @@ class Case:
     device_utilization: float | None = None
     throttled: tuple[str, ...] = ()
     """The card's reasons for running below its clock."""
-    omp_threads: int | None = None
-    """The user's OMP_NUM_THREADS."""
 
     @cached_property
     def now(self) -> Forecast:

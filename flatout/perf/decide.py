@@ -103,12 +103,12 @@ def decide(
     `costs`: None if nothing was measured. `with_updates` measures updates too; it is called only if they matter.
     """
     model = _Model(costs, with_updates, max_env_steps)
-    lockstep = list(_possible(request, settings, costs, overlap=False))
+    lockstep = _possible(request, settings, costs, overlap=False)
     if len(lockstep) > 1:
         ranked = model.rank(lockstep, request.timesteps, learning=False)
         # Learning makes the difference smaller: does it still pay?
         lockstep = ranked if ranked[0] == lockstep[0] else model.rank(lockstep, request.timesteps)
-    beside = list(_possible(request, settings, costs, overlap=True))
+    beside = _possible(request, settings, costs, overlap=True)
     waits = request.env == "async" or (costs is not None and costs.waits and request.executor != "serial")
 
     def gain() -> float:
@@ -141,7 +141,8 @@ def decide(
         asked = next(way for way in ways if way.in_subprocesses)
         ways = [replace(asked, n_collectors=n), *ways]
     ways = list(dict.fromkeys(ways))
-    plans = [_plan(way, request, model) for way in ways]
+    in_turn = bool(ways) and ways[0] == lockstep[0] and not ways[0].starts_processes
+    plans = [_plan(way, request, model, first=in_turn and way == ways[0]) for way in ways]
     return Decision(plans=plans, ways=ways, overlap=overlap, overlap_reason=reason)
 
 
@@ -278,10 +279,7 @@ def decide_overlap(
         if n_iterations < MIN_ITERATIONS["waits"]:
             return False, few
         if (times := gain()) < MIN_GAIN["waits"]:
-            return (
-                False,
-                f"learning takes little time beside waiting for envs (overlap would gain {times:.2f} ×)",
-            )
+            return False, f"learning is short beside waiting for envs (overlap would gain {times:.2f} ×)"
         return True, "the learner works while envs wait"
     if n_updates < MIN_UPDATES:
         return False, "the run is too short for it to pay"
@@ -297,7 +295,7 @@ def decide_overlap(
     return True, f"collectors and the learner run on different cores, {times:.1f} × as fast"
 
 
-def _plan(way: Settings, request: Request, model: _Model) -> Plan:
+def _plan(way: Settings, request: Request, model: _Model, *, first: bool) -> Plan:
     rate = 0.0
     if request.env == "batched":
         reason = f"the env steps {way.n_envs} at once {request.where}"
@@ -309,7 +307,7 @@ def _plan(way: Settings, request: Request, model: _Model) -> Plan:
         reason = f"asked for with --n-collectors {request.n_collectors}"
     else:
         rate = model.steps_per_second(way) if way.overlap else model.collect_rate(way)
-        reason = _reason(way, model, rate)
+        reason = _reason(way, model, model.costs, rate) + ("; more processes would not pay" if first else "")
     return Plan(
         kind=way.executor,
         n_collectors=way.n_collectors,
@@ -320,37 +318,32 @@ def _plan(way: Settings, request: Request, model: _Model) -> Plan:
     )
 
 
-def _reason(way: Settings, model: _Model, rate: float) -> str:
-    costs, n_cores = model.costs, way.n_cores
-    assert costs is not None, "a reason needs measurements"
-    step = f"a step takes {duration(costs.step_seconds)}" + (", mostly waiting" if costs.waits else "")
-    collectors = "1 collector" if way.n_collectors == 1 else f"{way.n_collectors} collectors"
-    if way.overlap and way.in_subprocesses:
-        return f"{collectors} beside the learner on {n_cores} cores, about {rate:,.0f} steps/s"
+def _reason(way: Settings, model: _Model, costs: Costs, rate: float) -> str:
+    cores = f" on {way.n_cores} cores" if way.in_subprocesses else ""
     if way.overlap:
-        return f"{step}: {way.n_envs} envs collected beside the learner, about {rate:,.0f} steps/s"
+        return f"{stepping(way)} beside the learner{cores}, about {rate:,.0f} steps/s"
+    step = f"a step takes {duration(costs.step_seconds)}" + (", mostly waiting" if costs.waits else "")
     serial = replace(way, executor="serial", n_collectors=1, in_subprocesses=False, n_workers=0)
-    gain = f"about {rate:,.0f} steps/s, {rate / model.collect_rate(serial):.1f} × one process"
+    gain = "" if way == serial else f", {rate / model.collect_rate(serial):.1f} × one process"
+    return f"{step}: {stepping(way)}{cores}, collecting about {rate:,.0f} steps/s{gain}"
+
+
+def stepping(way: Settings) -> str:
+    """How the envs are stepped, in words."""
     if way.in_subprocesses:
-        return f"{step}: {collectors} on {n_cores} cores, collecting {gain}"
-    if way.executor == "process":
-        return f"{step}: {way.n_workers} worker processes, collecting {gain}"
-    if way.executor == "thread":
-        return f"{step}: {way.n_envs} envs wait at the same time on threads, collecting {gain}"
-    return f"{step}: {way.n_envs} envs in turn in one process, collecting about {rate:,.0f} steps/s; more processes would not pay"
+        return "1 collector" if way.n_collectors == 1 else f"{way.n_collectors} collectors"
+    known = {
+        "serial": f"{way.n_envs} envs in turn in one process",
+        "thread": f"{way.n_envs} envs at the same time on threads",
+        "process": f"{way.n_envs} envs in {way.n_workers} worker processes",
+    }
+    return known.get(way.executor, f"executor {way.executor}")
 
 
 def describe(way: Settings) -> str:
-    """How envs are stepped and whether learning goes on meanwhile, in words."""
-    if way.in_subprocesses:
-        who = (
-            "1 subprocess collector" if way.n_collectors == 1 else f"{way.n_collectors} subprocess collectors"
-        )
-    else:
-        who = f"executor {way.executor}"
-        if way.executor == "process":
-            who += f" with {way.n_workers} workers"
-    return f"{who}, overlap {'on' if way.overlap else 'off'}"
+    """How the run goes, in words."""
+    where = " in subprocesses" if way.in_subprocesses else ""
+    return f"{stepping(way)}{where}, overlap {'on' if way.overlap else 'off'}"
 
 
 def duration(seconds: float) -> str:

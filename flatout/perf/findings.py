@@ -12,7 +12,7 @@ from typing import Any
 
 from flatout.perf.case import Case, Finding, case_of_run
 from flatout.perf.costs import WORKERS_PER_CORE, WORTH, Settings, UpdateCost, update_seconds
-from flatout.perf.decide import describe
+from flatout.perf.decide import describe, stepping
 from flatout.perf.decide import duration as _time
 from flatout.perf.probe import COMPILED_PYTHON
 from flatout.perf.simulate import ladder
@@ -57,12 +57,8 @@ def findings_of_run(
 
 def waiting_in_turn(case: Case) -> Finding | None:
     """Envs that wait, one after the other."""
-    costs, settings, best = case.costs, case.settings, case.best
-    if (
-        not costs.waits
-        or settings.executor not in ("serial", "process")
-        or best.executor == settings.executor
-    ):
+    costs, executor, best = case.costs, case.settings.executor, case.best
+    if not costs.waits or executor not in ("serial", "process") or best.executor == executor:
         return None
     return case.finding(
         "envs wait in turn",
@@ -75,53 +71,42 @@ def waiting_in_turn(case: Case) -> Finding | None:
 
 
 def too_few_envs(case: Case) -> Finding | None:
-    """Envs that wait side by side, but too few of them to keep the learner busy."""
+    """Envs that wait at the same time, but too few of them to keep the learner busy."""
     costs, settings = case.costs, case.settings
-    if not costs.waits or settings.executor not in ("thread", "async") or _slowest(case) > 2:
+    if not costs.waits or settings.executor not in ("thread", "async") or max(costs.slowness) > 2:
         return None
-    best = _more_envs(case)
+    n, total = settings.n_envs, settings.total_batch
+    tried = [case.with_envs(m) for m in ladder(2 * n, 16 * n) if total % m == 0]
+    rates = [case.predict(more)[0] for more in tried]
+    # The smallest number that gives nearly all there is to gain.
+    best = next((more for more, rate in zip(tried, rates, strict=True) if rate >= 0.95 * max(rates)), None)
     if best is None:
         return None
     return case.finding(
         "envs wait",
         "the learner waits for envs that wait",
-        f"{settings.n_envs} envs that take {_time(costs.step_seconds)} a step give {_rate(case.now.collect_rate)}, "
+        f"{n} envs that take {_time(costs.step_seconds)} a step give {_rate(case.now.collect_rate)}, "
         f"the learner could take {_rate(case.now.learn_rate)}",
-        f"run {best.n_envs} envs; rollouts of {best.n_steps} steps keep the total batch at {best.total_batch:,}",
+        f"run {best.n_envs} envs; rollouts of {best.n_steps} steps keep the total batch at {total:,}",
         ("--n-envs", str(best.n_envs), "--n-steps", str(best.n_steps)),
         settings=best,
     )
 
 
-def _more_envs(case: Case) -> Settings | None:
-    """The smallest number of envs that gives nearly all there is to gain."""
-    n = case.settings.n_envs
-    tried = [case.with_envs(m) for m in ladder(2 * n, 16 * n) if case.settings.total_batch % m == 0]
-    rates = [(case.predict(settings)[0], settings) for settings in tried]
-    if not rates:
-        return None
-    most = max(rate for rate, _ in rates)
-    return next(settings for rate, settings in rates if rate >= 0.95 * most)
-
-
 def slow_env(case: Case) -> Finding | None:
     """One env, or a few, that the others wait for."""
-    slowest = _slowest(case)
-    if slowest <= 2:
+    slow = {i: factor for i, factor in enumerate(case.costs.slowness) if factor > 2}
+    if not slow:
         return None
-    slow = [i for i, factor in enumerate(case.costs.slowness) if factor > 2]
-    who = f"env {slow[0]} takes" if len(slow) == 1 else f"envs {', '.join(map(str, slow[:5]))} take"
+    names = list(map(str, slow))
+    who = f"env {names[0]} takes" if len(slow) == 1 else f"envs {', '.join(names[:5])} take"
     return case.finding(
         "slow env",
         "every rollout waits for the slowest env",
-        f"{who} {slowest:.0f} × as long for a step as the others ({_time(case.costs.step_seconds)})",
+        f"{who} {max(slow.values()):.0f} × as long for a step as the others ({_time(case.costs.step_seconds)})",
         "make it as fast as the others, or leave it out",
         costs=replace(case.costs, slowness=(1.0,)),
     )
-
-
-def _slowest(case: Case) -> float:
-    return max(case.costs.slowness)
 
 
 def env_computes(case: Case) -> Finding | None:
@@ -131,7 +116,7 @@ def env_computes(case: Case) -> Finding | None:
         return None
     evidence = (
         f"a step computes {_time(costs.step_seconds)}: {_rate(case.now.collect_rate)} with "
-        f"{_who(settings)}, the learner could take {_rate(case.now.learn_rate)}"
+        f"{stepping(settings)}, the learner could take {_rate(case.now.learn_rate)}"
     )
     if not settings.starts_processes and case.best.starts_processes:
         return case.finding(
@@ -288,27 +273,21 @@ def useless_epochs(case: Case) -> Finding | None:
 
 def too_often(case: Case) -> Finding | None:
     """Evaluation or checkpoints that take a notable part of the time."""
-    shares = {name: case.phases.get(name, 0.0) for name in (Phase.CHECKPOINT, Phase.EVALUATE)}
-    name = max(shares, key=lambda it: shares[it])
-    share, every = (
-        shares[name],
-        {Phase.CHECKPOINT: case.checkpoint_every, Phase.EVALUATE: case.eval_every}[name],
-    )
+    saving = case.phases.get(Phase.CHECKPOINT, 0.0), case.checkpoint_every, "checkpoints take", "checkpoint"
+    playing = case.phases.get(Phase.EVALUATE, 0.0), case.eval_every, "evaluation takes", "eval"
+    share, every, what, flag = max(saving, playing)
     if share < OVERHEAD_SHARE or not every:
         return None
-    batch = case.settings.total_batch
-    fewer = _round_up(max(every, batch) * share / (1 - share) / (OVERHEAD_SHARE / 2))
-    left = share * max(every, batch) / fewer
-    steps = case.steps_per_second * (1 - left) / (1 - share)
-    flag = "--checkpoint-every" if name == Phase.CHECKPOINT else "--eval-every"
-    noun = "checkpoints" if name == Phase.CHECKPOINT else "evaluation"
+    every = max(every, case.settings.total_batch)
+    fewer = _round_up(every * share / (1 - share) / (OVERHEAD_SHARE / 2))
+    gain = (1 - share * every / fewer) / (1 - share)
     return case.finding(
-        f"{noun} too often",
-        f"{noun} {'take' if name == 'checkpoint' else 'takes'} {_percent(share)} of the time",
-        f"every {max(every, batch):,} env steps, that is every {max(every, batch) / case.steps_per_second:.1f} s",
+        f"{what.split()[0]} too often",
+        f"{what} {_percent(share)} of the time",
+        f"every {every:,} env steps, that is every {every / case.steps_per_second:.1f} s",
         f"every {fewer:,} env steps",
-        (flag, str(fewer)),
-        predicted=(steps, case.learner_busy * (1 - left) / (1 - share)),
+        (f"--{flag}-every", str(fewer)),
+        predicted=(gain * case.steps_per_second, gain * case.learner_busy),
     )
 
 
@@ -340,7 +319,7 @@ def idle_gpu(case: Case) -> Finding | None:
         "one run cannot fill this GPU",
         f"device utilisation {_percent(used)} (time in which any kernel ran), learner busy "
         f"{_percent(case.learner_busy)}",
-        "run several seeds or settings side by side",
+        "run several seeds or settings at the same time",
     )
 
 
@@ -354,21 +333,8 @@ def copies(case: Case) -> Finding | None:
         "moving rollouts to the device takes a notable part of the time",
         f"{_percent(share)} of the time",
         "overlap hides it; an env that steps on the device avoids it",
-        ("--overlap", "on"),
+        () if case.settings.overlap else ("--overlap", "on"),
         predicted=(case.steps_per_second / (1 - share), case.learner_busy / (1 - share)),
-    )
-
-
-def oversubscribed(case: Case) -> Finding | None:
-    """More maths threads than cores."""
-    n, cores = case.omp_threads, case.settings.n_cores
-    if n is None or n <= cores:
-        return None
-    return case.finding(
-        "oversubscribed threads",
-        f"OMP_NUM_THREADS is {n} on {cores} cores",
-        "threads that wait for each other lose their turns to others",
-        "unset OMP_NUM_THREADS: flatout sets threads itself",
     )
 
 
@@ -412,16 +378,9 @@ LOOKS: Iterable[Callable[[Case], Finding | None]] = (
     gpu_slower_than_cpu,
     idle_gpu,
     copies,
-    oversubscribed,
     memory_is_short,
     throttling,
 )
-
-
-def _who(settings: Settings) -> str:
-    if settings.in_subprocesses:
-        return f"{settings.n_collectors} collectors"
-    return f"{settings.n_workers} worker processes" if settings.executor == "process" else "one process"
 
 
 def _round_up(value: float) -> int:

@@ -90,7 +90,7 @@ class _Pipeline:
         # Env workers sleep between steps, so more of them than cores lose nothing.
         crowded = costs.crowded if settings.in_subprocesses else 1.0
         self._cores = Cores(settings.n_cores, costs.busy, crowded)
-        most = max(max_env_steps // settings.n_envs, 8)
+        most = max(max_env_steps // settings.n_envs, 4)
         if len(costs.wait) == 1 and settings.executor not in ("thread", "async"):
             most = 8  # every time step is the same
         self._n_steps = min(settings.n_steps, MAX_STEPS, most)
@@ -316,10 +316,6 @@ class Cores:
         self._computing: list[tuple[Compute, Activity]] = []
         self._sleeping: list[tuple[float, int, Activity]] = []
 
-    def start(self, activity: Activity) -> None:
-        """Begin an activity now."""
-        self._resume(activity)
-
     def fire(self, signal: Signal) -> None:
         """Resume the activities that wait for the signal."""
         if not signal.waiting:
@@ -349,7 +345,7 @@ class Cores:
             while self._sleeping and self._sleeping[0][0] <= self.now + EPSILON:
                 ready.append(heapq.heappop(self._sleeping)[2])
             for activity in ready:
-                self._resume(activity)
+                self.start(activity)
 
     def _rates(self) -> list[float]:
         """The speed of each piece of work: those with the same lock share a core, and all share the cores."""
@@ -370,7 +366,8 @@ class Cores:
             speed *= self._n_cores / wanted / self._crowded
         return [speed / holders[work.lock] if work.lock is not None else speed for work, _ in self._computing]
 
-    def _resume(self, activity: Activity) -> None:
+    def start(self, activity: Activity) -> None:
+        """Begin or resume an activity."""
         while True:
             try:
                 request = next(activity)

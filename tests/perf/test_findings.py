@@ -86,10 +86,9 @@ CASES: list[tuple[str, Case, tuple[str, ...]]] = [
         ),
         ("--overlap", "on"),
     ),
-    ("oversubscribed threads", case(CARTPOLE, CHILD, omp_threads=16), ()),
     ("memory near the limit", case(CARTPOLE, CHILD, memory_share=0.95), ("--n-steps", "16")),
     ("throttled", case(CARTPOLE, CHILD, throttled=("power cap",)), ()),
-    ("copies", case(CARTPOLE, CHILD, phases={"stage": 0.2}), ("--overlap", "on")),
+    ("copies", case(CARTPOLE, SETTINGS, phases={"stage": 0.2}), ("--overlap", "on")),
     (
         "GPU slower than CPU",
         case(
