@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -56,16 +56,17 @@ class ReplayBatch:
     arrays: BatchArrays | None = None
     """The same memory for NumPy, if it is in RAM."""
 
+    COLUMNS: ClassVar = ("action", "reward", "discount", "weight", "index", "serial")
+
     def tensors(self) -> tuple[Tensor, ...]:
         """All its tensors: observations, next observations, the rest."""
-        rest = (self.action, self.reward, self.discount, self.weight, self.index, self.serial)
-        return (*self.obs, *self.next_obs, *rest)
+        return (*self.obs, *self.next_obs, *(getattr(self, name) for name in self.COLUMNS))
 
     def to(self, device: torch.device) -> ReplayBatch:
         """The batch on a device; from pinned memory the copies may still be in transfer, in stream order."""
-        n, sent = len(self.obs), tuple(x.to(device, non_blocking=True) for x in self.tensors())
-        action, reward, discount, weight, index, serial = sent[2 * n :]
-        return ReplayBatch(sent[:n], action, reward, sent[n : 2 * n], discount, weight, index, serial)
+        n, sent = len(self.obs), [x.to(device, non_blocking=True) for x in self.tensors()]
+        columns: dict[str, Any] = dict(zip(self.COLUMNS, sent[2 * n :], strict=True))
+        return ReplayBatch(obs=tuple(sent[:n]), next_obs=tuple(sent[n : 2 * n]), **columns)
 
 
 class Ring(Protocol):
@@ -124,45 +125,34 @@ class Sampler(Generic[Replayed]):
 
 def alloc_batch(obs: ObsLayout, action: ActionLayout, size: int, *, pin: bool = False) -> ReplayBatch:
     """A batch in ordinary or pinned memory; its weights are 1, the rest is not set."""
-    new: Any = _pinned if pin else np.empty
-    obs_out = tuple([new((size, *spec.shape), spec.dtype) for spec in obs.specs])
-    next_out = tuple([new((size, *spec.shape), spec.dtype) for spec in obs.specs])
-    actions = new((size, action.size), action.dtype)
-    reward, discount, weight = new(size, np.float32), new(size, np.float32), new(size, np.float32)
-    index, serial, next_index = new(size, np.int64), new(size, np.int64), np.empty(size, np.int64)
-    weight.fill(1)
-    tensor = torch.from_numpy
-    return ReplayBatch(
-        obs=tuple(map(tensor, obs_out)),
-        action=tensor(actions),
-        reward=tensor(reward),
-        next_obs=tuple(map(tensor, next_out)),
-        discount=tensor(discount),
-        weight=tensor(weight),
-        index=tensor(index),
-        serial=tensor(serial),
-        arrays=BatchArrays(
-            obs=tuple([as_bytes(x, 1) for x in obs_out]),
-            action=actions,
-            reward=reward,
-            next_obs=tuple([as_bytes(x, 1) for x in next_out]),
-            discount=discount,
-            weight=weight,
-            index=index,
-            serial=serial,
-            next_index=next_index,
-        ),
+
+    def new(dtype: Any, *shape: int) -> Tensor:
+        return torch.empty((size, *shape), dtype=torch_dtype(dtype), pin_memory=pin)
+
+    batch = ReplayBatch(
+        obs=tuple([new(spec.dtype, *spec.shape) for spec in obs.specs]),
+        action=new(action.dtype, action.size),
+        reward=new(np.float32),
+        next_obs=tuple([new(spec.dtype, *spec.shape) for spec in obs.specs]),
+        discount=new(np.float32),
+        weight=new(np.float32).fill_(1),
+        index=new(np.int64),
+        serial=new(np.int64),
     )
+    batch.arrays = BatchArrays(
+        obs=tuple(as_bytes(x.numpy(), 1) for x in batch.obs),
+        next_obs=tuple(as_bytes(x.numpy(), 1) for x in batch.next_obs),
+        next_index=np.empty(size, np.int64),
+        **{name: getattr(batch, name).numpy() for name in ReplayBatch.COLUMNS},
+    )
+    return batch
 
 
 def alloc(dtype: Any, *shape: int, pin: bool) -> Array:
     """Zeros in ordinary memory, whose pages take no memory until they are written, or in pinned memory."""
-    return _pinned(shape, dtype) if pin else np.zeros(shape, dtype)
-
-
-def _pinned(shape: int | tuple[int, ...], dtype: Any) -> Array:
-    out: Array = torch.zeros(shape, dtype=torch_dtype(dtype), pin_memory=True).numpy()
-    return out
+    if not pin:
+        return np.zeros(shape, dtype)
+    return torch.zeros(shape, dtype=torch_dtype(dtype), pin_memory=True).numpy()
 
 
 def as_array(tensor: Tensor) -> Array:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -93,20 +93,31 @@ def rollout_spec(obs: ObsLayout, action: ActionLayout, n_steps: int, n_envs: int
     }
 
 
-class Rollout:
-    """Transitions of `n_steps` × `n_envs`, in arrays of `rollout_spec`'s shapes."""
+Values = TypeVar("Values", bound=Array | Tensor)
 
-    def __init__(self, arrays: Mapping[str, Array]) -> None:
-        self.arrays = arrays
-        self.n_steps: int = arrays["reward"].shape[0]
-        self.n_envs: int = arrays["reward"].shape[1]
-        n_obs = sum(name.startswith("obs.") for name in arrays)
-        self.obs = tuple(arrays[f"obs.{i}"] for i in range(n_obs))
-        self.final_obs = tuple(arrays[f"final_obs.{i}"] for i in range(n_obs))
-        """Written only where an episode was truncated; pages that are never written take no memory."""
-        self.action, self.log_prob = arrays["action"], arrays["log_prob"]
-        self.reward = arrays["reward"]
-        self.terminated, self.truncated = arrays["terminated"], arrays["truncated"]
+
+class _Fields(Generic[Values]):
+    """Transitions of `n_steps` × `n_envs`, as attributes, from arrays or tensors of `rollout_spec`'s names and shapes."""
+
+    def __init__(self, by_name: Mapping[str, Values]) -> None:
+        self.by_name = by_name
+        self.n_steps: int = by_name["reward"].shape[0]
+        self.n_envs: int = by_name["reward"].shape[1]
+        n_obs = sum(name.startswith("obs.") for name in by_name)
+        self.obs = tuple(by_name[f"obs.{i}"] for i in range(n_obs))
+        self.final_obs = tuple(by_name[f"final_obs.{i}"] for i in range(n_obs))
+        """Valid only where an episode was truncated; in RAM, pages that are never written take no memory."""
+        self.action, self.log_prob, self.reward = by_name["action"], by_name["log_prob"], by_name["reward"]
+        self.terminated, self.truncated = by_name["terminated"], by_name["truncated"]
+
+    @property
+    def n_transitions(self) -> int:
+        """`n_steps` × `n_envs`."""
+        return self.n_steps * self.n_envs
+
+
+class Rollout(_Fields[Array]):
+    """A rollout in RAM."""
 
     @staticmethod
     def alloc(obs: ObsLayout, action: ActionLayout, n_steps: int, n_envs: int) -> Rollout:
@@ -116,12 +127,7 @@ class Rollout:
 
     def part(self, first: int, end: int) -> Rollout:
         """The envs from `first` to before `end`, in the same memory."""
-        return Rollout({name: array[:, first:end] for name, array in self.arrays.items()})
-
-    @property
-    def n_transitions(self) -> int:
-        """`n_steps` × `n_envs`."""
-        return self.n_steps * self.n_envs
+        return Rollout({name: array[:, first:end] for name, array in self.by_name.items()})
 
     def tensors(self, staging: Staging) -> RolloutTensors:
         """The rollout as tensors on the staging's device."""
@@ -143,24 +149,19 @@ class Rollout:
         )
 
 
-class TensorRollout:
-    """The same on a device, in tensors that never leave it."""
+class TensorRollout(_Fields[Tensor]):
+    """A rollout on a device, in tensors that never leave it."""
 
     def __init__(
         self, obs: ObsLayout, action: ActionLayout, n_steps: int, n_envs: int, device: torch.device
     ) -> None:
-        self.n_steps, self.n_envs = n_steps, n_envs
         spec = rollout_spec(obs, action, n_steps, n_envs)
-        tensors = self.by_name = {
-            name: torch.zeros(shape, dtype=torch_dtype(dtype), device=device)
-            for name, (shape, dtype) in spec.items()
-        }
-        n_obs = len(obs.specs)
-        self.obs = tuple(tensors[f"obs.{i}"] for i in range(n_obs))
-        self.final_obs = tuple(tensors[f"final_obs.{i}"] for i in range(n_obs))
-        """Valid only where an episode was truncated."""
-        self.action, self.log_prob, self.reward = (tensors[k] for k in ("action", "log_prob", "reward"))
-        self.terminated, self.truncated = tensors["terminated"], tensors["truncated"]
+        super().__init__(
+            {
+                name: torch.zeros(shape, dtype=torch_dtype(dtype), device=device)
+                for name, (shape, dtype) in spec.items()
+            }
+        )
         self.obs_at = [tuple(x[t] for x in self.obs) for t in range(n_steps + 1)]
         """Views of the observations of each time step, made once."""
         self.arrays_at = [
@@ -173,11 +174,6 @@ class TensorRollout:
         ]
         """In RAM: observations, actions and log-probabilities of each time step, as NumPy views."""
         self._host: Rollout | None = None
-
-    @property
-    def n_transitions(self) -> int:
-        """`n_steps` × `n_envs`."""
-        return self.n_steps * self.n_envs
 
     def tensors(self, staging: Staging) -> RolloutTensors:
         """The rollout as tensors on the staging's device; nothing is copied if it is the same device."""

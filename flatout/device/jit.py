@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any, TypeVar, cast
 
 from numba import njit
@@ -20,3 +21,11 @@ def compiled(function: Function, *, nogil: bool = True, contract: bool = False) 
     if contract:
         options["fastmath"] = {"contract"}
     return cast(Function, njit(**options)(function))
+
+
+def renamed(function: Function, suffix: str) -> Function:
+    """A copy of a compiled function's source function, to compile with other options; the cache goes by names."""
+    source = function.py_func  # type: ignore[attr-defined]
+    copy = FunctionType(source.__code__, source.__globals__, f"{source.__name__}_{suffix}")
+    copy.__qualname__ = copy.__name__
+    return cast(Function, copy)

@@ -19,7 +19,7 @@ from gymnasium.wrappers import HumanRendering, RenderCollection, TimeLimit
 
 from flatout.envs.batched import BatchedEnvs, batched_kind
 from flatout.envs.loader import absolute, importable, is_file, load_module, load_object, type_name
-from flatout.envs.wrappers import AsyncTimeLimit, is_async, mask_from_info
+from flatout.envs.wrappers import AsyncTimeLimit, MaskFromInfo, is_async
 from flatout.errors import EnvError, FlatoutError, did_you_mean, one_line, where
 
 Creator = Callable[..., gym.Env[Any, Any] | BatchedEnvs]
@@ -69,7 +69,7 @@ class EnvFactory:
             if _is_batched(target):
                 return target
             env = _create(target, kwargs, self.name, n_envs, self.device)  # type: ignore[arg-type]  # not batched by now
-        return mask_from_info(env) if self.mask_in_info and isinstance(env, gym.Env) else env
+        return MaskFromInfo(env) if self.mask_in_info and isinstance(env, gym.Env) else env
 
 
 def env_factory(source: EnvSource, kwargs: Mapping[str, Any] | None = None) -> EnvFactory:

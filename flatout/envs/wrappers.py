@@ -44,17 +44,22 @@ class MaskFromInfo(gym.Wrapper[Any, Any, Any, Any]):
             {"obs": env.observation_space, MASK_KEY: spaces.MultiBinary(self._n_logits)}
         )
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[Any, dict[str, Any]]:
-        """Reset; the observation is `{"obs": ..., "action_mask": ...}`."""
-        obs, info = self.env.reset(seed=seed, options=options)
-        return {"obs": obs, MASK_KEY: self._mask(info, "reset")}, info
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        """Reset; the observation is `{"obs": ..., "action_mask": ...}`. Awaitable if the env is async."""
+        return self._with_mask(self.env.reset(seed=seed, options=options), "reset")
 
-    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
-        """Step; the observation is `{"obs": ..., "action_mask": ...}`."""
-        obs, reward, terminated, truncated, info = self.env.step(action)
-        return {"obs": obs, MASK_KEY: self._mask(info, "step")}, reward, terminated, truncated, info
+    def step(self, action: Any) -> Any:
+        """Step; the observation is `{"obs": ..., "action_mask": ...}`. Awaitable if the env is async."""
+        return self._with_mask(self.env.step(action), "step")
+
+    def _with_mask(self, result: Any, call: str) -> Any:
+        if inspect.isawaitable(result):
+            return self._awaited(result, call)
+        obs, *rest = result
+        return ({"obs": obs, MASK_KEY: self._mask(rest[-1], call)}, *rest)
+
+    async def _awaited(self, result: Any, call: str) -> Any:
+        return self._with_mask(await result, call)
 
     def _mask(self, info: dict[str, Any], call: str) -> NDArray[np.int8]:
         if MASK_KEY not in info:
@@ -72,27 +77,6 @@ class MaskFromInfo(gym.Wrapper[Any, Any, Any, Any]):
                 f"the action space has {self._n_logits} choices"
             )
         return flat.astype(np.int8)
-
-
-class AsyncMaskFromInfo(MaskFromInfo):
-    """The same for an env with `async def reset` and `async def step`."""
-
-    async def reset(  # type: ignore[override]  # Gymnasium knows no async envs
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[Any, dict[str, Any]]:
-        obs, info = await self.env.reset(seed=seed, options=options)  # type: ignore[misc]
-        return {"obs": obs, MASK_KEY: self._mask(info, "reset")}, info
-
-    async def step(  # type: ignore[override]
-        self, action: Any
-    ) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
-        obs, reward, terminated, truncated, info = await self.env.step(action)  # type: ignore[misc]
-        return {"obs": obs, MASK_KEY: self._mask(info, "step")}, reward, terminated, truncated, info
-
-
-def mask_from_info(env: gym.Env[Any, Any]) -> MaskFromInfo:
-    """The env with the mask from its info in the observation; async if the env is."""
-    return AsyncMaskFromInfo(env) if is_async(env) else MaskFromInfo(env)
 
 
 class AsyncTimeLimit(gym.Wrapper[Any, Any, Any, Any]):

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from flatout.device.jit import Function, compiled
+from flatout.device.jit import Function, compiled, renamed
 from flatout.envs.spaces import Array
 
 F = np.float32
@@ -42,8 +42,8 @@ def _compiled(function: Function) -> Function:
 
 
 def _brief(function: Function) -> Function:
-    """For calls of about ten microseconds: keeps Python's lock."""
-    return compiled(function, contract=True, nogil=False)
+    """The same for a few observations: a call of about ten microseconds keeps Python's lock."""
+    return compiled(renamed(function, "few"), contract=True, nogil=False)
 
 
 @_compiled
@@ -275,56 +275,6 @@ def sample_normals(
         log_prob_out[i] = log_prob
 
 
-@_brief
-def sample_few_categories(
-    x: Array, obs_stats: Array, clip: Any, widths: Array, params: Array, activation: int, scratch: Array,
-    nvec: Array, mask: Array, noise: Array, action_out: Array, log_prob_out: Array,
-) -> None:  # fmt: skip
-    """`sample_categories` for a few observations."""
-    sample_categories(
-        x, obs_stats, clip, widths, params, activation, scratch, nvec, mask, noise, action_out, log_prob_out
-    )
-
-
-@_brief
-def sample_few_greedy(
-    x: Array, obs_stats: Array, clip: Any, widths: Array, params: Array, activation: int, scratch: Array,
-    epsilon: Array, mask: Array, noise: Array, action_out: Array, log_prob_out: Array,
-) -> None:  # fmt: skip
-    """`sample_greedy` for a few observations."""
-    sample_greedy(
-        x,
-        obs_stats,
-        clip,
-        widths,
-        params,
-        activation,
-        scratch,
-        epsilon,
-        mask,
-        noise,
-        action_out,
-        log_prob_out,
-    )
-
-
-@_brief
-def sample_few_normals(
-    x: Array, obs_stats: Array, clip: Any, widths: Array, params: Array, activation: int, scratch: Array,
-    log_std: Array, squashed: Array, noise: Array, action_out: Array, log_prob_out: Array,
-) -> None:  # fmt: skip
-    """`sample_normals` for a few observations."""
-    sample_normals(
-        x,
-        obs_stats,
-        clip,
-        widths,
-        params,
-        activation,
-        scratch,
-        log_std,
-        squashed,
-        noise,
-        action_out,
-        log_prob_out,
-    )
+sample_few_categories = _brief(sample_categories)
+sample_few_greedy = _brief(sample_greedy)
+sample_few_normals = _brief(sample_normals)

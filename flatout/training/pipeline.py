@@ -176,7 +176,7 @@ class Pipeline(Generic[R]):
         rollout = self.rollouts[self.ready.slot]
         if not isinstance(rollout, Rollout):
             return None
-        tensors = {name: torch.from_numpy(array.copy()) for name, array in rollout.arrays.items()}
+        tensors = {name: torch.from_numpy(array.copy()) for name, array in rollout.by_name.items()}
         episodes = [[e.env_id, e.total_reward, e.length] for e in self.ready.episodes]
         return tensors, {"episodes": episodes, "lag": self.ready.lag}
 
@@ -185,7 +185,7 @@ class Pipeline(Generic[R]):
         rollout = self.rollouts[0]
         if not self._lag or not isinstance(rollout, Rollout):
             return False
-        for name, array in rollout.arrays.items():
+        for name, array in rollout.by_name.items():
             array[...] = tensors[name].numpy()
         self.ready = CollectedRollout(0, [Episode(*fields) for fields in about["episodes"]], about["lag"])
         return True

@@ -53,7 +53,7 @@ def collect_three(executor: Any, *, early: bool, script: Script) -> tuple[list[d
                 change(made._source, 0.1)
                 made.offer_next(rollouts[(k + 1) % 2])
             made.collect(rollouts[k % 2])
-            out.append({name: array.copy() for name, array in rollouts[k % 2].arrays.items()})
+            out.append({name: array.copy() for name, array in rollouts[k % 2].by_name.items()})
             taken.append(script.made[0].n_steps)
             if not early:
                 change(made._source, 0.1)

@@ -17,7 +17,7 @@ from gymnasium.wrappers import TimeLimit
 
 from flatout.envs.check import check
 from flatout.envs.make import env_factory
-from flatout.envs.wrappers import AsyncMaskFromInfo, Blocking, blocking, is_async
+from flatout.envs.wrappers import Blocking, MaskFromInfo, blocking, is_async
 from flatout.errors import EnvError
 
 ENV_ID = "AsyncWalkTest-v0"
@@ -100,7 +100,7 @@ def test_async_envs_are_told_apart() -> None:
     assert is_async(AsyncWalk())
     assert not is_async(gym.make("CartPole-v1"))
     assert not is_async(HalfAsync())
-    assert is_async(AsyncMaskFromInfo(AsyncMasked()))
+    assert is_async(MaskFromInfo(AsyncMasked()))
 
 
 async def lengths(env: Any, n_steps: int) -> list[tuple[int, bool, bool]]:
@@ -228,4 +228,4 @@ def _fail() -> gym.Env[Any, Any]:
 
 def test_masks_of_the_factory_are_async_where_the_env_is() -> None:
     factory = replace(env_factory(AsyncMasked), mask_in_info=True)
-    assert isinstance(factory(), AsyncMaskFromInfo)
+    assert isinstance(factory(), MaskFromInfo)
