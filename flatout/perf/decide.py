@@ -141,8 +141,14 @@ def decide(
         asked = next(way for way in ways if way.in_subprocesses)
         ways = [replace(asked, n_collectors=n), *ways]
     ways = list(dict.fromkeys(ways))
-    in_turn = bool(ways) and ways[0] == lockstep[0] and not ways[0].starts_processes
-    plans = [_plan(way, request, model, first=in_turn and way == ways[0]) for way in ways]
+    plans = [_plan(way, request, model) for way in ways]
+    if (
+        plans
+        and request.executor == "auto"
+        and plans[0].steps_per_second
+        and ways[0] == _in_one_process(settings)
+    ):
+        plans[0] = replace(plans[0], reason=f"{plans[0].reason}; more processes would not pay")
     return Decision(plans=plans, ways=ways, overlap=overlap, overlap_reason=reason)
 
 
@@ -203,7 +209,7 @@ def _possible(request: Request, settings: Settings, costs: Costs | None, *, over
         raise FlatoutError(
             "--executor async is for envs with async def reset and step; this env has none, use auto"
         )
-    plain = replace(settings, executor="serial", n_collectors=1, in_subprocesses=False, n_workers=0)
+    plain = _in_one_process(settings)
     n_workers = min(request.n_workers, settings.n_envs)
     if executor == "thread":
         return [replace(plain, executor="thread", n_workers=settings.n_envs)]
@@ -232,7 +238,7 @@ def candidates(costs: Costs, settings: Settings, *, picklable: bool = True) -> I
         if settings.executor == "async" or not settings.overlap:
             yield settings
         return
-    plain = replace(settings, executor="serial", n_collectors=1, in_subprocesses=False, n_workers=0)
+    plain = _in_one_process(settings)
     if not settings.overlap or settings.on_device:
         yield plain
     if costs.waits:
@@ -244,6 +250,11 @@ def candidates(costs: Costs, settings: Settings, *, picklable: bool = True) -> I
         for n in sorted({min(n, n_envs) for n in sizes}):
             yield replace(plain, in_subprocesses=True, n_collectors=n)
     yield replace(plain, executor="process", n_workers=env_workers(costs, settings))
+
+
+def _in_one_process(settings: Settings) -> Settings:
+    """The simplest way: one env after the other."""
+    return replace(settings, executor="serial", n_collectors=1, in_subprocesses=False, n_workers=0)
 
 
 def env_workers(costs: Costs, settings: Settings) -> int:
@@ -295,7 +306,7 @@ def decide_overlap(
     return True, f"collectors and the learner run on different cores, {times:.1f} × as fast"
 
 
-def _plan(way: Settings, request: Request, model: _Model, *, first: bool) -> Plan:
+def _plan(way: Settings, request: Request, model: _Model) -> Plan:
     rate = 0.0
     if request.env == "batched":
         reason = f"the env steps {way.n_envs} at once {request.where}"
@@ -307,7 +318,7 @@ def _plan(way: Settings, request: Request, model: _Model, *, first: bool) -> Pla
         reason = f"asked for with --n-collectors {request.n_collectors}"
     else:
         rate = model.steps_per_second(way) if way.overlap else model.collect_rate(way)
-        reason = _reason(way, model, model.costs, rate) + ("; more processes would not pay" if first else "")
+        reason = _reason(way, model, model.costs, rate)
     return Plan(
         kind=way.executor,
         n_collectors=way.n_collectors,
@@ -323,7 +334,7 @@ def _reason(way: Settings, model: _Model, costs: Costs, rate: float) -> str:
     if way.overlap:
         return f"{stepping(way)} beside the learner{cores}, about {rate:,.0f} steps/s"
     step = f"a step takes {duration(costs.step_seconds)}" + (", mostly waiting" if costs.waits else "")
-    serial = replace(way, executor="serial", n_collectors=1, in_subprocesses=False, n_workers=0)
+    serial = _in_one_process(way)
     gain = "" if way == serial else f", {rate / model.collect_rate(serial):.1f} × one process"
     return f"{step}: {stepping(way)}{cores}, collecting about {rate:,.0f} steps/s{gain}"
 
