@@ -21,21 +21,6 @@ PROGRESS_SECONDS = 1.0
 """Time between two writes of progress.json."""
 GPU_HERTZ, HOST_HERTZ = 5, 2
 """Samples a second; a GPU's load comes in bursts."""
-IN_PROGRESS_JSON = (
-    "env_steps",
-    "total_steps",
-    "iteration",
-    "updates",
-    "episodes",
-    "steps_per_second",
-    "return_mean",
-    "return_std",
-    "length_mean",
-    "learner_busy",
-    "phases",
-    "metrics",
-)
-"""Fields of Progress in progress.json."""
 
 
 class Sink(Protocol):
@@ -106,9 +91,9 @@ class Recorder:
     def _write_progress(self, progress: Progress, folder: RunFolder) -> None:
         if self._written_at - self._progress_at >= PROGRESS_SECONDS:
             self._progress_at = self._written_at
-            now = {name: getattr(progress, name) for name in IN_PROGRESS_JSON}
-            clock = {"wall_seconds": progress.seconds, "updated": time(), "pid": os.getpid()}
-            write_json(folder.progress, self._about | now | clock | {"status": "running"})
+            now = asdict(progress)
+            now |= {"wall_seconds": now.pop("seconds"), "updated": time(), "pid": os.getpid()}
+            write_json(folder.progress, self._about | now | {"status": "running"})
 
     def note(self, note: str) -> None:
         """Pass a line on to the user."""

@@ -11,16 +11,7 @@ from typing import Protocol, TextIO
 
 from flatout.runlog.metrics import Progress
 from flatout.runlog.recorder import Sink
-from flatout.views.figures import (
-    count,
-    duration,
-    mean_and_std,
-    number,
-    percent,
-    rate,
-    seconds_left,
-    share_done,
-)
+from flatout.views import figures as fmt
 from flatout.views.stream import SafeStream
 
 
@@ -96,14 +87,14 @@ def plain_line(progress: Progress) -> str:
     """A run's state in one line of text."""
     steps, total, speed = progress.env_steps, progress.total_steps, progress.steps_per_second
     fields = [
-        f"{percent(share_done(steps, total)):>6}",
-        f"{count(steps)} steps",
-        f"{rate(speed)} steps/s",
-        f"return {mean_and_std(progress.return_mean, progress.return_std)}",
-        f"learner busy {percent(progress.learner_busy)}",
+        f"{fmt.percent(fmt.share_done(steps, total)):>6}",
+        f"{fmt.count(steps)} steps",
+        f"{fmt.rate(speed)} steps/s",
+        f"return {fmt.mean_and_std(progress.return_mean, progress.return_std)}",
+        f"learner busy {fmt.percent(progress.learner_busy)}",
     ]
     if "eval/mean_reward" in progress.metrics:
-        fields.append(f"evaluated {number(progress.metrics['eval/mean_reward'])}")
+        fields.append(f"evaluated {fmt.number(progress.metrics['eval/mean_reward'])}")
     if steps < total:
-        fields.append(f"{duration(seconds_left(steps, total, speed))} left")
+        fields.append(f"{fmt.duration(fmt.seconds_left(steps, total, speed))} left")
     return "  ".join(fields)

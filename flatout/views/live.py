@@ -21,16 +21,7 @@ from rich.panel import Panel
 from rich.text import Text
 
 from flatout.runlog.metrics import Progress
-from flatout.views.figures import (
-    count,
-    duration,
-    mean_and_std,
-    number,
-    percent,
-    rate,
-    seconds_left,
-    share_done,
-)
+from flatout.views import figures as fmt
 from flatout.views.stream import SafeStream
 
 REFRESHES_PER_SECOND = 4
@@ -44,13 +35,13 @@ _FIRST_CELLS = 16
 # Signs of healthy learning, most important first; a run shows those that its algorithm has.
 # Metric, label, short label, format.
 _UPDATE_FIGURES: tuple[tuple[str, str, str, Callable[[float], str]], ...] = (
-    ("train/approx_kl", "KL", "KL", number),
-    ("train/clip_fraction", "clipped", "clip", percent),
-    ("train/entropy_loss", "entropy", "entropy", lambda loss: number(-loss)),
-    ("train/explained_variance", "explained variance", "EV", number),
-    ("rollout/exploration_rate", "explore", "explore", percent),
-    ("train/loss", "loss", "loss", number),
-    ("train/learning_rate", "learning rate", "lr", number),
+    ("train/approx_kl", "KL", "KL", fmt.number),
+    ("train/clip_fraction", "clipped", "clip", fmt.percent),
+    ("train/entropy_loss", "entropy", "entropy", lambda loss: fmt.number(-loss)),
+    ("train/explained_variance", "explained variance", "EV", fmt.number),
+    ("rollout/exploration_rate", "explore", "explore", fmt.percent),
+    ("train/loss", "loss", "loss", fmt.number),
+    ("train/learning_rate", "learning rate", "lr", fmt.number),
 )
 
 
@@ -203,9 +194,9 @@ def framed(lines: Sequence[Text], title: Text, width: int) -> Panel:
 def _lines(snapshot: Snapshot, width: int) -> list[Text]:
     progress = snapshot.progress
     if progress is None:
-        return [Text(f"{FIRST_ROLLOUT}: {duration(snapshot.waited)}")]
+        return [Text(f"{FIRST_ROLLOUT}: {fmt.duration(snapshot.waited)}")]
     steps, total = progress.env_steps, progress.total_steps
-    left = seconds_left(steps, total, progress.steps_per_second) - snapshot.waited
+    left = fmt.seconds_left(steps, total, progress.steps_per_second) - snapshot.waited
     elapsed = progress.seconds + snapshot.waited
     return [
         steps_row(steps, total, left if steps < total else None, elapsed, width, _gap(width)),
@@ -219,40 +210,40 @@ def steps_row(
     steps: float, total: float, left: float | None, elapsed: float | None, width: int, gap: str
 ) -> Text:
     """The progress bar, and as many figures of time and steps as fit beside it."""
-    share = share_done(steps, total)
-    of_total = f" of {count(total)} ({percent(share)})" if total else " env steps"
-    figures = [Text.assemble((count(steps), "bold"), of_total)]
+    share = fmt.share_done(steps, total)
+    of_total = f" of {fmt.count(total)} ({fmt.percent(share)})" if total else " env steps"
+    figures = [Text.assemble((fmt.count(steps), "bold"), of_total)]
     if left is not None and math.isfinite(left):
-        figures.append(Text(f"{duration(left)} left"))
+        figures.append(Text(f"{fmt.duration(left)} left"))
     if elapsed is not None:
-        figures.append(Text(f"{duration(elapsed)} elapsed", "dim"))
+        figures.append(Text(f"{fmt.duration(elapsed)} elapsed", "dim"))
     shown = fitting(figures, width - 10, gap)
     bar_cells = width - sum(figure.cell_len + len(gap) for figure in shown)
     return Text(gap).join([bar(share, max(bar_cells, 4)), *shown])
 
 
 def _return_row(progress: Progress, snapshot: Snapshot, width: int) -> Text:
-    figures = [Text(mean_and_std(progress.return_mean, progress.return_std), "bold green")]
+    figures = [Text(fmt.mean_and_std(progress.return_mean, progress.return_std), "bold green")]
     if curve := sparkline(snapshot.returns, min(20, width // 4)):
         figures.append(Text(curve, "green"))
     if snapshot.evaluated is not None:
-        figures.append(figure("evaluated", number(snapshot.evaluated)))
+        figures.append(figure("evaluated", fmt.number(snapshot.evaluated)))
     if progress.length_mean is not None:
-        figures.append(figure("length", number(progress.length_mean)))
-    figures.append(figure("episodes", count(progress.episodes)))
+        figures.append(figure("length", fmt.number(progress.length_mean)))
+    figures.append(figure("episodes", fmt.count(progress.episodes)))
     return _row("return", figures, width)
 
 
 def _speed_figures(progress: Progress) -> list[Text]:
     figures = [
-        Text.assemble((rate(progress.steps_per_second), "bold"), " steps/s"),
-        figure("learner busy", percent(progress.learner_busy)),
+        Text.assemble((fmt.rate(progress.steps_per_second), "bold"), " steps/s"),
+        figure("learner busy", fmt.percent(progress.learner_busy)),
     ]
     wall = sum(progress.phases.values())
     largest = sorted(progress.phases.items(), key=lambda item: -item[1])[:3]
     shares = [(name, seconds / wall) for name, seconds in largest if wall > 0 and seconds / wall >= 0.005]
     for nth, (name, share) in enumerate(shares):
-        figures.append(figure(name if nth else f"time in {name}", percent(share)))
+        figures.append(figure(name if nth else f"time in {name}", fmt.percent(share)))
     return figures
 
 

@@ -46,7 +46,7 @@ def summary_text(summary: Summary) -> str:
 def summary_lines(summary: Summary) -> list[tuple[str, str]]:
     """The summary as pairs of a label and its text, without what is not known."""
     lines = (
-        (str(summary.get("status") or "ended"), _steps_and_time(summary)),
+        (str(summary.get("status") or "ended"), _steps_and_time(summary) + _after_startup(summary)),
         ("run", _identity(summary)),
         ("return", _return(summary)),
         ("target", _target(summary)),
@@ -66,13 +66,15 @@ def _numbers(fields: Summary, *keys: str) -> tuple[float | None, ...]:
 
 
 def _steps_and_time(summary: Summary) -> str:
-    steps, wall, speed, startup = _numbers(
-        summary, "env_steps", "wall_seconds", "steps_per_second", "startup_seconds"
-    )
+    steps, wall, speed = _numbers(summary, "env_steps", "wall_seconds", "steps_per_second")
     text = f"{count(steps or 0)} env steps"
     text += f" in {seconds_text(wall)}" if wall is not None else ""
-    text += f", {rate(speed)} steps/s" if speed is not None else ""
-    return text + (f", after {seconds_text(startup)} to start" if startup is not None else "")
+    return text + (f", {rate(speed)} steps/s" if speed is not None else "")
+
+
+def _after_startup(summary: Summary) -> str:
+    startup = known_number(summary.get("startup_seconds"))
+    return f", after {seconds_text(startup)} to start" if startup is not None else ""
 
 
 def _identity(summary: Summary) -> str:
@@ -177,17 +179,12 @@ def verdict(records: RunRecords) -> str:
 
 
 def _outcome(summary: Summary) -> str:
-    steps, wall, speed, mean, std = _numbers(
-        summary, "env_steps", "wall_seconds", "steps_per_second", "return_mean", "return_std"
-    )
+    steps, mean, std = _numbers(summary, "env_steps", "return_mean", "return_std")
     status = _STATUS.get(str(summary.get("status")), "Not ended, running or killed")
     if not steps:
         return f"{status}: no env step is recorded."
-    text = f"{status}: {count(steps)} env steps"
-    text += f" in {seconds_text(wall)}" if wall is not None else ""
-    text += f", {rate(speed)} steps/s" if speed is not None else ""
-    text += f", return {mean_and_std(mean, std)}" if mean is not None else ", no episode ended"
-    return text + "."
+    result = f"return {mean_and_std(mean, std)}" if mean is not None else "no episode ended"
+    return f"{status}: {_steps_and_time(summary)}, {result}."
 
 
 def _limit(records: RunRecords) -> str:
