@@ -10,19 +10,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import gymnasium as gym
 
 from flatout.config.run_config import RunConfig
 from flatout.device.machine import remembered, usable_cores
-from flatout.envs.check import EnvInfo
 from flatout.envs.make import EnvFactory
 from flatout.envs.spaces import ActionLayout
 from flatout.errors import FlatoutError, one_line
 from flatout.executors.base import Plan
-from flatout.learning.learner import Learner
-from flatout.models.policy import Policy
 from flatout.perf.costs import (
     MAX_WAITING_WORKERS,
     START_SECONDS,
@@ -39,6 +36,11 @@ from flatout.perf.simulate import (
     lockstep_seconds,
     overlapped_seconds,
 )
+
+if TYPE_CHECKING:  # a report is written without torch
+    from flatout.envs.check import EnvInfo
+    from flatout.learning.learner import Learner
+    from flatout.models.policy import Policy
 
 MIN_UPDATES = 10_000
 """A run with fewer updates is over before subprocess collectors have paid for their start."""

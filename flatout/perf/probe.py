@@ -11,22 +11,23 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 from time import perf_counter, thread_time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 import gymnasium as gym
 import numpy as np
-import torch
 
 from flatout.config.run_config import RunConfig
 from flatout.envs.make import EnvFactory
 from flatout.envs.spaces import ActionLayout, Array
 from flatout.envs.wrappers import blocking
-from flatout.learning.compile import Recipe, cached_path, load
-from flatout.learning.learner import TINY_BATCH, Learner
-from flatout.models.actor import make_actor
-from flatout.models.policy import Policy
 from flatout.perf.costs import Points, UpdateCost, rising
+
+if TYPE_CHECKING:  # a report is written without torch
+    import torch
+
+    from flatout.learning.learner import Learner
+    from flatout.models.policy import Policy
 
 try:
     import resource
@@ -168,6 +169,8 @@ def acting_times(policy: Policy, sizes: Iterable[int]) -> Points:
 
 def acting_seconds(policy: Policy, n_obs: int) -> float:
     """Seconds the policy takes to act on `n_obs` observations."""
+    from flatout.models.actor import make_actor
+
     actor = make_actor(policy.model, n_obs, policy.device)
     noise = np.zeros((n_obs, policy.action.noise_size), np.float32)
     actions, log_prob = (
@@ -186,6 +189,8 @@ def acting_seconds(policy: Policy, n_obs: int) -> float:
 
 def faster_device(policy: Policy, n_envs: int) -> torch.device:
     """The device on which the policy acts faster on this many envs: its own, or the CPU."""
+    import torch
+
     cpu = torch.device("cpu")
     if policy.device.type == "cpu":
         return cpu
@@ -196,6 +201,8 @@ def faster_device(policy: Policy, n_envs: int) -> torch.device:
 @contextmanager
 def on_threads(n_threads: int) -> Iterator[None]:
     """Let torch use so many threads."""
+    import torch
+
     before = torch.get_num_threads()
     torch.set_num_threads(n_threads)
     try:
@@ -231,11 +238,15 @@ class UpdateProbe:
         return "compiled" if self._compiled_path(n_threads).exists() else "eager"
 
     def _compiled_path(self, n_threads: int) -> Path:
+        from flatout.learning.compile import Recipe, cached_path
+
         spec = self.config.learner_spec(self.policy.obs, self.policy.action)
         return cached_path(Recipe(spec=spec, device="cpu", precision=self.precision, n_threads=n_threads))
 
     def fast(self, n_threads: int) -> UpdateCost | None:
         """The update by a backend other than eager; None if there is none."""
+        from flatout.learning.compile import load
+
         size, update, form = self.config.algorithm.batch_size, self.learner.update, self.form(n_threads)
         if form == "eager":
             return None
@@ -264,6 +275,8 @@ class UpdateProbe:
 
     def launch_seconds(self) -> float:
         """Seconds of launching an update: of a network as deep, but so narrow that it computes next to nothing."""
+        from flatout.learning.learner import TINY_BATCH
+
         config, policy = self.config, self.policy
         narrow = replace(config.network, network_arch=(NARROW,) * len(config.network.network_arch))
         spec = replace(config.learner_spec(policy.obs, policy.action), network=narrow)
