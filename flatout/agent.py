@@ -190,7 +190,8 @@ class Agent:
         if folder is not None:
             sinks.append(TensorBoardWriter(folder.tensorboard, resume_at))
         about = identity(trainer, self.device)
-        recorder = Recorder(folder, sinks, resume_at=resume_at, about=about)
+        own_metrics = self.config.descriptor.metrics
+        recorder = Recorder(folder, sinks, resume_at=resume_at, about=about, metrics=own_metrics)
         if display is not None:
             display.start(self.header())
         stop = StopRequest()

@@ -131,6 +131,8 @@ class Algorithm:
     """Settings by name of a preset."""
     auto: Callable[[bool, int], Recipe] | None = None
     """(on an accelerator, cores) → settings for an env without a recipe; None: the config's defaults."""
+    metrics: tuple[str, ...] = ()
+    """Metrics of its own, for columns of metrics.csv besides the usual ones."""
     first_choice_for: tuple[str, ...] = ()
     """Env ids that use this algorithm unless another one is named."""
     source: str = ""

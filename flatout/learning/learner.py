@@ -52,9 +52,17 @@ class Learner(ABC, Generic[Batch]):
     update: Update[Batch]
 
     def __init__(
-        self, model: PolicyNet, *, n_envs: int, seed: int, clock: PhaseClock, normalize_obs: bool = False
+        self,
+        model: PolicyNet,
+        *,
+        n_envs: int,
+        seed: int,
+        clock: PhaseClock,
+        precision: str = "fp32",
+        normalize_obs: bool = False,
     ) -> None:
         self.params = FlatParams(model)
+        self.autocast = AUTOCAST.get(precision)
         self.device = self.params.flat.device
         self.n_updates = 0
         self.n_envs, self.seed = n_envs, seed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -88,13 +88,15 @@ def scalars(progress: Progress) -> dict[str, float]:
 class MetricsLog:
     """Writes metrics.csv; with `resume_at`, continues after the last row up to that many env steps."""
 
-    def __init__(self, path: Path, resume_at: int | None = None) -> None:
+    def __init__(self, path: Path, resume_at: int | None = None, more: Sequence[str] = ()) -> None:
+        """`more`: columns besides COLUMNS."""
+        self._columns = (*COLUMNS, *more)
         kept = [] if resume_at is None else _rows_up_to(path, resume_at)
         part = path.with_name(f".{path.name}.part")
         with part.open("w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file, lineterminator="\n")
-            writer.writerow(COLUMNS)
-            writer.writerows([row.get(name, "") for name in COLUMNS] for row in kept)
+            writer.writerow(self._columns)
+            writer.writerows([row.get(name, "") for name in self._columns] for row in kept)
         os.replace(part, path)
         self._file = path.open("a", newline="", encoding="utf-8")
         self._writer = csv.writer(self._file, lineterminator="\n")
@@ -102,7 +104,7 @@ class MetricsLog:
     def write(self, progress: Progress) -> None:
         """Add a row and flush it."""
         values = scalars(progress)
-        self._writer.writerow([_cell(values.get(name)) for name in COLUMNS])
+        self._writer.writerow([_cell(values.get(name)) for name in self._columns])
         self._file.flush()
 
     def close(self) -> None:

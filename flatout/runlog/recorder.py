@@ -46,8 +46,11 @@ class Recorder:
         *,
         resume_at: int | None = None,
         about: Mapping[str, object] | None = None,
+        metrics: Sequence[str] = (),
     ) -> None:
-        """`resume_at`: env steps at which the run goes on; `about`: what progress.json says beside the progress."""
+        """`resume_at`: env steps at which the run is resumed; `about`: what progress.json says beside the progress;
+        `metrics`: the algorithm's own metrics, for more columns of metrics.csv."""
+        self._own_metrics = metrics
         self._folder, self._sinks, self._resume_at = folder, sinks, resume_at
         self._about = dict(about or {})
         self._written_at = self._progress_at = float("-inf")
@@ -84,7 +87,7 @@ class Recorder:
             sink.write(progress)
         if self._folder is not None:
             if self._metrics is None:
-                self._metrics = MetricsLog(self._folder.metrics, self._resume_at)
+                self._metrics = MetricsLog(self._folder.metrics, self._resume_at, self._own_metrics)
             self._metrics.write(progress)
             self._write_progress(progress, self._folder)
 

@@ -69,7 +69,7 @@ def loss(model: ActorCritic, config: A2CConfig, batch: A2CMinibatch, _: Tensor) 
 class A2CLearner(Learner[A2CMinibatch]):
     """Advantages of a rollout, then one update for each `batch_size` of its transitions."""
 
-    def __init__(self, model: ActorCritic, config: A2CConfig, *, precision: str = "", **how: Any) -> None:
+    def __init__(self, model: ActorCritic, config: A2CConfig, **how: Any) -> None:
         super().__init__(model, **how)
         self.model, self.config = model, config
         self.update = Update(
@@ -79,6 +79,7 @@ class A2CLearner(Learner[A2CMinibatch]):
             len(METRICS),
             max_grad_norm=0.5,
             batch_size=config.batch_size,
+            autocast=self.autocast,
         )
 
     def learn(self, rollout: Learnable, *, progress: float, **_: Any) -> dict[str, float]:
@@ -94,7 +95,7 @@ class A2CLearner(Learner[A2CMinibatch]):
             self.update.step(batch.take(slice(start, start + size)))
         metrics = self._read((*METRICS, "train/grad_norm"))
         self._leave()
-        return metrics
+        return metrics | {"train/advantage_std": batch.advantage.std().item()}
 
     @torch.no_grad()
     def _samples(self, data: Transitions) -> A2CMinibatch:
@@ -112,4 +113,7 @@ class A2CLearner(Learner[A2CMinibatch]):
 
 
 CARTPOLE = Recipe(n_envs=16, timesteps=300_000, algorithm=A2CConfig(), network=NetworkConfig())
-A2C = Algorithm(name="a2c", config=A2CConfig, make_learner=A2CLearner, recipes={"CartPole-v1": CARTPOLE})
+OWN = ("train/advantage_std",)
+A2C = Algorithm(
+    name="a2c", config=A2CConfig, make_learner=A2CLearner, recipes={"CartPole-v1": CARTPOLE}, metrics=OWN
+)

@@ -50,6 +50,8 @@ def test_it_solves_cartpole_from_the_command_line(tmp_path: Path) -> None:
     assert summary["backend"] in ("eager", "compiled")
     saved = json.loads((tmp_path / "runs/own/config.json").read_text())
     assert saved["algo"] == A2C
+    columns = (tmp_path / "runs/own/metrics.csv").read_text().splitlines()[0].split(",")
+    assert "train/advantage_std" in columns
     assert saved["a2c"]["value_weight"] == 0.4
     run("resume", "own", "--timesteps", "350000", "--quiet", cwd=tmp_path)
     result = json.loads(run("evaluate", "own", "--episodes", "30", "--json", cwd=tmp_path))

@@ -24,10 +24,10 @@ from flatout.buffers.replay import Replay, Uniform
 from flatout.buffers.rollout import Learnable, Rollout, TensorRollout
 from flatout.device.machine import free_memory
 from flatout.envs.spaces import ActionLayout, Array, ObsLayout
-from flatout.learning.learner import AUTOCAST, Learner, example_actions, example_obs
+from flatout.learning.learner import Learner, example_actions, example_obs
 from flatout.learning.update import Update
 from flatout.models.policy import QNetwork
-from flatout.timing import Phase, PhaseClock
+from flatout.timing import Phase
 
 NAMES = (*dqn.METRICS, "train/grad_norm")
 SAMPLED_AT_ONCE = 16
@@ -37,17 +37,9 @@ SAMPLED_AT_ONCE = 16
 class DQNLearner(Learner[DQNMinibatch]):
     """Trains a Q-network from a replay buffer, on one device."""
 
-    def __init__(
-        self,
-        model: QNetwork,
-        config: DQNConfig,
-        *,
-        n_envs: int,
-        seed: int,
-        clock: PhaseClock,
-        precision: str = "fp32",
-    ) -> None:
-        super().__init__(model, n_envs=n_envs, seed=seed, clock=clock, normalize_obs=config.normalize_obs)
+    def __init__(self, model: QNetwork, config: DQNConfig, **how: Any) -> None:
+        """`how`: the keywords of `Learner`."""
+        super().__init__(model, normalize_obs=config.normalize_obs, **how)
         self.model, self.config = model, config
         self.networks = dqn.TargetNetwork(model, self.params.flat, self.params.views)
         self.update = Update(
@@ -57,7 +49,7 @@ class DQNLearner(Learner[DQNMinibatch]):
             len(dqn.METRICS),
             max_grad_norm=config.max_grad_norm,
             batch_size=config.batch_size,
-            autocast=AUTOCAST.get(precision),
+            autocast=self.autocast,
             sample_output=True,
         )
         self._fused: FusedDQN | None = None
@@ -86,8 +78,8 @@ class DQNLearner(Learner[DQNMinibatch]):
         *,
         iteration: int,
         progress: float,
-        lag: int = 0,  # noqa: ARG002  Q-learning is off-policy
         stop: Callable[[], bool] = lambda: False,
+        **_unused: Any,  # lag: Q-learning is off-policy
     ) -> dict[str, float]:
         """Store a rollout and learn; `progress` in [0, 1] drives the schedules. Returns the metrics."""
         config, experience = self.config, self.experience

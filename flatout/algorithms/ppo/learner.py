@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,13 +14,13 @@ from flatout.algorithms.ppo import loss as ppo
 from flatout.algorithms.ppo.config import PPOConfig
 from flatout.algorithms.ppo.fused import FusedPPO, can_fuse
 from flatout.buffers.rollout import Learnable
-from flatout.learning.learner import AUTOCAST, Learner, example_actions, example_obs
+from flatout.learning.learner import Learner, example_actions, example_obs
 from flatout.learning.memory import PartSize, in_parts
 from flatout.learning.normalize import RewardScaler
 from flatout.learning.rollouts import Epochs, Transitions
 from flatout.learning.update import Update
 from flatout.models.policy import ActorCritic
-from flatout.timing import Phase, PhaseClock
+from flatout.timing import Phase
 
 KL_SLACK = 1.5
 """Updates stop at this multiple of target_kl, as in OpenAI's and Stable-Baselines3's PPO."""
@@ -28,17 +29,9 @@ KL_SLACK = 1.5
 class PPOLearner(Learner[ppo.PPOMinibatch]):
     """PPO's update over rollouts of one shape, on one device."""
 
-    def __init__(
-        self,
-        model: ActorCritic,
-        config: PPOConfig,
-        *,
-        n_envs: int,
-        seed: int,
-        clock: PhaseClock,
-        precision: str = "fp32",
-    ) -> None:
-        super().__init__(model, n_envs=n_envs, seed=seed, clock=clock, normalize_obs=config.normalize_obs)
+    def __init__(self, model: ActorCritic, config: PPOConfig, **how: Any) -> None:
+        """`how`: the keywords of `Learner`."""
+        super().__init__(model, normalize_obs=config.normalize_obs, **how)
         self.model, self.config = model, config
         self.update = Update(
             model,
@@ -50,14 +43,14 @@ class PPOLearner(Learner[ppo.PPOMinibatch]):
             prepare=partial(ppo.prepare, config=config),
             kl_index=ppo.KL,
             kl_limit=config.target_kl and config.target_kl * KL_SLACK,
-            autocast=AUTOCAST.get(precision),
+            autocast=self.autocast,
         )
         self._fused: FusedPPO | None = None
-        self._epochs = Epochs(self.update, seed=seed)
-        self._total_batch = n_envs * config.n_steps
+        self._epochs = Epochs(self.update, seed=self.seed)
+        self._total_batch = self.n_envs * config.n_steps
         self._value_parts = PartSize(self._total_batch)
         self._reward_scaler = (
-            RewardScaler(n_envs, config.gamma, self.device) if config.normalize_reward else None
+            RewardScaler(self.n_envs, config.gamma, self.device) if config.normalize_reward else None
         )
 
     def learn(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,12 +13,12 @@ from flatout.algorithms.base import scheduled
 from flatout.algorithms.pqn import loss as pqn
 from flatout.algorithms.pqn.config import PQNConfig
 from flatout.buffers.rollout import Learnable
-from flatout.learning.learner import AUTOCAST, Learner, example_actions, example_obs
+from flatout.learning.learner import Learner, example_actions, example_obs
 from flatout.learning.memory import PartSize, in_parts
 from flatout.learning.rollouts import Epochs, Transitions
 from flatout.learning.update import Update
 from flatout.models.policy import QNetwork
-from flatout.timing import Phase, PhaseClock
+from flatout.timing import Phase
 
 NAMES = (*pqn.METRICS, "train/grad_norm")
 
@@ -25,17 +26,9 @@ NAMES = (*pqn.METRICS, "train/grad_norm")
 class PQNLearner(Learner[pqn.PQNMinibatch]):
     """PQN's update over rollouts of one shape, on one device."""
 
-    def __init__(
-        self,
-        model: QNetwork,
-        config: PQNConfig,
-        *,
-        n_envs: int,
-        seed: int,
-        clock: PhaseClock,
-        precision: str = "fp32",
-    ) -> None:
-        super().__init__(model, n_envs=n_envs, seed=seed, clock=clock, normalize_obs=config.normalize_obs)
+    def __init__(self, model: QNetwork, config: PQNConfig, **how: Any) -> None:
+        """`how`: the keywords of `Learner`."""
+        super().__init__(model, normalize_obs=config.normalize_obs, **how)
         self.model, self.config = model, config
         self.update = Update(
             model,
@@ -44,10 +37,10 @@ class PQNLearner(Learner[pqn.PQNMinibatch]):
             len(pqn.METRICS),
             max_grad_norm=config.max_grad_norm,
             batch_size=config.batch_size,
-            autocast=AUTOCAST.get(precision),
+            autocast=self.autocast,
         )
-        self._epochs = Epochs(self.update, seed=seed)
-        self._value_parts = PartSize(n_envs * config.n_steps)
+        self._epochs = Epochs(self.update, seed=self.seed)
+        self._value_parts = PartSize(self.n_envs * config.n_steps)
         model.greedy.epsilon.fill_(config.epsilon(0.0))
 
     def learn(
@@ -56,8 +49,8 @@ class PQNLearner(Learner[pqn.PQNMinibatch]):
         *,
         iteration: int,
         progress: float,
-        lag: int = 0,  # noqa: ARG002  Q-learning is off-policy
         stop: Callable[[], bool] = lambda: False,
+        **_unused: Any,  # lag: Q-learning is off-policy
     ) -> dict[str, float]:
         """Learn from one rollout; `progress` in [0, 1] drives the schedules. Returns the metrics."""
         config = self.config
