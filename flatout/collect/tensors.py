@@ -50,13 +50,13 @@ class TensorActions:
             self._start = torch.as_tensor(zero.reshape(-1), device=device)
             self._as_they_are = not zero.any() and zero.dtype == np.int64
 
-    def to_env(self, rows: Tensor) -> Tensor:
+    def to_env(self, actions: Tensor) -> Tensor:
         """Actions (N, size) of the policy in the envs' own units; continuous ones are rescaled and clipped."""
         if self._continuous:
-            rows = torch.clamp(rows * self._half + self._mid, self._low, self._high)
+            actions = torch.clamp(actions * self._half + self._mid, self._low, self._high)
         elif not self._as_they_are:
-            rows = rows + self._start
-        return rows.to(self._dtype).reshape(len(rows), *self._shape)
+            actions = actions + self._start
+        return actions.to(self._dtype).reshape(len(actions), *self._shape)
 
 
 class DeviceNoise:
@@ -87,7 +87,7 @@ class DeviceNoise:
             return noise.normal_(generator=self._generator)
         # -log of an exponential is Gumbel; an exponential of 0 would make it infinite.
         noise.exponential_(generator=self._generator).clamp_(min=1e-38).log_().neg_()
-        if self._hold > 1:  # begins anew with every rollout
+        if self._hold > 1:  # starts again with every rollout
             noise = noise[:: self._hold].repeat_interleave(self._hold, 0)[:n_steps]
         return noise if self._shift is None else noise.add_(self._shift)
 
@@ -177,7 +177,7 @@ class TensorCollector:
             _copy(rollout.obs_at[t + 1], now.obs)
             # On the host this test is cheap; on a device it would wait, so all rows are copied.
             if not on_host or now.truncated.any():
-                _copy(tuple(leaf[t] for leaf in rollout.final_obs), now.final_obs)
+                _copy(tuple(final[t] for final in rollout.final_obs), now.final_obs)
             if stop():
                 raise Interrupted
             clock.enter(ACT)
@@ -193,8 +193,8 @@ class TensorCollector:
         if actor is None:
 
             def act(t: int) -> None:
-                rows, log_prob = model.sample(rollout.obs_at[t], noise[t])
-                rollout.action[t].copy_(rows)
+                action, log_prob = model.sample(rollout.obs_at[t], noise[t])
+                rollout.action[t].copy_(action)
                 rollout.log_prob[t].copy_(log_prob)
 
             return act
@@ -202,8 +202,8 @@ class TensorCollector:
         places, given = rollout.arrays_at, noise.numpy()
 
         def act_compiled(t: int) -> None:
-            obs, rows, log_prob = places[t]
-            actor.act(obs, given[t], rows, log_prob)
+            obs, action, log_prob = places[t]
+            actor.act(obs, given[t], action, log_prob)
 
         return act_compiled
 
@@ -223,9 +223,9 @@ class TensorCollector:
         """Raise for the first env with a NaN or infinite observation or reward; sums are a cheap first test."""
         everywhere = torch.arange(rollout.n_transitions, device=ended.device)
         seen = [("reward", rollout.reward, everywhere)]
-        for leaf, final in zip(rollout.obs, rollout.final_obs, strict=True):
-            if leaf.is_floating_point():
-                seen.append(("observation", leaf[1:], everywhere))
+        for obs, final in zip(rollout.obs, rollout.final_obs, strict=True):
+            if obs.is_floating_point():
+                seen.append(("observation", obs[1:], everywhere))
                 seen.append(("observation", final.flatten(0, 1)[ended], ended))
         if all(torch.stack([values.sum() for _, values, _ in seen]).isfinite().tolist()):
             return

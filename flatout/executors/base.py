@@ -22,6 +22,11 @@ from flatout.envs.spaces import ActionLayout, Array, ObsArrays, ObsLayout
 from flatout.errors import EnvError, FlatoutError, did_you_mean
 
 T = TypeVar("T")
+EnvCall: TypeAlias = Callable[[gym.Env[Any, Any]], T]
+Seeds: TypeAlias = Sequence[int | None]
+Options: TypeAlias = Sequence[dict[str, Any] | None] | None
+EnvIndices: TypeAlias = Sequence[int] | None
+"""None: all envs."""
 Kind: TypeAlias = str
 """A name in EXECUTORS, or FILE.py:NAME."""
 
@@ -197,22 +202,13 @@ class Executor(Protocol):
         self.reset()
         return list(range(self.n_envs))
 
-    def reset_envs(
-        self,
-        seeds: Sequence[int | None],
-        options: Sequence[dict[str, Any] | None] | None = None,
-        env_indices: Sequence[int] | None = None,
-    ) -> Step:
+    def reset_envs(self, seeds: Seeds, options: Options = None, env_indices: EnvIndices = None) -> Step:
         """Begin new episodes in these envs, or in all, with the caller's seeds (None: unseeded) and options."""
         if env_indices is not None or any(seed is not None for seed in seeds) or any(options or ()):
             raise FlatoutError(f"{type(self).__name__} has no reset_envs: it resets all envs, without seeds")
         return self.reset()
 
-    def apply(
-        self,
-        function: Callable[[gym.Env[Any, Any]], T],  # noqa: ARG002
-        env_indices: Iterable[int] | None = None,  # noqa: ARG002
-    ) -> list[T]:
+    def apply(self, function: EnvCall[T], env_indices: Iterable[int] | None = None) -> list[T]:  # noqa: ARG002
         """What `function` returns for each of these envs, or of all, called where the env lives."""
         raise FlatoutError(f"{type(self).__name__} has no apply: attributes of its envs cannot be reached")
 

@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from queue import SimpleQueue
 from time import perf_counter
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import gymnasium as gym
 
@@ -74,17 +74,6 @@ class Outcome(NamedTuple):
     final_info: dict[str, Any] | None = None
 
 
-class Inbox(Protocol):
-    """Where an env worker gets its commands from."""
-
-    env_index: int
-    generation: int
-
-    async def next_command(self) -> Command | None:
-        """Wait for the next command; None ends the worker."""
-        ...
-
-
 class EnvWorker:
     """What the envs of one executor have in common, and the coroutine that runs each of them."""
 
@@ -98,7 +87,7 @@ class EnvWorker:
     ) -> None:
         self._factory, self._layout, self._report, self._awaits = factory, layout, report, awaits
 
-    async def run(self, inbox: Inbox) -> None:
+    async def run(self, inbox: _ThreadInbox | _TaskInbox) -> None:
         """Make an env and obey commands until the last one; whatever the env raises is reported."""
         i, generation = inbox.env_index, inbox.generation
         doing: Doing = "constructor"
@@ -189,33 +178,6 @@ class EnvWorker:
                 await closing
 
 
-class EnvWorkers(Protocol):
-    """The threads or tasks of one executor, one for each env."""
-
-    awaits: bool
-    """Whether the envs have `async def reset` and `async def step`."""
-
-    def start(self, worker: EnvWorker, generations: Mapping[int, int], env_ids: Array) -> None:
-        """Start a worker for each env index, which makes an env of this generation and waits for commands."""
-        ...
-
-    def send(self, commands: Mapping[int, Command]) -> None:
-        """Send each env its command."""
-        ...
-
-    def abandon(self, env_index: int) -> None:
-        """End an env's worker, or give it up when it hangs."""
-        ...
-
-    def close(self) -> None:
-        """End all workers, waiting a moment for them at most; may be called twice."""
-        ...
-
-    def raise_if_blocked(self) -> None:
-        """Raise if another env than the overdue one is to blame."""
-        ...
-
-
 class EnvThreads:
     """A thread for each env, for blocking envs that wait (requests, sleep, sockets).
 
@@ -223,6 +185,7 @@ class EnvThreads:
     """
 
     awaits = False
+    """Whether the envs have `async def reset` and `async def step`."""
 
     def __init__(self) -> None:
         self._inboxes: dict[int, _ThreadInbox] = {}
@@ -347,3 +310,7 @@ class _TaskInbox:
 def _deliver(pairs: list[tuple[_TaskInbox, Command]]) -> None:
     for inbox, command in pairs:
         inbox.command.set_result(command)
+
+
+EnvWorkers: TypeAlias = EnvThreads | EnvTasks
+"""The threads or tasks of one executor, one for each env."""

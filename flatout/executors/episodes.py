@@ -7,8 +7,9 @@ since. Every env is seeded again at the first episode end after RESEED_STEPS ste
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -58,7 +59,7 @@ class EpisodeStatistics:
         return episodes
 
     def clear(self, env_indices: Sequence[int] | Array | slice = slice(None)) -> None:
-        """Begin to count anew in these envs."""
+        """Start the counts of these envs from zero."""
         self.returns[env_indices] = 0.0
         self.lengths[env_indices] = 0
 
@@ -95,14 +96,20 @@ class StepCheck:
 
     def check_some(self, env_indices: Array, n_steps: Sequence[int], ended: Array | None = None) -> None:
         """Check the observations of these envs, and the final ones of those that ended; each has its own step."""
-        from flatout.executors.loops import all_finite  # here, because importing Numba takes a moment
-
+        all_finite = _all_finite()
         checks = [(obs, ended) for obs in self._final_obs] if ended is not None else []
         for values, indices in (*checks, *((obs, env_indices) for obs in self._obs)):
             if not all_finite(values.reshape(len(values), -1), indices):
                 bad = ~np.isfinite(values[indices].reshape(len(indices), -1)).all(axis=1)
                 i = indices[bad.argmax()]
                 raise EnvError(nan_message("observation", int(self._env_ids[i]), n_steps[i]))
+
+
+@cache
+def _all_finite() -> Callable[[Array, Array], bool]:
+    from flatout.executors.loops import all_finite  # here, because importing Numba takes a moment
+
+    return all_finite
 
 
 @dataclass(slots=True)

@@ -14,14 +14,23 @@ from time import perf_counter
 from typing import Any, TypeVar
 
 import cloudpickle
-import gymnasium as gym
 import numpy as np
 
 from flatout.device.machine import usable_cores
 from flatout.device.shared import SharedArrays, Spec
 from flatout.envs.spaces import ActionLayout, Array, ObsLayout
 from flatout.errors import EnvError, FlatoutError, one_line
-from flatout.executors.base import EnvSet, Episode, Executor, RestartBudget, Step
+from flatout.executors.base import (
+    EnvCall,
+    EnvIndices,
+    EnvSet,
+    Episode,
+    Executor,
+    Options,
+    RestartBudget,
+    Seeds,
+    Step,
+)
 from flatout.executors.episodes import EpisodeStatistics
 from flatout.executors.serial import SerialExecutor
 from flatout.executors.workers import Command, WorkerPool, env_answers, serve, worker_seed
@@ -113,12 +122,7 @@ class ProcessExecutor(Executor):
         self._statistics.clear()
         return replace(self._step, env_indices=np.arange(self.n_envs))
 
-    def reset_envs(
-        self,
-        seeds: Sequence[int | None],
-        options: Sequence[dict[str, Any] | None] | None = None,
-        env_indices: Sequence[int] | None = None,
-    ) -> Step:
+    def reset_envs(self, seeds: Seeds, options: Options = None, env_indices: EnvIndices = None) -> Step:
         """Begin new episodes in these envs, or in all, with the caller's seeds (None: unseeded) and options."""
         assert self._is_open, "a replay needs the executor's own seeds"
         self._wait_for_all()
@@ -133,9 +137,7 @@ class ProcessExecutor(Executor):
         self._statistics.clear(sorted(named))
         return replace(self._step, env_indices=np.arange(self.n_envs), ended=[], restarted=[])
 
-    def apply(
-        self, function: Callable[[gym.Env[Any, Any]], T], env_indices: Iterable[int] | None = None
-    ) -> list[T]:
+    def apply(self, function: EnvCall[T], env_indices: Iterable[int] | None = None) -> list[T]:
         """What `function` returns for each env, called in the env's process; function and results are pickled."""
         everyone = range(self.n_envs)
         indices = [everyone[i] for i in (everyone if env_indices is None else env_indices)]

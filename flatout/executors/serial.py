@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from time import perf_counter
 from typing import Any, TypeVar
 
-import gymnasium as gym
 import numpy as np
 
 from flatout.envs import spaces
 from flatout.envs.spaces import Array, fast_contains
 from flatout.errors import EnvError, one_line
-from flatout.executors.base import EnvSet, Executor, Step, alloc_step
+from flatout.executors.base import EnvCall, EnvIndices, EnvSet, Executor, Options, Seeds, Step, alloc_step
 from flatout.executors.episodes import ActionLog, EpisodeStatistics, StepCheck
 
 T = TypeVar("T")
@@ -53,12 +52,7 @@ class SerialExecutor(Executor):
             self._begin(i, self._log.next_seed(i))
         return self._begun(np.arange(self.n_envs))
 
-    def reset_envs(
-        self,
-        seeds: Sequence[int | None],
-        options: Sequence[dict[str, Any] | None] | None = None,
-        env_indices: Sequence[int] | None = None,
-    ) -> Step:
+    def reset_envs(self, seeds: Seeds, options: Options = None, env_indices: EnvIndices = None) -> Step:
         """Begin new episodes in these envs, or in all, with the caller's seeds (None: unseeded) and options."""
         assert not self._log.replayable, "a replay needs the executor's own seeds"
         indices = range(self.n_envs) if env_indices is None else env_indices
@@ -66,9 +60,7 @@ class SerialExecutor(Executor):
             self._begin(i, seeds[i], options[i] if options else None)
         return self._begun(np.fromiter(indices, np.intp))
 
-    def apply(
-        self, function: Callable[[gym.Env[Any, Any]], T], env_indices: Iterable[int] | None = None
-    ) -> list[T]:
+    def apply(self, function: EnvCall[T], env_indices: Iterable[int] | None = None) -> list[T]:
         """What `function` returns for each of these envs, or of all."""
         return [function(self._envs[i]) for i in (range(self.n_envs) if env_indices is None else env_indices)]
 

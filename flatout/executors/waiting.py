@@ -8,19 +8,29 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from functools import partial
 from time import perf_counter
 from typing import Any, Generic, TypeVar
 
-import gymnasium as gym
 import numpy as np
 
 from flatout.envs.check import nan_message
 from flatout.envs.spaces import Array
 from flatout.errors import EnvError, FlatoutError, one_line
-from flatout.executors.base import EnvSet, Episode, Executor, RestartBudget, Step, alloc_step
+from flatout.executors.base import (
+    EnvCall,
+    EnvIndices,
+    EnvSet,
+    Episode,
+    Executor,
+    Options,
+    RestartBudget,
+    Seeds,
+    Step,
+    alloc_step,
+)
 from flatout.executors.env_worker import (
     Act,
     Apply,
@@ -106,7 +116,7 @@ class WaitingExecutor(Executor):
         return self._step
 
     def reset(self) -> Step:
-        """Begin a seeded episode in every env, once those on their way are back."""
+        """Begin a seeded episode in every env, after all steps under way are received."""
         self._wait_for_all()
         self._send({i: Reset(self._log.next_seed(i)) for i in range(self.n_envs)})
         self._receive_resets()
@@ -114,12 +124,7 @@ class WaitingExecutor(Executor):
         self.mark()
         return self._begun()
 
-    def reset_envs(
-        self,
-        seeds: Sequence[int | None],
-        options: Sequence[dict[str, Any] | None] | None = None,
-        env_indices: Sequence[int] | None = None,
-    ) -> Step:
+    def reset_envs(self, seeds: Seeds, options: Options = None, env_indices: EnvIndices = None) -> Step:
         """Begin new episodes in these envs, or in all, with the caller's seeds (None: unseeded) and options."""
         assert not self._log.replayable, "a replay needs the executor's own seeds"
         self._wait_for_all()
@@ -132,9 +137,7 @@ class WaitingExecutor(Executor):
         self.mark()
         return self._begun(np.array(indices, np.intp))
 
-    def apply(
-        self, function: Callable[[gym.Env[Any, Any]], T], env_indices: Iterable[int] | None = None
-    ) -> list[T]:
+    def apply(self, function: EnvCall[T], env_indices: Iterable[int] | None = None) -> list[T]:
         """What `function` returns for each env, called in the env's thread or on the loop, and awaited there."""
         everyone = range(self.n_envs)
         indices = [everyone[i] for i in (everyone if env_indices is None else env_indices)]
@@ -176,7 +179,7 @@ class WaitingExecutor(Executor):
         while not outcomes:
             outcomes = self._arrivals()
         out = self._step
-        # An env that was sent an action and has been reset instead was lost on the way.
+        # An env that was sent an action and has been reset instead was lost during the step.
         out.restarted = [o.env_index for o in outcomes if o.done == "reset"]
         if out.restarted:
             for final, obs in zip(out.final_obs, out.obs, strict=True):
@@ -253,7 +256,7 @@ class WaitingExecutor(Executor):
         self._workers.send(commands)
 
     def _arrivals(self) -> list[Outcome]:
-        """Outcomes of envs that were expected; lost ones are replaced and stay on their way."""
+        """Outcomes of envs that were expected; lost envs are replaced, and their outcomes come later."""
         arrived = []
         for outcome in self._ready.take(self._n_away, self._next_due):
             i = outcome.env_index
