@@ -19,10 +19,9 @@ from torch import Tensor, nn
 from flatout.device.jit import compiled
 from flatout.envs.spaces import Array
 from flatout.learning.update import BETA1, BETA2, EPSILON, Batch, Update
-from flatout.models.encoders import Obs
 from flatout.models.kernel import tanh
 from flatout.models.params import FlatParams
-from flatout.models.policy import OBS_CLIP, PolicyNet
+from flatout.models.policy import OBS_CLIP, Obs, PolicyNet
 
 ACTIVATIONS = ("relu", "tanh")
 """Activations whose derivative follows from their output."""
@@ -178,7 +177,7 @@ def layers_in(
     params: FlatParams, flat: Tensor, layers: Sequence[tuple[nn.Parameter | Tensor, nn.Parameter | Tensor]]
 ) -> list[Layer]:
     """Some of a model's layers as views of such a flat tensor."""
-    places = {id(leaf): view for leaf, view in zip(params.leaves, params.views(flat), strict=True)}
+    places = {id(p): view for p, view in zip(params.tensors, params.views(flat), strict=True)}
     return [(places[id(weight)], places[id(bias)]) for weight, bias in layers]
 
 

@@ -154,7 +154,7 @@ class Update(Generic[Batch]):
 
     def eager_step(self, batch: Batch) -> None:
         """The step as it is defined."""
-        grad, metrics, samples = self._gradient(batch, self._params.leaves, self._loss, self.coefficient)
+        grad, metrics, samples = self._gradient(batch, self._params.tensors, self._loss, self.coefficient)
         with torch.no_grad():
             taken, clip_scale, counters = self._check(self._state, grad, metrics)
             divisor, skipped = 1 / clip_scale, 1 - taken
@@ -191,7 +191,7 @@ class Update(Generic[Batch]):
 
     def next_state(self, batch: Batch) -> list[Tensor]:
         """The state after learning from one minibatch; changes nothing."""
-        grad, metrics, samples = self._gradient(batch, self._params.leaves, self._loss, self.coefficient)
+        grad, metrics, samples = self._gradient(batch, self._params.tensors, self._loss, self.coefficient)
         with torch.no_grad():
             return [*self._advance(self._state, self.learning_rate, grad, metrics), *samples]
 

@@ -10,24 +10,24 @@ import torch
 from torch import Tensor, nn
 
 ALIGNMENT = 16
-"""Views begin at multiples of 64 bytes, as tensors of their own do; kernels round by alignment."""
+"""Views begin at multiples of 64 bytes, like separate tensors; kernels round differently by alignment."""
 
 
 class FlatParams:
     """Rebinds a model's parameters to views of `flat`; in-place changes of either are seen by both."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.leaves = list(model.parameters())
-        gaps = [-p.numel() % ALIGNMENT for p in self.leaves]
-        self._gaps = [p.new_zeros(gap) for p, gap in zip(self.leaves, gaps, strict=True)]
-        self.flat = self.flatten([p.detach() for p in self.leaves])
-        for p, view in zip(self.leaves, self.views(self.flat), strict=True):
+        self.tensors = list(model.parameters())
+        gaps = [-p.numel() % ALIGNMENT for p in self.tensors]
+        self._gaps = [p.new_zeros(gap) for p, gap in zip(self.tensors, gaps, strict=True)]
+        self.flat = self.flatten([p.detach() for p in self.tensors])
+        for p, view in zip(self.tensors, self.views(self.flat), strict=True):
             p.data = view
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """The parameters that lie in such a flat tensor."""
+        """Views of such a flat tensor, shaped like the parameters."""
         out, start = [], 0
-        for p, gap in zip(self.leaves, self._gaps, strict=True):
+        for p, gap in zip(self.tensors, self._gaps, strict=True):
             out.append(flat[start : start + p.numel()].view(p.shape))
             start += p.numel() + len(gap)
         return out
@@ -58,23 +58,23 @@ class ParamBlock:
 
     @staticmethod
     def size(model: nn.Module) -> int:
-        """How many values the block of this model holds."""
+        """Number of values in the block of this model."""
         return sum(_aligned(tensor.numel()) for tensor in _floats(model))
 
     @torch.no_grad()
     def publish(self, version: int) -> None:
-        """Write the model into the block; nobody may be reading."""
+        """Write the model into the block, while nobody reads it."""
         torch._foreach_copy_(self._views, [tensor.detach() for tensor in self._tensors])
         self._version[0] = version
 
     def adopt(self) -> None:
-        """Let the model live in the block: from now on it is whatever is published."""
+        """Rebind the model's tensors to the block: from now on the model is what was last published."""
         for tensor, view in zip(self._tensors, self._views, strict=True):
             tensor.data = view
 
     @property
     def version(self) -> int:
-        """Which publication the block holds."""
+        """The version of the published parameters."""
         return int(self._version[0])
 
 

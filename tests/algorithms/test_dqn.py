@@ -123,7 +123,7 @@ def test_the_fused_gradient_is_autograds(
         it.model.get_buffer(f"obs_scale_{i}").fill_(1.7)
     batch = random_batch(it, 24)
     total, metrics, errors = dqn.loss(it.networks, batch, config)
-    want = it.params.flatten(torch.autograd.grad(total, it.params.leaves))
+    want = it.params.flatten(torch.autograd.grad(total, it.params.tensors))
     fused.differentiate(batch)
     torch.testing.assert_close(fused.gradient, want, rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(torch.from_numpy(fused.means), metrics)
@@ -143,7 +143,7 @@ def test_a_wide_input_is_fused_like_a_narrow_one() -> None:
     batch = random_batch(it, 24)
     total, _, _ = dqn.loss(it.networks, batch, it.config)
     fused.differentiate(batch)
-    want = it.params.flatten(torch.autograd.grad(total, it.params.leaves))
+    want = it.params.flatten(torch.autograd.grad(total, it.params.tensors))
     torch.testing.assert_close(fused.gradient, want, rtol=1e-4, atol=1e-6)
 
 

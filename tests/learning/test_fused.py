@@ -76,7 +76,7 @@ def both_ways(it: PPOLearner, batch: ppo.PPOMinibatch) -> tuple[FusedPPO, torch.
     assert fused is not None
     it.update.begin(3e-4, 0.2)
     total, metrics = ppo.loss(it.model, ppo.prepare(batch, it.config), it.update.coefficient, it.config)
-    want = it.params.flatten(torch.autograd.grad(total, it.params.leaves))
+    want = it.params.flatten(torch.autograd.grad(total, it.params.tensors))
     fused.differentiate(batch)
     torch.testing.assert_close(fused.gradient, want, rtol=1e-3, atol=2e-6)
     return fused, metrics

@@ -15,10 +15,9 @@ from flatout.device.jit import compiled
 from flatout.envs.spaces import Array
 from flatout.learning.fused import FusedBackend, FusedMLP, is_plain, layers_in
 from flatout.learning.update import Update
-from flatout.models.encoders import Obs
 from flatout.models.heads import LOG_SQRT_2PI, MASKED, CategoricalHead, GaussianHead
 from flatout.models.params import FlatParams
-from flatout.models.policy import ActorCritic
+from flatout.models.policy import ActorCritic, Obs
 
 _MASKED, _HALF_LOG_2PI = np.float32(MASKED), np.float32(LOG_SQRT_2PI)
 _HALF, _ONE = np.float32(0.5), np.float32(1)
@@ -186,7 +185,7 @@ class FusedPPO(FusedBackend[PPOMinibatch]):
         self._entropy = np.zeros((n, len(model.action.nvec)), np.float32)
         self._log_std: tuple[Array, Array] | None = None
         if isinstance(model.head, GaussianHead):
-            places = zip(params.leaves, params.views(self.gradient), strict=True)
+            places = zip(params.tensors, params.views(self.gradient), strict=True)
             grad = next(view for leaf, view in places if leaf is model.head.log_std)
             self._log_std = model.head.log_std.detach().numpy(), grad.numpy()
 
