@@ -297,7 +297,7 @@ class Agent:
             lines.append(f"executor {plan.kind}{where}: {plan.reason}")
             overlap = "on" if self._trainer.overlap else "off"
             lines.append(f"overlap {overlap}: {self._trainer.overlap_reason}")
-            lines.append(f"updates: {self._trainer.learner.update.backend} backend")
+            lines.append(f"updates: {self._trainer.learner.backend} backend")
         if self._folder is not None:
             lines.append(f"run folder: {self._folder.path}")
         return lines + [f"note: {note}" for note in self._notes()]

@@ -194,7 +194,7 @@ class Compilation:
     """
 
     def __init__(self, recipe: Recipe, *, wait: bool) -> None:
-        self._recipe, self._wait, self._path = recipe, wait, cached_path(recipe)
+        self._recipe, self.wait, self._path = recipe, wait, cached_path(recipe)
         self._worker: CompilerProcess | None = None
         self._given_up = False
         self.only_cached = False
@@ -215,11 +215,11 @@ class Compilation:
         try:
             if self._path.exists():
                 self._take(update, batch)
-            elif self._wait or (not self.only_cached and (self._worker or seconds_left > WORTH_SECONDS)):
+            elif self.wait or (not self.only_cached and (self._worker or seconds_left > WORTH_SECONDS)):
                 self._advance(update, batch)
         except Exception as error:
             self._give_up(str(error).split("\n")[0])
-        if self._wait:
+        if self.wait:
             self.seconds += perf_counter() - began
 
     def close(self) -> None:
@@ -231,10 +231,10 @@ class Compilation:
     def _advance(self, update: Update[Any], batch: Any) -> None:
         if self._worker is None:
             self._worker = CompilerProcess(self._recipe, self._path)
-            if not self._wait:
+            if not self.wait:
                 self.notes.append("compiling the update in the background")
-        problem = self._worker.poll(MAX_SECONDS if self._wait else 0.0)
-        if problem is None and not self._wait:
+        problem = self._worker.poll(MAX_SECONDS if self.wait else 0.0)
+        if problem is None and not self.wait:
             return
         self.close()
         if problem:

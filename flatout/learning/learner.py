@@ -36,6 +36,8 @@ class Compiles(Protocol):
 
     only_cached: bool
     """Whether to begin no compilation."""
+    wait: bool
+    """Whether the run waits for it before its first update."""
     notes: list[str]
     """Messages for the user, one line each."""
 
@@ -110,6 +112,14 @@ class Learner(ABC, Generic[Batch]):
         fused = self.make_fused() if self.update.autocast is None and self.device.type == "cpu" else None
         self.update.use(fused)
         return fused is not None
+
+    @property
+    def backend(self) -> str:
+        """The backend that its updates use, or will use from the first one on."""
+        if self.capture:
+            return "graph"
+        waits = self.compilation is not None and self.compilation.wait
+        return "compiled" if waits else self.update.backend
 
     def threads(self, n_cores: int, n_taken: int = 0) -> int:
         """Threads for its updates on cores of which `n_taken` have other work too."""

@@ -167,6 +167,7 @@ def test_a_library_is_tried_at_the_step_size_and_clip_range_it_is_for() -> None:
 
     class Watch:
         only_cached = False
+        wait = False
         notes: list[str] = []  # noqa: RUF012
 
         def visit(self, update: Any, batch: Any, *, seconds_left: float) -> None:
