@@ -25,6 +25,7 @@ from flatout.envs.make import EnvSource, env_factory
 from flatout.envs.spaces import ActionLayout, ObsLayout, space_from_json
 from flatout.errors import FlatoutError
 from flatout.integrations.tensorboard import TensorBoardWriter
+from flatout.models.actor import env_actions
 from flatout.models.policy import Policy
 from flatout.runlog.folder import RunFolder, default_run_name, write_json
 from flatout.runlog.recorder import Recorder, Sink
@@ -234,7 +235,7 @@ class Agent:
         arrays, single = policy.obs.batch(observation)
         with torch.inference_mode():
             noise = None if deterministic else self._prediction_noise(len(arrays[0]))
-            actions = policy.actions(arrays, noise)
+            actions = env_actions(policy, arrays, noise)
         return (actions[0] if single else actions), state
 
     def evaluate(

@@ -14,7 +14,7 @@ import torch
 
 from flatout.envs.spaces import Array, ObsArrays
 from flatout.models.heads import GaussianHead, GreedyHead
-from flatout.models.policy import OBS_CLIP, PolicyNet
+from flatout.models.policy import OBS_CLIP, Policy, PolicyNet
 
 SMALL_NETWORK = 100_000
 """Up to this many weights the compiled function is faster: they fit a core's own cache."""
@@ -148,3 +148,10 @@ class KernelActor:
 
 def _whole_blocks(n: int) -> int:
     return -(-n // BLOCK) * BLOCK
+
+
+def env_actions(policy: Policy, obs: ObsArrays, noise: torch.Tensor | None) -> Array:
+    """Actions as envs take them: sampled with the noise, or without it the most likely ones."""
+    model, tensors = policy.model, tuple(torch.from_numpy(x).to(policy.device) for x in obs)
+    chosen = model.mode(tensors) if noise is None else model.sample(tensors, noise)[0]
+    return policy.action.to_env(model.head.squash(chosen).cpu().numpy())

@@ -17,7 +17,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
-from flatout.envs.spaces import ActionLayout, Array, ArraySpec, ObsArrays, ObsLayout
+from flatout.envs.spaces import ActionLayout, ArraySpec, ObsLayout
 from flatout.errors import FlatoutError
 from flatout.models.config import NetworkConfig
 from flatout.models.heads import GreedyHead, Head, PolicyHead, make_head
@@ -251,12 +251,6 @@ class Policy:
     def n_params(self) -> int:
         """Number of the model's parameters."""
         return sum(p.numel() for p in self.model.parameters())
-
-    def actions(self, obs: ObsArrays, noise: Tensor | None) -> Array:
-        """Actions as envs take them: sampled with the noise, or without it the most likely ones."""
-        tensors = tuple(torch.from_numpy(x).to(self.device) for x in obs)
-        chosen = self.model.mode(tensors) if noise is None else self.model.sample(tensors, noise)[0]
-        return self.action.to_env(self.model.head.squash(chosen).cpu().numpy())
 
 
 class QNetwork(PolicyNet):

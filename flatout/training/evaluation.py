@@ -12,6 +12,7 @@ from flatout.collect.noise import ActionNoise
 from flatout.envs.check import EnvInfo
 from flatout.envs.spaces import ObsLayout
 from flatout.executors.base import EnvSet, Episode, Executor, make_executor, step
+from flatout.models.actor import env_actions
 from flatout.models.policy import Policy
 
 
@@ -64,7 +65,7 @@ def evaluate(
     t = 0
     while len(episodes) < n_episodes:
         drawn = None if deterministic else noise.draw(t, 1)[0].to(policy.device)
-        now = step(executor, policy.actions(now.obs, drawn))
+        now = step(executor, env_actions(policy, now.obs, drawn))
         t += 1
         for episode in now.ended:
             if quota[episode.env_id] > 0:
