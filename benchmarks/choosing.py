@@ -95,7 +95,7 @@ def open_trainer(source: Any, n_envs: int, forced: Plan | None) -> Trainer:
         network_arch=(64, 64),
         seed=1,
     )
-    info = agent._env_info()
+    info = agent.env_info()
     options: Any = {"n_cores": os.cpu_count(), "n_steps": 10_000_000}
     kind = type("Way", (Forced,), {"forced": forced}) if forced else Trainer
     trainer: Trainer = kind(agent.config, info, agent.policy, **options)

@@ -12,7 +12,7 @@ from flatout.executors.base import EnvSet
 def collector_job(agent: PPO) -> CollectorJob:
     """The job of subprocess collectors that collect for this agent."""
     config, policy = agent.config, agent.policy
-    factory, env_ids = agent._env_info().factory, np.arange(config.n_envs)
+    factory, env_ids = agent.env_info().factory, np.arange(config.n_envs)
     return CollectorJob(
         envs=EnvSet(factory, policy.obs, env_ids, config.seed, action=policy.action),
         make_model=config.learner_spec(policy.obs, policy.action).make_model,

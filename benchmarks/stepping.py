@@ -159,7 +159,7 @@ def collectors(
 
     torch.set_num_threads(1)
     agent = flatout.PPO(source, preset="auto", network_arch=(64, 64), n_envs=n_envs, seed=1)
-    policy, factory, clock = agent.policy, agent._env_info().factory, PhaseClock()
+    policy, factory, clock = agent.policy, agent.env_info().factory, PhaseClock()
     if n_children:
         children = SubprocessCollectors(collector_job(agent), policy.model, n_children, n_steps=n_steps)
         children.reset()
@@ -297,7 +297,7 @@ def batched_rollouts(factory: Callable[[], Any], n_envs: int) -> tuple[Callable[
     agent = flatout.PPO(
         factory, preset="auto", n_envs=n_envs, n_steps=32, batch_size="auto", network_arch=(64, 64), seed=1
     )
-    trainer = agent._started()
+    trainer = agent.trainer()
 
     def step_all() -> int:
         trainer.collector.collect(trainer.pipeline.rollouts[0], StopRequest().now)

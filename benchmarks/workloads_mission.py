@@ -73,7 +73,7 @@ def collecting(level: int, chosen: dict[str, str]) -> tuple[Callable[[], int], C
     from flatout.training.stop import StopRequest
 
     agent = flatout.PPO("flatout/Mission-v0", env_kwargs={"level": level}, seed=1)
-    trainer = agent._started()
+    trainer = agent.trainer()
     chosen["reason"] = f"{trainer.plan.kind}: {trainer.plan.reason}"
     n = agent.config.total_batch
 

@@ -114,7 +114,7 @@ class Agent:
         obs, action = ObsLayout(spaces[0]), ActionLayout(spaces[1])
         model = config.learner_spec(obs, action).make_model().to(device)
         self.policy = Policy(model=model, obs=obs, action=action, device=torch.device(device))
-        self._machine = machine()
+        self.machine = machine()
         self._source, self._env, self._checkpoint = source, env, checkpoint
         self._mask_in_info = mask_in_info
         self._trainer: Trainer | None = None
@@ -179,7 +179,7 @@ class Agent:
     @gc_frozen()
     def run(self, total_timesteps: int | None, callback: Callback | None, progress_bar: bool) -> None:
         """The same as `learn`, but a signal that stops it is kept in `stop_signal` and not raised."""
-        trainer = self._started(total_timesteps)
+        trainer = self.trainer(total_timesteps)
         until = (
             self.config.timesteps if total_timesteps is None else trainer.state.env_steps + total_timesteps
         )
@@ -252,7 +252,7 @@ class Agent:
         """
         seed = self.config.seed + EVAL_SEED if seed is None else seed
         n_envs = min(n_episodes, MAX_EVAL_ENVS)
-        env = self._checked_env(self.config.env_kwargs | dict(env_kwargs)) if env_kwargs else self._env_info()
+        env = self._checked_env(self.config.env_kwargs | dict(env_kwargs)) if env_kwargs else self.env_info()
         executor = eval_executor(env, self.policy.obs, n_envs, seed)
         try:
             return evaluate(
@@ -268,7 +268,7 @@ class Agent:
         if self._trainer is None and self._checkpoint is not None:
             checkpoint = self._checkpoint
         else:
-            checkpoint = self._started().checkpoint()
+            checkpoint = self.trainer().checkpoint()
         write_checkpoint(Path(path), checkpoint)
 
     def close(self) -> None:
@@ -289,7 +289,7 @@ class Agent:
         source = config.preset or ("tuned for this env" if has_recipe else "auto")
         lines = [
             f"{config.env} · {config.descriptor.title} · settings: {source} · {self.device} "
-            f"({self._machine.cores} cores) · seed {config.seed}",
+            f"({self.machine.cores} cores) · seed {config.seed}",
             config.arithmetic(),
         ]
         if self._trainer is not None:
@@ -315,11 +315,12 @@ class Agent:
         preset, presets = self.config.preset, self.config.descriptor.presets
         if preset is not None and preset in presets:
             obs_bytes = sum(x.nbytes for x in self.policy.obs.alloc(1))
-            free = self._machine.memory_available_bytes
-            notes.append(preset_note(presets, preset, self._machine.cores, free, obs_bytes) or "")
+            free = self.machine.memory_available_bytes
+            notes.append(preset_note(presets, preset, self.machine.cores, free, obs_bytes) or "")
         return [note for note in notes if note]
 
-    def _env_info(self) -> EnvInfo:
+    def env_info(self) -> EnvInfo:
+        """The checked env."""
         if self._env is None:
             self._env = self._checked_env(self.config.env_kwargs)
         return self._env
@@ -336,15 +337,15 @@ class Agent:
             _refuse_other_n_envs(factory.name, info.n_envs, config.n_envs)
         return info
 
-    def _started(self, n_steps: int | None = None) -> Trainer:
+    def trainer(self, n_steps: int | None = None) -> Trainer:
         """The trainer, made on first use; `n_steps` is about how many env steps it will train for."""
         if self._trainer is None:
             progress = self._checkpoint.state["progress"] if self._checkpoint is not None else {}
             trainer = Trainer(
                 self.config,
-                self._env_info(),
+                self.env_info(),
                 self.policy,
-                n_cores=self._machine.cores,
+                n_cores=self.machine.cores,
                 n_steps=n_steps or self.config.timesteps,
                 overlapped=progress.get("overlapped"),
             )
@@ -365,7 +366,7 @@ class Agent:
             self._folder = RunFolder.create(Path(self._runs_dir or "runs"), name, self._overwrite)
         if self._folder is not None:
             write_json(self._folder.config, self.config.to_json())
-            write_json(self._folder.system, self._machine.to_json())
+            write_json(self._folder.system, self.machine.to_json())
 
     def _finish(
         self, trainer: Trainer, recorder: Recorder, status: str, startup: float, error: str | None

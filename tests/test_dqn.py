@@ -265,7 +265,7 @@ def test_memory_that_runs_out_is_no_end(monkeypatch: pytest.MonkeyPatch) -> None
     """The batch is learned from in halves, with the ratio still held."""
     settings = DQN | {"dueling": True}
     agent = flatout.DQN(Chain, **settings)
-    learner = agent._started().learner
+    learner = agent.trainer().learner
     assert isinstance(learner, DQNLearner)
     loss = learner.update._loss
 

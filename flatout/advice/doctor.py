@@ -133,7 +133,7 @@ def _smaller(agent: Agent) -> tuple[tuple[int, ...], UpdateCost] | None:
         return None
     learner = spec.make_learner(str(policy.device), "fp32")
     timed = UpdateProbe(config=config, policy=policy, learner=learner)
-    n_threads = learner.threads(agent._machine.cores)
+    n_threads = learner.threads(agent.machine.cores)
     return SMALLER, timed.eager(n_threads, TINY, config.algorithm.batch_size, launch=timed.launch_seconds())
 
 
@@ -150,7 +150,7 @@ def _on_cpu(agent: Agent) -> UpdateCost | None:
         learner.use_fused()
     timed, n_threads = (
         UpdateProbe(config=config, policy=policy, learner=learner),
-        learner.threads(agent._machine.cores),
+        learner.threads(agent.machine.cores),
     )
     return timed.fast(n_threads) or timed.eager(n_threads, config.algorithm.batch_size)
 

@@ -79,7 +79,7 @@ def measure(agent: Agent, seconds: float, tell: Callable[[str], None] = lambda _
 
 def measure_costs(agent: Agent, tell: Callable[[str], None] = lambda _: None) -> tuple[Costs, bool]:
     """The costs of env, policy and learner on this machine, and whether the env can be made in another process."""
-    info, config, policy = agent._env_info(), agent.config, agent.policy
+    info, config, policy = agent.env_info(), agent.config, agent.policy
     tell("stepping envs")
     costs, picklable = Costs(wait=(0.0,), compute=(0.0,), act=((1, 0.0),)), True
     if not info.batched:
@@ -103,7 +103,7 @@ def measure_costs(agent: Agent, tell: Callable[[str], None] = lambda _: None) ->
     if config.compile == "auto":
         learner.use_fused()
     timed = UpdateProbe(config=config, policy=policy, learner=learner)
-    n_threads, size = learner.threads(agent._machine.cores), config.algorithm.batch_size
+    n_threads, size = learner.threads(agent.machine.cores), config.algorithm.batch_size
     largest = min(4 * size, max(config.total_batch, size))
     costs = replace(
         costs,
@@ -116,10 +116,10 @@ def measure_costs(agent: Agent, tell: Callable[[str], None] = lambda _: None) ->
 
 def trainer_settings(agent: Agent) -> Settings:
     """The settings of the agent's trainer, which is started."""
-    trainer = agent._started()
+    trainer = agent.trainer()
     plan = trainer.plan
     return replace(
-        settings_of(agent.config, agent.policy, agent._machine.cores),
+        settings_of(agent.config, agent.policy, agent.machine.cores),
         executor=plan.kind,
         n_collectors=plan.n_collectors,
         in_subprocesses=plan.in_subprocesses,
@@ -137,7 +137,7 @@ def short_benchmark(agent: Agent, seconds: float) -> BenchmarkResult:
         seen.append((perf_counter(), progress))
         return seen[-1][0] - seen[0][0] < seconds or len(seen) < 3
 
-    compilation = agent._started(10**9).learner.compilation
+    compilation = agent.trainer(10**9).learner.compilation
     if compilation is not None:
         compilation.only_cached = True
     agent.learn(10**9, callback=watch)

@@ -140,7 +140,7 @@ def tune(
     if (best.measured or 0.0) < MIN_MEASURED_GAIN * (before.measured or 0.0):
         best = before
     config = replace_leaves(agent.config, best.config)
-    save_tuned(config, agent.device, agent._machine.cores)
+    save_tuned(config, agent.device, agent.machine.cores)
     told("done")
     return Tuned(
         before=before,

@@ -97,7 +97,7 @@ def test_tune_finds_a_faster_way_and_auto_takes_it(tmp_path: Path, monkeypatch: 
     path = tmp_path / "tuned.json"
     tune.save(found, path)
     assert resolve(None, {}, device="cpu", n_cores=2, file=path) == config
-    cores = flatout.PPO("CartPole-v1")._machine.cores
+    cores = flatout.PPO("CartPole-v1").machine.cores
     auto = resolve(config.env, {"preset": "auto"}, device="cpu", n_cores=cores)
     assert (auto.n_envs, auto.executor, auto.overlap) == (config.n_envs, config.executor, config.overlap)
     own = resolve(config.env, {"preset": "auto", "n_envs": 3}, device="cpu", n_cores=cores)

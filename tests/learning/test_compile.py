@@ -176,7 +176,7 @@ def test_a_library_is_tried_at_the_step_size_and_clip_range_it_is_for() -> None:
         def close(self) -> None: ...
 
     agent = flatout.PPO("CartPole-v1", **SETTINGS, learning_rate=0.5, clip_range=0.25, compile="off")
-    agent._started().learner.compilation = Watch()
+    agent.trainer().learner.compilation = Watch()
     agent.learn(64)
     assert seen == [(0.5, 0.25)]
 

@@ -141,7 +141,7 @@ def test_waiting_envs_overlap_by_themselves(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_an_env_that_fails_while_the_learner_works_ends_the_run_with_its_error() -> None:
     agent = flatout.PPO("CartPole-v1", **SMALL, overlap="on", executor="serial")
-    trainer = agent._started()
+    trainer = agent.trainer()
     assert isinstance(trainer, Trainer)
     step, n = trainer.collector.collect, 0
 
