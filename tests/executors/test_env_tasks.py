@@ -56,7 +56,7 @@ def test_an_env_that_blocks_the_loop_is_named(kind: Kind) -> None:
     script = Script()
     envs = kind.make(lambda: Rude(script), 4, step_timeout=0.3)
     envs.reset()
-    with pytest.raises(EnvError, match=r"env 2 blocks all others at test_coroutine.py:\d+: await there"):
+    with pytest.raises(EnvError, match=r"env 2 blocks all others at test_env_tasks.py:\d+: await there"):
         play(envs, 3)
     assert envs.n_restarts == 0
 
