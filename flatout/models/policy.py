@@ -325,23 +325,6 @@ def build(
         return ActorCritic(obs, action, config, normalize_obs=normalize_obs)
 
 
-def build_q(
-    obs: ObsLayout,
-    action: ActionLayout,
-    config: NetworkConfig,
-    seed: int,
-    *,
-    normalize_obs: bool = False,
-    dueling: bool = False,
-    layer_norm: bool = False,
-) -> QNetwork:
-    """A Q-network with initial parameters from the seed."""
-    with seeded(seed):
-        return QNetwork(
-            obs, action, config, normalize_obs=normalize_obs, dueling=dueling, layer_norm=layer_norm
-        )
-
-
 @torch.no_grad()
 def copy_parameters(source: nn.Module, target: nn.Module) -> None:
     """Copy all parameters and buffers of a model to another one of the same architecture."""

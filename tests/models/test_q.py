@@ -15,34 +15,35 @@ from flatout.envs.spaces import ActionLayout, Array, ObsLayout
 from flatout.errors import FlatoutError
 from flatout.models.actor import Actor, KernelActor, TorchActor
 from flatout.models.config import NetworkConfig
-from flatout.models.policy import QNetwork, build_q
+from flatout.models.policy import QNetwork, seeded
 
 CPU = torch.device("cpu")
 N_ACTIONS = 5
 MASKED = spaces.Dict({"action_mask": spaces.MultiBinary(N_ACTIONS), "x": spaces.Box(-1, 1, (3,))})
 
 
-def network(obs: spaces.Space[Any] = MASKED, **traits: Any) -> QNetwork:
+def network(obs: spaces.Space[Any] = MASKED, **options: Any) -> QNetwork:
     action = ActionLayout(spaces.Discrete(N_ACTIONS))
     config = NetworkConfig(network_arch=(12,), activation="relu")
-    return build_q(ObsLayout(obs), action, config, 3, **traits)
+    with seeded(3):
+        return QNetwork(ObsLayout(obs), action, config, **options)
 
 
 def inputs(model: QNetwork, n: int) -> tuple[tuple[Array, ...], Array]:
     rng = np.random.default_rng(1)
-    leaves = model.obs.alloc(n)
-    for leaf in leaves:
-        leaf[...] = rng.random(leaf.shape) < 0.4 if leaf.dtype == bool else rng.normal(size=leaf.shape)
-        if leaf.dtype == bool:
-            leaf[:, 2] = True
-    return leaves, ActionNoise(model.action, np.arange(n), 7).draw(0, 1)[0].numpy()
+    arrays = model.obs.alloc(n)
+    for array in arrays:
+        array[...] = rng.random(array.shape) < 0.4 if array.dtype == bool else rng.normal(size=array.shape)
+        if array.dtype == bool:
+            array[:, 2] = True
+    return arrays, ActionNoise(model.action, np.arange(n), 7).draw(0, 1)[0].numpy()
 
 
 @pytest.mark.parametrize("kind", ["plain", "dueling", "layer_norm"])
 @pytest.mark.parametrize("epsilon", [0.0, 0.3, 1.0])
 def test_the_compiled_choice_is_torchs_and_allowed(kind: str, epsilon: float) -> None:
-    traits: dict[str, Any] = {} if kind == "plain" else {kind: True}
-    model = network(MASKED, **traits)
+    options: dict[str, Any] = {} if kind == "plain" else {kind: True}
+    model = network(MASKED, **options)
     for tensor in (tensor for pair in model.acting_norms() for tensor in pair):
         tensor.data += torch.randn(tensor.shape, generator=torch.Generator().manual_seed(3))
     model.greedy.epsilon.fill_(epsilon)
@@ -100,7 +101,7 @@ def test_every_env_has_its_own_share_of_random_actions(where: str) -> None:
 def test_other_actions_than_discrete_ones_are_refused(space: spaces.Space[Any]) -> None:
     obs = ObsLayout(spaces.Box(-1, 1, (3,)))
     with pytest.raises(FlatoutError, match="use PPO"):
-        build_q(obs, ActionLayout(space), NetworkConfig(), seed=0)
+        QNetwork(obs, ActionLayout(space), NetworkConfig())
 
 
 def test_noise_is_held_for_as_many_steps_however_rollouts_are_cut() -> None:

@@ -23,10 +23,11 @@ def make_q_network(
     obs: ObsLayout, action: ActionLayout, network: NetworkConfig, config: AlgorithmConfig, seed: int
 ) -> QNetwork:
     """A Q-network with the options that the config has."""
-    from flatout.models.policy import build_q
+    from flatout.models.policy import QNetwork, seeded
 
     options = {name: getattr(config, name, False) for name in ("normalize_obs", "dueling", "layer_norm")}
-    return build_q(obs, action, network, seed, **options)
+    with seeded(seed):
+        return QNetwork(obs, action, network, **options)
 
 
 def exploration(config: EpsilonGreedy, n_envs: int) -> Exploration:
