@@ -79,7 +79,7 @@ def collecting(trainer: Trainer) -> tuple[Callable[[], int], Callable[[], None]]
 def name_of(way: Plan) -> str:
     """A way in a few words."""
     if way.in_subprocesses:
-        return f"{way.n_collectors} child collectors"
+        return f"{way.n_collectors} subprocess collectors"
     return f"{way.kind}, {way.n_workers} workers" if way.kind == "process" else way.kind
 
 
@@ -128,9 +128,9 @@ def main() -> None:
         share = f"{medians[picked] / best:.2f}" if picked in medians else "?"
         rows.append([name, picked, f"{medians.get(picked, 0):,.0f}", share, others, f"{started:.1f} s"])
         print(rows[-1], chosen.plan.reason, flush=True)
-    header = ["env", "chosen", "env steps/s", "÷ the best", "other ways", "choosing and starting"]
+    header = ["env", "chosen", "env steps/s", "÷ the best", "other executors", "time to choose and start"]
     text = (
-        f"## Choosing\n\n`python -m benchmarks.choosing`: {N_ENVS} envs, a 64-64 policy acting, {args.rounds} rounds "
+        f"## Choosing an executor\n\n`python -m benchmarks.choosing`: {N_ENVS} envs, a 64-64 policy, collecting only; {args.rounds} rounds "
         f"of {args.seconds:g} s, alternating; medians.\n{conditions()}\n\n{table(header, rows)}"
     )
     write_section("choosing", text)

@@ -159,14 +159,22 @@ def main() -> None:
         share = (got - 1) / (first["gain"] - 1) if first["gain"] else float("nan")
         kinds = [finding["kind"] for finding in found["findings"]]
         right = "yes" if first["kind"] == wanted else f"no: {', '.join(kinds)}"
-        row = [name, right, " ".join(first["flags"]) or "mend the env", f"{first['gain'] or 0:.2f} ×"]
+        row = [name, right, " ".join(first["flags"]) or "fix the env", f"{first['gain'] or 0:.2f} ×"]
         row += [f"{got:.2f} ×", f"{100 * share:.0f} %", f"{found['seconds']:.0f} s"]
         print(" | ".join(row), flush=True)
         rows.append(row)
-    header = ["fault", "found first", "advice", "promised", "reached", "share of the gain", "doctor took"]
+    header = [
+        "fault",
+        "found first",
+        "advice",
+        "predicted",
+        "measured",
+        "share of the predicted gain",
+        "doctor took",
+    ]
     text = (
-        f"## What the doctor finds\n\n`python -m benchmarks.diagnosing`: runs with a known fault; {args.rounds} rounds of "
-        f"before and after.\n{conditions()}\n\n" + table(header, rows)
+        f"## What `flatout doctor` finds\n\n`python -m benchmarks.diagnosing`: runs with a known fault, before and "
+        f"after taking the advice; {args.rounds} rounds.\n{conditions()}\n\n" + table(header, rows)
     )
     write_section("diagnosing", text)
 

@@ -145,7 +145,7 @@ def speed(seeds: int) -> str:
             ratios = [a[key] / b[key] for a, b in zip(results["flatout"], runs, strict=True)]
             cells += [f"{statistics.median(r[key] for r in runs):,.0f}", f"{statistics.median(ratios):.2f}"]
         rows.append([name, *cells])
-    header = ["", "env steps/s", "flatout is faster by", "updates/s", "flatout is faster by"]
+    header = ["", "env steps/s", "flatout ÷ this", "updates/s", "flatout ÷ this"]
     return (
         f"## DQN: speed\n\nCartPole-v1, network {NET[0]}-{NET[1]}, batch {BATCH}, {RATIO} updates per env step, "
         f"{SPEED_STEPS:,} env steps, {seeds} seeds; medians, and the median of the ratios.\n\n{table(header, rows)}"
@@ -164,14 +164,14 @@ def snake(seeds: int) -> str:
         rows.append([name, *reached, f"{speed:,.0f}", f"{food:.1f}"])
     header = [
         "",
-        f"until {ENOUGH_FOOD} are eaten",
-        "env steps until then",
+        f"time to {ENOUGH_FOOD} food",
+        f"env steps to {ENOUGH_FOOD} food",
         "env steps/s",
-        "eaten in the end",
+        "food at the end",
     ]
     return (
         f"## Snake: DQN, PQN and PPO\n\n256 games, each algorithm's recipe, {SNAKE_STEPS:,} env steps, {seeds} seeds; medians. "
-        f"What was eaten until then is the mean of the last 100 games of training.\n\n{table(header, rows)}"
+        f"Food is the mean over the last 100 games of training; at the end, over 100 games of evaluation.\n\n{table(header, rows)}"
     )
 
 
@@ -185,8 +185,11 @@ def returns(seeds: int) -> str:
         verdict = "reached" if median >= bar else "MISSED"
         steps, every = f"{runs[0]['env_steps']:,}", ", ".join(f"{r:.1f}" for r in got)
         rows.append([env, steps, every, f"**{median:.1f}**", f"{bar:g} ({verdict})", f"{zoo:g}"])
-    header = ["env", "env steps", "returns of the seeds", "median", "bar", "rl-zoo's DQN"]
-    return f"## DQN: returns\n\n100 episodes of the greedy choice on unseen seeds.\n\n{table(header, rows)}"
+    header = ["env", "env steps", "returns of the seeds", "median", "goal", "rl-zoo's DQN"]
+    return (
+        "## DQN: returns\n\n100 episodes of the greedy policy on unseen seeds. rl-zoo's column is the one run that rl-zoo "
+        f"reports, on LunarLander-v2 instead of v3.\n\n{table(header, rows)}"
+    )
 
 
 def main() -> None:

@@ -83,7 +83,7 @@ def main() -> None:
         "fell back to lockstep",
     ]
     text = (
-        f"## What lag 1 costs\n\n`python -m benchmarks.lag`: the recipes in lockstep and in overlap at equal env steps, "
+        f"## Returns with and without overlap\n\n`python -m benchmarks.lag`: the recipes with overlap (lag 1) and without (lockstep) for as many env steps, "
         f"{args.seeds} seeds; return of the deterministic policy over 50 episodes.\n{conditions()}\n\n"
         f"{table(header, rows)}\n\n![Returns of every seed in lockstep and overlap](images/lag.svg)"
     )

@@ -220,7 +220,7 @@ def tianshou_adds() -> Opened:
 CASES: dict[str, dict[str, Way]] = {
     f"1. Prioritized sample + update, batch {BATCH}, {CAPACITY:,} transitions": {
         "flatout": partial(flatout_draws, CAPACITY, again=False),
-        "flatout, batch memory used again": partial(flatout_draws, CAPACITY, again=True),
+        "flatout, reusing the batch's memory": partial(flatout_draws, CAPACITY, again=True),
         "Tianshou": tianshou_draws,
         "cpprb": cpprb_draws,
     },
@@ -243,7 +243,7 @@ def case(title: str, ways: dict[str, Way], rounds: int, seconds: float) -> str:
         ratios = [mine / value for mine, value in zip(times["flatout"], values, strict=True)]
         cells = [f"{statistics.median(values):,.1f} µs", f"{statistics.median(ratios):.2f}"]
         rows.append([name, *cells, f"{min(ratios):.2f} to {max(ratios):.2f}"])
-    return f"**{title}**\n\n" + table(["", "time", "flatout's ÷ this", "least to most"], rows)
+    return f"**{title}**\n\n" + table(["", "time", "flatout ÷ this", "range of the ratio"], rows)
 
 
 def cost_by_size(rounds: int, seconds: float) -> str:
@@ -255,10 +255,8 @@ def cost_by_size(rounds: int, seconds: float) -> str:
         ratio = statistics.median(value / first for value, first in zip(values, times[0], strict=True))
         logs = math.log(n) / math.log(SIZES[0])
         rows.append([f"{n:,}", f"{statistics.median(values):,.1f} µs", f"{ratio:.2f}", f"{logs:.2f}"])
-    header = ["transitions", "time", f"÷ {SIZES[0]:,}", "log N ÷ log of that"]
-    return f"**3. Sample + update, batch {BATCH}, against the number of transitions**\n\n" + table(
-        header, rows
-    )
+    header = ["transitions", "time", f"÷ {SIZES[0]:,}", f"log N ÷ log {SIZES[0]:,}"]
+    return f"**3. Sample + update, batch {BATCH}, by number of transitions**\n\n" + table(header, rows)
 
 
 def main() -> None:
@@ -280,8 +278,8 @@ def main() -> None:
         print("\n\n".join(parts))
         return
     intro = (
-        f"## Replay\n\n`python -m benchmarks.replay`: {args.rounds} rounds of {args.seconds:g} s, alternating within one "
-        f"process; medians, and medians of the ratios within a round. {OBS_SIZE} floats observed, {N_ENVS} envs, α {ALPHA}, "
+        f"## Replay\n\n`python -m benchmarks.replay`: all rows of a table in one process, taking turns of "
+        f"{args.seconds:g} s, {args.rounds} rounds. Medians; ratios are taken within a round. Observations of {OBS_SIZE} floats, {N_ENVS} envs, α {ALPHA}, "
         f"β {BETA}.\n{conditions()}\n\n"
     )
     write_section("replay", intro + "\n\n".join(parts))

@@ -129,12 +129,12 @@ def main() -> None:
         "overlap",
         "predicted, steps/s",
         "measured, steps/s",
-        "off by",
-        "busy",
+        "error",
+        "learner busy, predicted / measured",
     ]
     text = (
-        f"## What the simulation foretells\n\n`python -m benchmarks.simulation`: costs measured with {FITTED} envs in "
-        f"lockstep, settings that nothing was fitted to; a few seconds of each.\n{conditions()}\n\n"
+        f"## Predicted and measured speed\n\n`python -m benchmarks.simulation`: costs are measured with {FITTED} envs "
+        f"without overlap; then speed is predicted for other settings, and each is run for a few seconds.\n{conditions()}\n\n"
         + table(header, rows)
         + f"\n\nWithin 15 %: {within} of {len(rows)}; median error {100 * statistics.median(errors):.0f} %."
     )

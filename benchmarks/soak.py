@@ -1,4 +1,4 @@
-"""A soak: workers and child collectors are killed at random while they work; nothing may pile up.
+"""A soak: workers and subprocess collectors are killed at random while they work; nothing may pile up.
 
 `python -m benchmarks.soak [--minutes 10] [--kills 200]` prints file descriptors, threads and memory at the start
 and at the end, and fails if they have grown.

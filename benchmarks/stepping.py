@@ -181,7 +181,7 @@ def collectors(
 
 
 def apart(way: Way, n_calls: int) -> tuple[Callable[[], int], Callable[[], None]]:
-    """What the machine gives: the same work in two processes that share nothing, `n_calls` at a time."""
+    """What the machine gives: the same work in two independent processes, `n_calls` at a time."""
     context = get_context("spawn")
     ends = [context.Pipe() for _ in range(2)]
     processes = [
@@ -222,17 +222,15 @@ CASES: dict[str, dict[str, Way]] = {
     },
     f"1b. {CARTPOLE} × CartPole, a 64-64 policy acting, rollouts of {ROLLOUT} steps": {
         "flatout, one process": partial(collectors, "CartPole-v1", CARTPOLE, 0),
-        "flatout, 2 child collectors": partial(collectors, "CartPole-v1", CARTPOLE, 2),
-        "two processes that share nothing": partial(
-            apart, partial(collectors, "CartPole-v1", CARTPOLE // 2, 0), 1
-        ),
-        "2 child collectors, rollouts of 32 steps": partial(collectors, "CartPole-v1", CARTPOLE, 2, 32),
+        "flatout, 2 subprocess collectors": partial(collectors, "CartPole-v1", CARTPOLE, 2),
+        "two independent processes": partial(apart, partial(collectors, "CartPole-v1", CARTPOLE // 2, 0), 1),
+        "2 subprocess collectors, rollouts of 32 steps": partial(collectors, "CartPole-v1", CARTPOLE, 2, 32),
     },
     f"2. {BURN} × an env that computes 300 µs": {
-        "one env by hand": partial(single, Burn),
+        "one env, stepped directly": partial(single, Burn),
         "flatout process": partial(flatout_ready, Burn, BURN, "process"),
-        "flatout, 2 child collectors": partial(collectors, Burn, BURN, 2, 64),
-        "two processes that share nothing": partial(apart, partial(single, Burn), 512),
+        "flatout, 2 subprocess collectors": partial(collectors, Burn, BURN, 2, 64),
+        "two independent processes": partial(apart, partial(single, Burn), 512),
         "Gymnasium Async": partial(gym_vec, "async", Burn, BURN),
         "SB3 Subproc": partial(sb3_vec, "subproc", Burn, BURN),
     },
@@ -286,7 +284,7 @@ def cost_by_size(rounds: int, seconds: float) -> str:
         cells = [f"{statistics.median(values):.1f} µs" for values in costs]
         rows.append([name, *cells, f"{ratio:.2f}"])
     header = ["", *(f"{n:,} envs" for n in SIZES), f"{SIZES[-1]:,} ÷ {SIZES[0]}"]
-    return "**5. CPU time of an env step against the number of envs**\n\n" + table(header, rows)
+    return "**4. CPU time per env step, by number of envs**\n\n" + table(header, rows)
 
 
 def batched_rollouts(factory: Callable[[], Any], n_envs: int) -> tuple[Callable[[], int], Callable[[], None]]:
@@ -321,7 +319,7 @@ def main() -> None:
         speeds = alternate(ways, args.rounds, args.seconds)
         first = next(iter(ways))
         rows = [[name, *_cells(speeds[name], speeds[first])] for name in ways]
-        parts.append(f"**{case}**\n\n" + table(["", "env steps/s", f"÷ {first}", "least to most"], rows))
+        parts.append(f"**{case}**\n\n" + table(["", "env steps/s", f"÷ {first}", "range of the ratio"], rows))
         print(parts[-1], flush=True)
     if "5".startswith(args.cases):
         parts.append(cost_by_size(args.rounds, args.seconds))
@@ -329,8 +327,8 @@ def main() -> None:
     if args.cases:
         return
     intro = (
-        f"## Stepping\n\n`python -m benchmarks.stepping`: {args.rounds} rounds of {args.seconds:g} s, alternating "
-        f"within one process; medians, and medians of the ratios within a round.\n{conditions()}\n\n"
+        f"## Stepping\n\n`python -m benchmarks.stepping`: all rows of a table in one process, taking turns "
+        f"of {args.seconds:g} s, {args.rounds} rounds. Medians; ratios are taken within a round.\n{conditions()}\n\n"
     )
     write_section("stepping", intro + "\n\n".join(parts))
 

@@ -79,7 +79,7 @@ def switch(agent: Any, on: bool) -> None:
 
 
 def main() -> None:
-    """Both pipelines, in detail and as runs do it."""
+    """Both pipelines, in detail and as in runs."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--seconds", type=float, default=30.0)
     args = parser.parse_args()
@@ -87,17 +87,16 @@ def main() -> None:
     for overlap in ("off", "on"):
         for detail in (True, False):
             share, usual, n = cost(overlap, args.seconds, detail)
-            what = "every span in detail" if detail else "as runs do it"
+            what = "every span kept" if detail else "as in runs"
             row = [what, overlap, f"{1e3 * usual:.1f} ms", f"{100 * share:.2f} %", str(n)]
             print(" | ".join(row), flush=True)
             rows.append(row)
-    header = ["spans", "overlap", "CPU time of an iteration", "cost, median", "pairs"]
+    header = ["spans", "overlap", "CPU time of an iteration", "cost, median", "iterations compared"]
     text = (
-        "## What watching costs\n\n`python -m benchmarks.tracing`: PPO on CartPole-v1, 32 envs × 32 steps, batch 256, "
-        f"4 epochs, all in one process; spans on and off in turn, an iteration each, and the process's CPU time, in one run of {args.seconds:.0f} s.\n{conditions()}\n\n"
+        "## Cost of recording spans\n\n`python -m benchmarks.tracing`: PPO on CartPole-v1, 32 envs × 32 steps, batch 256, "
+        f"4 epochs, all in one process, one run of {args.seconds:.0f} s. Spans are on and off in alternate iterations; the table compares their CPU time.\n{conditions()}\n\n"
         + table(header, rows)
-        + "\n\nSamples of machine and device come on top: one takes about a millisecond, twice a second (with a card five "
-        "times)."
+        + "\n\nIn addition the machine is sampled twice a second (five times with a GPU), a millisecond each time."
     )
     write_section("tracing", text)
 

@@ -298,10 +298,10 @@ def speed(seeds: int) -> None:
             )
     text = (
         f"## Training speed\n\n`python -m benchmarks.training`: PPO on CartPole-v1, 32 envs × 32 steps, batch 256, "
-        f"4 epochs, two 64-64 networks, {SPEED_STEPS:,} env steps, {seeds} seeds, alternating, a fresh process each; "
-        f"medians, and the median of the ratios. The time of a whole run counts starting its processes too.\n"
+        f"4 epochs, two 64-64 networks, {SPEED_STEPS:,} env steps, {seeds} seeds, alternating, each run in a new process; "
+        f"medians, and the median of the ratios. The whole run includes starting its processes.\n"
         f"{conditions()}\n\n"
-        + table(["", "env steps/s", "flatout is faster by", "whole run", "mean return of the last 100"], rows)
+        + table(["", "env steps/s", "flatout ÷ this", "whole run", "mean return of the last 100"], rows)
     )
     write_section("training-speed", text)
 
@@ -320,15 +320,15 @@ def target(seeds: int) -> None:
             rows.append([name, *cells, f"{reached} of {len(runs)}"])
     header = ["", "median", "÷ flatout", "each seed, s", "env steps, median", "reached"]
     text = (
-        f"## Time to a target\n\nCartPole-v1, from `learn()` to a mean return of {TARGET:.0f} over 100 episodes; "
-        f"flatout with its own settings, Stable-Baselines3 with rl-zoo's (the same ones).\n{conditions()}\n\n"
+        f"## Time to a target\n\n`python -m benchmarks.training --cases target`: CartPole-v1, from `learn()` to a mean return of {TARGET:.0f} over 100 episodes; "
+        f"flatout with its recipe, Stable-Baselines3 with rl-zoo's settings, which are the same.\n{conditions()}\n\n"
         + table(header, rows)
     )
     write_section("training-target", text)
 
 
 def overlapped(seeds: int) -> None:
-    """Case 4 of the learner: wall time to a target where overlap is chosen."""
+    """Wall time to a target with overlap and without."""
     results = run_case("overlap", seeds)
     rows = []
     for name, runs in results.items():
@@ -338,7 +338,8 @@ def overlapped(seeds: int) -> None:
         reached = f"{sum(r['reached'] for r in runs)} of {len(runs)}"
         rows.append([name, *cells, f"{_median(runs, 'steps'):,.0f}", reached])
     text = (
-        "## Overlap to a target\n\nThe same settings in overlap and in lockstep: seconds from `learn()` to a mean return over 100 episodes. CartPole-v1 as in the first table to 300; "
+        "## Time to a target with overlap\n\n`python -m benchmarks.training --cases overlap`: the same settings with overlap and without (lockstep): seconds from `learn()` to a mean "
+        'return over 100 episodes. CartPole-v1 as in "Training speed", to 300; '
         "CartPole-v1 whose steps wait 10 ± 5 ms, 32 envs × 32 steps, batch 256, 10 epochs, 256-256 networks, to 400.\n"
         f"{conditions()}\n\n"
         + table(["", "median", "÷ lockstep", "each seed, s", "env steps, median", "reached"], rows)
@@ -359,7 +360,7 @@ def slow(seeds: int) -> None:
             rows.append([name, *cells, f"{100 * _median(runs, 'learner_busy'):.0f} %", shown])
     header = ["", "env steps/s", "÷ Stable-Baselines3", "learner busy", "pipeline efficiency"]
     text = (
-        "## Envs that wait\n\nEnvs that wait 10 ± 5 ms a step (64 floats observed, 8 actions), 64 steps, batch 512, "
+        "## Envs that wait\n\n`python -m benchmarks.training --cases slow`: envs that wait 10 ± 5 ms per step (observation of 64 floats, 8 actions), rollouts of 64 steps, batch 512, "
         f"10 epochs, 256-256 networks; {seeds} rounds.\n{conditions()}\n\n" + table(header, rows)
     )
     write_section("training-slow", text)
@@ -384,8 +385,8 @@ def sizes(seeds: int) -> None:
             rows.append([name, str(batch), f"{ours:,.0f}", f"{theirs:,.0f}", f"{ours / theirs:.1f}"])
     plot_sizes({key: statistics.median(values) for key, values in measured.items()})
     text = (
-        "## Network and batch size\n\nCartPole-v1, 32 envs × 128 steps, 4 epochs, all else chosen by flatout, nothing "
-        f"compiled beforehand, one process each, alternating.\n{conditions()}\n\n![steps/s against network size](images/sizes.svg)\n\n"
+        "## Network and batch size\n\n`python -m benchmarks.training --cases sizes`: CartPole-v1, 32 envs × 128 steps, 4 epochs, other settings chosen by flatout, no "
+        f"compiled update from earlier runs; each run in a new process, alternating.\n{conditions()}\n\n![steps/s against network size](images/sizes.svg)\n\n"
         + table(["network", "batch", "flatout, steps/s", "Stable-Baselines3, steps/s", "ratio"], rows)
     )
     write_section("training-sizes", text)

@@ -138,7 +138,7 @@ def main() -> None:
         ratio = f"{100 * ours / theirs[best]:.0f} %"
         cells = [
             f"{theirs[best]:,.0f}",
-            f"the same settings (run as two: {ratio})" if shown == top[best] else ratio,
+            f"the same settings (measured twice: {ratio})" if shown == top[best] else ratio,
         ]
         cells += [
             f"{found['seconds']:.0f} s",
@@ -158,8 +158,8 @@ def main() -> None:
         "best",
     ]
     text = (
-        "## What tuning finds\n\n`python -m benchmarks.tuning`: `flatout tune` and every way of an exhaustive grid; the "
-        f"three best of the grid and the tuned one are run again, three rounds, medians.\n{conditions()}\n\n"
+        "## What `flatout tune` finds\n\n`python -m benchmarks.tuning`: `flatout tune`, and all settings of a grid. The "
+        f"three best of the grid and the tuned settings are run again, three rounds; medians.\n{conditions()}\n\n"
         + table(header, rows)
     )
     write_section("tuning", text)

@@ -89,8 +89,8 @@ def curves(runs: list[Path]) -> None:
     text = "\n".join(lines)
     write_section(
         "workloads-learning",
-        "## What the workloads' recipes learn\n\n`flatout train snake`, `market`, `mission`, `crawl`, as they come. The runs shared "
-        f"the machine, so only what was learned counts here.\n{conditions()}\n\n{text}\n\n"
+        "## Returns on the envs that come with flatout\n\n`flatout train snake`, `market`, `mission` and `crawl` with their "
+        f"recipes; the table and the picture by `python -m benchmarks.workloads --curves RUN …`. Several runs shared the machine, so this table has no speeds.\n{conditions()}\n\n{text}\n\n"
         "![Learning curves of the four workloads](images/workloads.svg)",
     )
 
@@ -114,8 +114,8 @@ def main() -> None:
         ]
         write_section(
             "workloads",
-            "## The four workloads\n\n`python -m benchmarks.workloads`, all in one run, the ways of each table alternating; medians, and "
-            f"medians of ratios.\n{conditions()}\n\n" + "\n\n".join(parts),
+            "## The envs that come with flatout\n\n`python -m benchmarks.workloads`: the rows of each table take turns; "
+            f"medians, and medians of the ratios.\n{conditions()}\n\n" + "\n\n".join(parts),
         )
 
 

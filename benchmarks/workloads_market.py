@@ -63,7 +63,7 @@ def speed(rounds: int, seconds: float) -> list[str]:
     header = ["random orders, 4 assets", "account-steps/s", f"against {ours}"]
     reached = statistics.median(speeds[ours])
     verdict = "reached" if reached >= 1e6 else "MISSED"
-    return [*table(header, rows).splitlines(), "", f"Wanted at {PEER_SIZE:,}: 1,000,000 ({verdict})."]
+    return [*table(header, rows).splitlines(), "", f"Goal at {PEER_SIZE:,}: 1,000,000 ({verdict})."]
 
 
 def act(agent: Any, obs: Array) -> Array:

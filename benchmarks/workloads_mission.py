@@ -52,7 +52,7 @@ def _random(mask: Any, rng: np.random.Generator) -> Any:
     return np.array([int(part.argmax()) for part in np.split(scores, np.cumsum(N_ACTIONS)[:-1])])
 
 
-def by_hand(level: int) -> tuple[Callable[[], int], Callable[[], None]]:
+def single_env(level: int) -> tuple[Callable[[], int], Callable[[], None]]:
     """One env stepped with random allowed actions, resets included."""
     env, rng = Mission(level=level), np.random.default_rng(0)
     obs, _ = env.reset(seed=1)
@@ -91,15 +91,15 @@ def run(quick: bool) -> list[str]:
         lines += _speed(level, rounds=3 if quick else 11, seconds=0.7 if quick else 1.5)
     n_episodes = 50 if quick else 200
     rates = ", ".join(f"level {level} {random_rate(level, n_episodes):.1%}" for level in (1, 2))
-    return [*lines, "", f"Random allowed actions succeed in this share of {n_episodes} episodes: {rates}."]
+    return [*lines, "", f"Share of {n_episodes} episodes in which random allowed actions succeed: {rates}."]
 
 
 def _speed(level: int, rounds: int, seconds: float) -> list[str]:
     chosen: dict[str, str] = {}
     ways: dict[str, Way] = {
-        "one env by hand": partial(by_hand, level),
+        "one env, stepped directly": partial(single_env, level),
         "flatout, collecting with the recipe's policy": partial(collecting, level, chosen),
-        "two processes that share nothing, by hand": partial(apart, partial(by_hand, level), 256),
+        "two independent processes": partial(apart, partial(single_env, level), 256),
     }
     speeds = alternate(ways, rounds, seconds)
     single, flat, control = speeds.values()
@@ -116,7 +116,7 @@ def _speed(level: int, rounds: int, seconds: float) -> list[str]:
         f"level {level}",
         "env steps/s",
         f"of {N_CORES} × one env",
-        "of two processes that share nothing",
+        "of two independent processes",
     ]
     return ["", *table(header, rows).splitlines(), "", f"flatout chose {chosen['reason']}."]
 

@@ -99,7 +99,7 @@ def stepping(quick: bool) -> list[str]:
     return [
         *table(["env steps/s, random actions", *(f"{n:,} games" for n in SIZES)], rows).splitlines(),
         "",
-        f"A step of one of {SIZES[-1]:,} games costs {flat:.2f} times what one of {SIZES[0]} does.",
+        f"A step of a game costs {flat:.2f} times as much with {SIZES[-1]:,} games as with {SIZES[0]}.",
     ]
 
 
