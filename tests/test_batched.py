@@ -39,7 +39,7 @@ def test_an_instance_is_learned_on_evaluated_in_and_never_closed(mode: str) -> N
     assert agent.evaluate(20).return_mean >= 0.9 * LENGTH
     agent.learn(1_000)
     assert agent.summary["return_mean"] >= 0.8 * LENGTH
-    assert any("evaluation plays in the one batched env there is" in line for line in agent.header())
+    assert any("evaluation uses the training env, as there is only one" in line for line in agent.header())
     del agent
     assert envs.n_closes == 0
 
