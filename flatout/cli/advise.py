@@ -20,7 +20,7 @@ def doctor(argv: Sequence[str]) -> int:
     parser = Parser(
         prog="flatout doctor",
         usage="flatout doctor ENV [flags]",
-        description="Measure the env, the policy and the learner for about 20 s, and report where the time would go "
+        description="Measure the env, the policy and the learner for 10 to 20 s, and report where the time would go "
         "and what to change.",
     )
     add_env(parser)
