@@ -245,11 +245,6 @@ def auto_n_envs(n_cores: int) -> int:
     return min(max(8, 2 * n_cores), 32)
 
 
-def scheduled(value: float, schedule: Schedule, progress: float) -> float:
-    """What a setting is at this point of the run; `progress` in [0, 1]."""
-    return value * max(1.0 - progress, 0.0) if schedule == "linear" else value
-
-
 def check(name: str, value: object, fine: bool, wanted: str) -> None:
     """Refuse a setting's value that is not fine."""
     if not fine:

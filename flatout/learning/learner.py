@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
-from typing import Any, Generic, Protocol
+from typing import Any, Generic, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -16,9 +16,8 @@ from torch import Tensor
 from flatout.buffers.rollout import Learnable, Staging
 from flatout.device.machine import torch_threads
 from flatout.envs.spaces import Array
-from flatout.learning.memory import PartSize, bytes_per_row, rows_that_fit
 from flatout.learning.normalize import RunningMoments
-from flatout.learning.update import Backend, Batch, GraphBackend, Update
+from flatout.learning.update import Backend, Batch, GraphBackend, PartSize, Update
 from flatout.models.params import FlatParams
 from flatout.models.policy import PolicyNet
 from flatout.timing import DeviceClock, Phase, PhaseClock
@@ -27,6 +26,8 @@ AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """Number format of an update's forward passes; everything else is float32."""
 TINY_BATCH = 8
 """Samples that memory per sample is measured with."""
+SHARE_OF_FREE = 0.5
+"""Fraction of the free memory that one part's activations may take; the rest is for gradients and copies."""
 VISIT_SECONDS = 0.2
 """How often to ask for a compiled update; an iteration of few steps is far shorter."""
 
@@ -258,3 +259,31 @@ def example_actions(model: PolicyNet, n: int, device: torch.device) -> Tensor:
     """Actions of the right shapes."""
     dtype = torch.float32 if model.action.continuous else torch.int64
     return torch.zeros(n, model.action.size, dtype=dtype, device=device)
+
+
+def bytes_per_row(loss: Callable[[], Tensor], n_rows: int) -> float:
+    """Bytes per row that `loss`, over `n_rows` rows, saves for its backward pass."""
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        # Tensors that do not grow with the rows, such as parameters, do not count.
+        if tensor.ndim and tensor.shape[0] == n_rows:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss()
+    return sum(kept.values()) / n_rows
+
+
+def rows_that_fit(free_bytes: int, row_bytes: float, n_rows: int) -> int:
+    """The largest of n_rows, n_rows / 2, n_rows / 4 … whose activations fit."""
+    while n_rows > 1 and n_rows * row_bytes > free_bytes * SHARE_OF_FREE:
+        n_rows = -(-n_rows // 2)
+    return n_rows
+
+
+def scheduled(value: float, schedule: Literal["constant", "linear"], progress: float) -> float:
+    """A setting's value at this point of the run; `progress` in [0, 1]."""
+    return value * max(1.0 - progress, 0.0) if schedule == "linear" else value

@@ -9,6 +9,7 @@ host: a step that must not happen (loss or gradient not finite, KL limit exceede
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
@@ -16,7 +17,6 @@ from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 import torch
 from torch import Tensor, nn
 
-from flatout.learning.memory import PartSize
 from flatout.models.params import FlatParams
 
 BETA1, BETA2, EPSILON = 0.9, 0.999, 1e-5
@@ -62,6 +62,7 @@ class Minibatch:
 
 
 Batch = TypeVar("Batch", bound=Minibatch)
+T = TypeVar("T")
 LossFn = Callable[[Batch, Tensor], tuple[Tensor, ...]]
 """(minibatch, scheduled coefficient) → mean loss over the samples, vector of mean metrics whose first is the loss, and,
 where `sample_output` asks for it, a number for each sample."""
@@ -367,3 +368,52 @@ class _Loss(nn.Module):
 
     def forward(self, batch: Any, coefficient: Tensor) -> tuple[Tensor, ...]:
         return self._loss(batch, coefficient)
+
+
+class PartSize:
+    """How many samples are processed at once; shrinks when memory runs out."""
+
+    def __init__(self, n_rows: int) -> None:
+        self.n_rows = n_rows
+        self.n_backoffs = 0
+        self.notes: list[str] = []
+        """One line for each time memory ran out."""
+
+    def attempt(self, work: Callable[[], T]) -> T:
+        """What `work` returns; if it runs out of memory it is repeated with parts of half the size.
+
+        `work` must read `n_rows` itself, and leave no trace when it fails.
+        """
+        while True:
+            try:
+                return work()
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error) or self.n_rows == 1:
+                    raise
+                reason = str(error).split("\n")[0].split(". ")[0]
+            # Outside the except block, so that the tensors that the traceback held are freed.
+            self._shrink(reason)
+
+    def _shrink(self, reason: str) -> None:
+        before, self.n_rows = self.n_rows, -(-self.n_rows // 2)
+        self.n_backoffs += 1
+        self.notes.append(
+            f"out of memory with {before} samples at once; continuing with {self.n_rows}, same result ({reason})"
+        )
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def in_parts(function: Callable[[slice], Tensor], n_rows: int, size: int) -> Tensor:
+    """`function` of all rows, `size` at a time."""
+    if size >= n_rows:
+        return function(slice(None))
+    return torch.cat([function(slice(i, i + size)) for i in range(0, n_rows, size)])
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error means that the memory of the device or the host is exhausted."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "not enough memory" in str(error)

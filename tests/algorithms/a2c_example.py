@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatout.algorithms.base import Algorithm, AlgorithmConfig, Recipe, check, scheduled
+from flatout.algorithms.base import Algorithm, AlgorithmConfig, Recipe, check
 from flatout.buffers.rollout import Learnable
-from flatout.learning.learner import Learner, example_actions, example_obs
+from flatout.learning.learner import Learner, example_actions, example_obs, scheduled
 from flatout.learning.rollouts import Transitions, gae
 from flatout.learning.update import Minibatch, Update
 from flatout.models.config import NetworkConfig

@@ -18,7 +18,7 @@ from flatout.algorithms.ppo.config import PPOConfig
 from flatout.algorithms.ppo.learner import PPOLearner
 from flatout.envs.spaces import ActionLayout, ObsLayout
 from flatout.learning import fused
-from flatout.learning.memory import bytes_per_row, rows_that_fit
+from flatout.learning.learner import bytes_per_row, rows_that_fit
 from flatout.learning.update import Minibatch, Update, adam
 from flatout.models.config import NetworkConfig
 from flatout.models.params import FlatParams

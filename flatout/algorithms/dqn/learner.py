@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flatout.algorithms.base import scheduled
 from flatout.algorithms.dqn import loss as dqn
 from flatout.algorithms.dqn.config import DQNConfig
 from flatout.algorithms.dqn.fused import FusedDQN, can_fuse
@@ -24,7 +23,7 @@ from flatout.buffers.replay import Replay, Uniform
 from flatout.buffers.rollout import Learnable, Rollout, TensorRollout
 from flatout.device.machine import free_memory
 from flatout.envs.spaces import ActionLayout, Array, ObsLayout
-from flatout.learning.learner import Learner, example_actions, example_obs
+from flatout.learning.learner import Learner, example_actions, example_obs, scheduled
 from flatout.learning.update import Update
 from flatout.models.policy import QNetwork
 from flatout.timing import Phase

@@ -9,16 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatout.algorithms.base import scheduled
 from flatout.algorithms.ppo import loss as ppo
 from flatout.algorithms.ppo.config import PPOConfig
 from flatout.algorithms.ppo.fused import FusedPPO, can_fuse
 from flatout.buffers.rollout import Learnable
-from flatout.learning.learner import Learner, example_actions, example_obs
-from flatout.learning.memory import PartSize, in_parts
+from flatout.learning.learner import Learner, example_actions, example_obs, scheduled
 from flatout.learning.normalize import RewardScaler
 from flatout.learning.rollouts import Epochs, Transitions
-from flatout.learning.update import Update
+from flatout.learning.update import PartSize, Update, in_parts
 from flatout.models.policy import ActorCritic
 from flatout.timing import Phase
 

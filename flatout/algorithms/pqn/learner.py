@@ -9,14 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatout.algorithms.base import scheduled
 from flatout.algorithms.pqn import loss as pqn
 from flatout.algorithms.pqn.config import PQNConfig
 from flatout.buffers.rollout import Learnable
-from flatout.learning.learner import Learner, example_actions, example_obs
-from flatout.learning.memory import PartSize, in_parts
+from flatout.learning.learner import Learner, example_actions, example_obs, scheduled
 from flatout.learning.rollouts import Epochs, Transitions
-from flatout.learning.update import Update
+from flatout.learning.update import PartSize, Update, in_parts
 from flatout.models.policy import QNetwork
 from flatout.timing import Phase
 
