@@ -32,7 +32,7 @@ from flatout.executors.base import (
     option_names,
     step,
 )
-from flatout.perf.decide import rank_kinds
+from flatout.perf.probe import rank_kinds
 
 KINDS = ("auto", *(kind for kind in EXECUTORS if kind != "batched"))
 

@@ -14,7 +14,7 @@ import torch
 from flatout.advice.short_benchmark import TINY, measure
 from flatout.agent import Agent
 from flatout.config.fields import flag
-from flatout.device.accelerator import card
+from flatout.device.accelerator import card_teraflops
 from flatout.device.machine import usable_memory
 from flatout.envs.make import EnvSource
 from flatout.errors import FlatoutError, did_you_mean
@@ -23,7 +23,7 @@ from flatout.perf.costs import Costs, Settings, UpdateCost, update_seconds
 from flatout.perf.decide import describe
 from flatout.perf.decide import duration as _time
 from flatout.perf.findings import diagnose
-from flatout.perf.probe import UpdateProbe
+from flatout.perf.planner import UpdateProbe
 from flatout.perf.simulate import Forecast, simulate
 from flatout.timing import PhaseClock
 
@@ -148,10 +148,8 @@ def _on_cpu(agent: Agent) -> UpdateCost | None:
     )
     if config.compile == "auto":
         learner.use_fused()
-    timed, n_threads = (
-        UpdateProbe(config=config, policy=policy, learner=learner),
-        learner.threads(agent.machine.cores),
-    )
+    timed = UpdateProbe(config=config, policy=policy, learner=learner)
+    n_threads = learner.threads(agent.machine.cores)
     return timed.fast(n_threads) or timed.eager(n_threads, config.algorithm.batch_size)
 
 
@@ -166,7 +164,7 @@ def parse_what_if(text: str) -> dict[str, str]:
                 "write it as cores=32,n_envs=256"
             )
         if name == "gpu":
-            card(value)
+            card_teraflops(value)
         elif not _is_positive(value):
             raise FlatoutError(f"--what-if {name}={value}: a number above 0 is wanted")
         wishes[name] = value
@@ -196,7 +194,7 @@ def answer(case: Case, wishes: dict[str, str]) -> dict[str, Any]:
             compute=tuple(c * factor for c in costs.compute),
         )
     if "gpu" in wishes:
-        costs, settings = on_card(costs, settings, card(wishes["gpu"]).teraflops)
+        costs, settings = on_card(costs, settings, card_teraflops(wishes["gpu"]))
     way = replace(case, costs=costs, settings=settings).decision("auto").ways[0]
     forecast = simulate(costs, way)
     scale = case.steps_per_second / case.now.steps_per_second

@@ -11,8 +11,8 @@ from typing import Any
 
 from flatout.agent import Agent
 from flatout.perf.costs import COROUTINE_SECONDS, THREAD_SECONDS, Costs, Settings, at, learn_seconds
-from flatout.perf.decide import settings_of
-from flatout.perf.probe import UpdateProbe, acting_times, time_steps
+from flatout.perf.planner import UpdateProbe, acting_times, settings_of
+from flatout.perf.probe import time_steps
 from flatout.perf.simulate import Forecast, simulate
 from flatout.runlog.metrics import Progress
 from flatout.timing import LEARN_PHASES, PhaseClock

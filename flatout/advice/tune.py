@@ -42,8 +42,8 @@ class Trial:
     config: dict[str, Any]
     """Settings that differ from those given."""
     predicted: float
-    measured: float | None = None
-    learner_busy: float | None = None
+    measured: float = 0.0
+    learner_busy: float = 0.0
     seconds: float = 0.0
     """Time it took, its start included."""
 
@@ -81,13 +81,13 @@ class Tuned:
     def __str__(self) -> str:
         before, best = self.before, self.best
         lines = [
-            f"before  {before.measured:,.0f} steps/s, learner busy {100 * (before.learner_busy or 0):.0f} %: {before.words}",
-            f"after   {best.measured:,.0f} steps/s, learner busy {100 * (best.learner_busy or 0):.0f} %: {best.words}",
+            f"before  {before.measured:,.0f} steps/s, learner busy {100 * before.learner_busy:.0f} %: {before.words}",
+            f"after   {best.measured:,.0f} steps/s, learner busy {100 * best.learner_busy:.0f} %: {best.words}",
         ]
         if best is before:
             lines[1] = "after   the same: nothing tried was faster"
         else:
-            lines.append(f"gain    {(best.measured or 0) / (before.measured or 1):.2f} ×")
+            lines.append(f"gain    {best.measured / before.measured:.2f} ×")
         lines.append(
             f"took    {self.seconds:.0f} s: {self.n_considered} ways simulated, {len(self.trials)} of them run"
         )
@@ -136,8 +136,8 @@ def tune(
         for trial in contenders:
             told(f"once more: {trial.words}")
             trials[trials.index(trial)] = _mean(trial, _run(agent, trial))
-    before, best = trials[0], max(trials, key=lambda trial: trial.measured or 0.0)
-    if (best.measured or 0.0) < MIN_MEASURED_GAIN * (before.measured or 0.0):
+    before, best = trials[0], max(trials, key=lambda trial: trial.measured)
+    if best.measured < MIN_MEASURED_GAIN * before.measured:
         best = before
     config = replace_leaves(agent.config, best.config)
     save_tuned(config, agent.device, agent.machine.cores)
@@ -185,7 +185,7 @@ def _most_promising(simulated: list[Trial], trials: list[Trial]) -> Trial | None
     """The way to try next, by its prediction, corrected by how wrong the simulation was about that kind so far."""
     ratios: dict[tuple[Any, ...], list[float]] = {}
     for trial in trials:
-        ratios.setdefault(trial.kind, []).append((trial.measured or 0.0) / trial.predicted)
+        ratios.setdefault(trial.kind, []).append(trial.measured / trial.predicted)
     tried = {trial.settings for trial in trials}
     untried = [trial for trial in simulated if trial.settings not in tried]
 
@@ -193,7 +193,7 @@ def _most_promising(simulated: list[Trial], trials: list[Trial]) -> Trial | None
         return trial.predicted * statistics.fmean(ratios.get(trial.kind, [1.0]))
 
     best = max(untried, key=corrected, default=None)
-    fastest = max(trial.measured or 0.0 for trial in trials)
+    fastest = max(trial.measured for trial in trials)
     return best if best is not None and corrected(best) > NEAR * fastest else None
 
 
@@ -214,8 +214,8 @@ def _as_config(way: Settings, now: Settings) -> dict[str, Any]:
 
 def _contenders(trials: list[Trial]) -> list[Trial]:
     """The fastest, and those so close to it that they are run again; the given settings before others."""
-    ranked = sorted(trials, key=lambda trial: -(trial.measured or 0.0))
-    close = [trial for trial in ranked if (trial.measured or 0.0) >= CLOSE * (ranked[0].measured or 0.0)]
+    ranked = sorted(trials, key=lambda trial: -trial.measured)
+    close = [trial for trial in ranked if trial.measured >= CLOSE * ranked[0].measured]
     return sorted(close, key=lambda trial: (trial is not ranked[0], trial is not trials[0]))[:MOST_CONTENDERS]
 
 
@@ -237,9 +237,8 @@ def _run(agent: Agent, trial: Trial) -> Trial:
 
 def _mean(first: Trial, second: Trial) -> Trial:
     """The mean of two runs of the same way."""
-    both = (first.measured or 0.0) + (second.measured or 0.0)
-    busy = (first.learner_busy or 0.0) + (second.learner_busy or 0.0)
-    return replace(first, measured=both / 2, learner_busy=busy / 2)
+    busy = (first.learner_busy + second.learner_busy) / 2
+    return replace(first, measured=(first.measured + second.measured) / 2, learner_busy=busy)
 
 
 def save(tuned: Tuned, path: Path) -> None:

@@ -86,38 +86,35 @@ def free_device_memory(device: torch.device) -> int:
     return int(torch.cuda.mem_get_info(device)[0])
 
 
-def choose_precision(wanted: str, device: torch.device, n_params: int) -> tuple[str, str]:
-    """The number format of updates for `--precision wanted`, and why; raises if the device does not support it.
+def choose_precision(wanted: str, device: torch.device, n_params: int) -> str:
+    """The number format of updates for `--precision wanted`; raises if the device does not support it.
 
     fp32: plain. tf32: matrix products round their inputs to 10 bits. bf16 and fp16: forward passes in 16 bits,
     parameters and gradients in 32; fp16 scales the loss, because its range is small.
     """
     import torch
 
-    if device.type != "cuda":
-        if wanted in ("tf32", "fp16"):
-            raise FlatoutError(
-                f"--precision {wanted} is for CUDA devices, this is {device.type}; use fp32 or bf16"
-            )
-        return ("fp32", "a CPU") if wanted == "auto" else (wanted, "asked for")
-    return precision_for_capability(wanted, torch.cuda.get_device_capability(device), n_params)
+    if device.type == "cuda":
+        return precision_for_capability(wanted, torch.cuda.get_device_capability(device), n_params)
+    if wanted in ("tf32", "fp16"):
+        raise FlatoutError(
+            f"--precision {wanted} is for CUDA devices, this is {device.type}; use fp32 or bf16"
+        )
+    return "fp32" if wanted == "auto" else wanted
 
 
-def precision_for_capability(wanted: str, capability: tuple[int, int], n_params: int) -> tuple[str, str]:
-    """The number format for a CUDA device of this compute capability, and why."""
+def precision_for_capability(wanted: str, capability: tuple[int, int], n_params: int) -> str:
+    """The number format for a CUDA device of this compute capability."""
     major, minor = capability
-    name = f"compute capability {major}.{minor}"
     if wanted in ("tf32", "bf16") and major < 8:
         raise FlatoutError(
             f"--precision {wanted} needs compute capability 8.0, this device has {major}.{minor}"
         )
     if wanted != "auto":
-        return wanted, "asked for"
+        return wanted
     if n_params >= LARGE_NETWORK and major >= 7:
-        return ("bf16" if major >= 8 else "fp16"), f"{name}, {n_params:,} parameters"
-    if major >= 8:
-        return "tf32", f"{name}, a small network"
-    return "fp32", f"{name}, a small network"
+        return "bf16" if major >= 8 else "fp16"
+    return "tf32" if major >= 8 else "fp32"
 
 
 def use_matmul_precision(precision: str) -> None:
@@ -127,35 +124,25 @@ def use_matmul_precision(precision: str) -> None:
     torch.set_float32_matmul_precision("high" if precision in ("tf32", "bf16") else "highest")
 
 
-@dataclass(frozen=True, slots=True)
-class Card:
-    """A GPU model's data sheet."""
-
-    teraflops: float
-    """Single precision, peak."""
-    memory_gb: int
-
-
-CARDS = {
-    "t4": Card(8.1, 16),
-    "rtx3060": Card(12.7, 12),
-    "rtx3070": Card(20.3, 8),
-    "rtx3080": Card(29.8, 10),
-    "rtx3090": Card(35.6, 24),
-    "rtx4070": Card(29.1, 12),
-    "rtx4090": Card(82.6, 24),
-    "rtx5080": Card(56.3, 16),
-    "a100": Card(19.5, 40),
-    "h100": Card(66.9, 80),
+TERAFLOPS = {
+    "t4": 8.1,
+    "rtx3060": 12.7,
+    "rtx3070": 20.3,
+    "rtx3080": 29.8,
+    "rtx3090": 35.6,
+    "rtx4070": 29.1,
+    "rtx4090": 82.6,
+    "rtx5080": 56.3,
+    "a100": 19.5,
+    "h100": 66.9,
 }
-"""For `--what-if gpu=NAME`: cards that this machine does not have."""
+"""Peak single precision by data sheet, for `--what-if gpu=NAME`: cards that this machine does not have."""
 
 
-def card(name: str) -> Card:
-    """The data sheet of a card; case, spaces, hyphens and a leading `nvidia` do not matter."""
+def card_teraflops(name: str) -> float:
+    """A card's peak; case, spaces, hyphens and a leading `nvidia` do not matter."""
     key = name.lower().replace(" ", "").replace("-", "").replace("_", "").removeprefix("nvidia")
-    if key not in CARDS:
-        raise FlatoutError(
-            f"--what-if gpu={name}: unknown card{did_you_mean(key, CARDS)} ({', '.join(CARDS)})"
-        )
-    return CARDS[key]
+    if key not in TERAFLOPS:
+        known = ", ".join(TERAFLOPS)
+        raise FlatoutError(f"--what-if gpu={name}: unknown card{did_you_mean(key, TERAFLOPS)} ({known})")
+    return TERAFLOPS[key]

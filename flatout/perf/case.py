@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from flatout.perf.costs import Costs, Settings, UpdateCost
+from flatout.perf.costs import COMPILED_PYTHON, Costs, Settings, UpdateCost
 from flatout.perf.decide import Decision, Request, decide, seconds_per_step
-from flatout.perf.probe import COMPILED_PYTHON
 from flatout.perf.simulate import FEW_ENV_STEPS, Forecast, simulate
 from flatout.runlog.samples import Samples
 

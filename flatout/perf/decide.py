@@ -10,15 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import gymnasium as gym
-
-from flatout.config.run_config import RunConfig
-from flatout.device.machine import remembered, usable_cores
-from flatout.envs.make import EnvFactory
-from flatout.envs.spaces import ActionLayout
-from flatout.errors import FlatoutError, one_line
+from flatout.errors import FlatoutError
 from flatout.executors.base import Plan
 from flatout.perf.costs import (
     MAX_WAITING_WORKERS,
@@ -28,19 +22,12 @@ from flatout.perf.costs import (
     Costs,
     Settings,
 )
-from flatout.perf.probe import StepTimes, UpdateProbe, acting_times, time_steps
 from flatout.perf.simulate import (
-    FEW_ENV_STEPS,
     MAX_ENV_STEPS,
     collect_seconds,
+    iteration_seconds,
     lockstep_seconds,
-    overlapped_seconds,
 )
-
-if TYPE_CHECKING:  # a report is written without torch
-    from flatout.envs.check import EnvInfo
-    from flatout.learning.learner import Learner
-    from flatout.models.policy import Policy
 
 MIN_UPDATES = 10_000
 """A run with fewer updates is over before subprocess collectors have paid for their start."""
@@ -50,8 +37,6 @@ steps reached a return lower by 98. Envs that wait gain more, so fewer will do."
 MIN_GAIN = {"waits": 1.15, "computes": 1.5}
 """Overlap must promise to be this much faster than lockstep, because data of the previous policy is worth less. CartPole
 with rollouts of 32 steps ran 1.25 × as fast and reached 317 after 300,000 steps, lockstep 469."""
-MAKE_VEC_STEPS = 1_000_000
-"""Env steps for which starting processes has to pay in `make_vec`, which is not told how many there will be."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,17 +105,8 @@ def decide(
             lambda: max(map(model.steps_per_second, beside)) / model.steps_per_second(lockstep[0])
         )
 
-    n_iterations = request.timesteps // settings.total_batch
-    overlap, reason = decide_overlap(
-        request.overlap,
-        batched=request.env == "batched",
-        waits=waits,
-        on_device=settings.on_device,
-        can_use_subprocesses=any(way.in_subprocesses for way in beside),
-        n_updates=n_iterations * settings.n_updates,
-        n_iterations=n_iterations,
-        gain=gain,
-    )
+    spare = any(way.in_subprocesses for way in beside)
+    overlap, reason = decide_overlap(request, settings, waits=waits, cores_to_spare=spare, gain=gain)
     if request.overlap == "auto" and request.began_overlapped is not None:
         overlap, reason = request.began_overlapped, "as the run began"
     ways = lockstep
@@ -184,7 +160,7 @@ class _Model:
         if not way.overlap:
             return way.total_batch / lockstep_seconds(costs, way, way.total_batch / self.collect_rate(way))
         if way not in self._overlapped:
-            self._overlapped[way], _ = overlapped_seconds(costs, way, self._max_env_steps)
+            self._overlapped[way], _ = iteration_seconds(costs, way, self._max_env_steps)
         return way.total_batch / self._overlapped[way]
 
     def rank(self, ways: list[Settings], timesteps: float, *, learning: bool = True) -> list[Settings]:
@@ -272,21 +248,14 @@ def seconds_per_step(steps_per_second: float, settings: Settings, timesteps: flo
 
 
 def decide_overlap(
-    wanted: str,
-    *,
-    batched: bool,
-    waits: bool,
-    on_device: bool,
-    can_use_subprocesses: bool,
-    n_updates: float,
-    n_iterations: float,
-    gain: Callable[[], float],
+    request: Request, settings: Settings, *, waits: bool, cores_to_spare: bool, gain: Callable[[], float]
 ) -> tuple[bool, str]:
     """Whether to overlap, and why; `gain` is the speed with overlap ÷ without."""
-    if wanted != "auto":
-        return wanted == "on", f"asked for with --overlap {wanted}"
-    if batched:
+    if request.overlap != "auto":
+        return request.overlap == "on", f"asked for with --overlap {request.overlap}"
+    if request.env == "batched":
         return False, "the batched env and the learner take turns in one process"
+    n_iterations = request.timesteps // settings.total_batch
     few = f"a run of {n_iterations:,.0f} rollouts learns better from the newest policy's data"
     if waits:
         if n_iterations < MIN_ITERATIONS["waits"]:
@@ -294,13 +263,13 @@ def decide_overlap(
         if (times := gain()) < MIN_GAIN["waits"]:
             return False, f"learning is short beside waiting for envs (overlap would gain {times:.2f} ×)"
         return True, "the learner works while envs wait"
-    if n_updates < MIN_UPDATES:
+    if n_iterations * settings.n_updates < MIN_UPDATES:
         return False, "the run is too short for it to pay"
     if n_iterations < MIN_ITERATIONS["computes"]:
         return False, few
-    if on_device:
+    if settings.on_device:
         return True, "the GPU learns while the CPU collects"
-    if not can_use_subprocesses:
+    if not cores_to_spare:
         return False, "there is no core to spare"
     times = gain()
     if times < MIN_GAIN["computes"]:
@@ -362,133 +331,3 @@ def describe(way: Settings) -> str:
 def duration(seconds: float) -> str:
     """Seconds as text: `35 µs`, `1.2 ms`."""
     return f"{seconds * 1e6:.0f} µs" if seconds < 1e-3 else f"{seconds * 1e3:.1f} ms"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunPlanner:
-    """Measures what a decision about a run needs, and decides."""
-
-    config: RunConfig
-    env: EnvInfo
-    policy: Policy
-    learner: Learner[Any]
-    n_cores: int
-    n_steps: int
-    """Env steps the run is for."""
-    precision: str
-
-    def decide(self, overlapped: bool | None = None) -> Decision:
-        """How to run. `overlapped`: how the run began, if it is resumed."""
-        config, env = self.config, self.env
-        kind = "batched" if env.batched else "async" if env.is_async else ""
-        measured: dict[str, Any] = {"step_seconds": None, "compute_share": None, "launch_seconds": None}
-        costs: Costs | None = None
-        picklable = True
-        if not kind and (config.executor in ("auto", "thread", "process") or config.overlap == "auto"):
-            steps = time_steps(env.factory, self.policy.action, seed=config.seed)
-            picklable = steps.picklable
-            costs = self._costs(steps)
-            measured |= {"step_seconds": costs.step_seconds, "compute_share": costs.compute_share}
-            measured["picklable"] = picklable
-
-        def with_updates() -> Costs:
-            assert costs is not None
-            full = self._with_updates(costs)
-            measured["launch_seconds"] = full.update.python if costs.waits else None
-            return full
-
-        request = Request(
-            timesteps=self.n_steps,
-            executor=config.executor,
-            n_collectors=config.n_collectors,
-            n_workers=config.n_workers,
-            overlap=config.overlap,
-            env=kind,
-            where="in NumPy" if env.batched == "numpy" else f"as tensors on {env.device}",
-            picklable=picklable,
-            began_overlapped=overlapped,
-        )
-        settings = settings_of(config, self.policy, self.n_cores)
-        found = decide(
-            request,
-            settings,
-            costs,
-            with_updates=None if settings.on_device else with_updates,
-            remember=self._remember,
-            max_env_steps=FEW_ENV_STEPS,
-        )
-        return replace(found, measured=measured)
-
-    def _costs(self, steps: StepTimes) -> Costs:
-        """Steps and acting."""
-        n_envs = self.config.n_envs
-        costs = Costs(wait=steps.wait, compute=steps.compute, act=((1, 0.0),))
-        least = 1 if costs.waits else max(n_envs // self.n_cores, 1)
-        return replace(costs, act=acting_times(self.policy, {least, n_envs}))
-
-    def _with_updates(self, costs: Costs) -> Costs:
-        """The costs with those of updates, in the form that the run will use."""
-        alone, beside = (self.learner.threads(self.n_cores, n_taken) for n_taken in (0, 1))
-        size, timed = self.config.algorithm.batch_size, self._updates()
-        cost = {n: timed.fast(n) or timed.eager(n, size) for n in {alone, beside}}
-        if costs.waits and timed.form(alone) == "eager":  # envs on threads share Python's lock with it
-            launch = timed.launch_seconds()
-            cost = {n: replace(it, python=min(launch, it.seconds(size))) for n, it in cost.items()}
-        return replace(costs, update=cost[alone], beside=cost[beside] if beside != alone else None)
-
-    def _updates(self) -> UpdateProbe:
-        return UpdateProbe(
-            config=self.config, policy=self.policy, learner=self.learner, precision=self.precision
-        )
-
-    def _remember(self, measure: Callable[[], float]) -> float:
-        """The gain of overlap, measured once for everything it depends on; `rule` is that of working it out."""
-        config, it = self.config, self.config.algorithm
-        facts = {
-            "rule": 8,
-            "env": [config.env, config.env_kwargs, config.executor],
-            "algorithm": [config.algo, config.n_envs, it.n_steps, it.batch_size],
-            "updates": config.updates_per_iteration,
-            "network": list(config.network.network_arch),
-            "cores": self.n_cores,
-            "compile": config.compile,
-            "update": self._updates().form(self.learner.threads(self.n_cores, 1)),
-        }
-        return remembered(facts, measure)
-
-
-def settings_of(config: RunConfig, policy: Policy, n_cores: int) -> Settings:
-    """The settings of a run as far as they decide its speed, with one env after the other in one process."""
-    algorithm = config.algorithm
-    settings = Settings(
-        n_envs=config.n_envs,
-        n_steps=algorithm.n_steps,
-        batch_size=algorithm.batch_size,
-        n_epochs=algorithm.epochs,
-        n_cores=n_cores,
-        on_device=policy.device.type == "cuda",
-        n_params=policy.n_params,
-    )
-    n_updates = config.updates_per_iteration
-    if n_updates == settings.n_updates:
-        return settings
-    return replace(settings, train_ratio=n_updates / config.total_batch)
-
-
-def rank_kinds(
-    factory: EnvFactory, action_space: gym.Space[Any], n_envs: int, seed: int
-) -> tuple[list[str], list[str]]:
-    """Kinds of executor for `make_vec`, fastest first, and a note on why the first is the first."""
-    if n_envs == 1:
-        return ["serial"], []
-    try:
-        steps = time_steps(factory, ActionLayout(action_space), seed=seed)
-    except Exception as error:
-        return ["serial"], [f"the env could not be measured ({one_line(error)}); using serial"]
-    costs = Costs(wait=steps.wait, compute=steps.compute, act=((1, 0.0),))
-    settings = Settings(n_envs=n_envs, n_steps=128, batch_size=1, n_cores=usable_cores())
-    request = Request(
-        timesteps=MAKE_VEC_STEPS, picklable=steps.picklable, overlap="off", subprocess_collectors=False
-    )
-    found = decide(request, settings, costs, max_env_steps=FEW_ENV_STEPS)
-    return [plan.kind for plan in found.plans], [f"executor {found.plans[0].kind}: {found.plans[0].reason}"]

@@ -11,10 +11,9 @@ from dataclasses import replace
 from typing import Any
 
 from flatout.perf.case import Case, Finding, case_of_run
-from flatout.perf.costs import WORKERS_PER_CORE, WORTH, Settings, UpdateCost, update_seconds
+from flatout.perf.costs import COMPILED_PYTHON, WORKERS_PER_CORE, WORTH, Settings, UpdateCost, update_seconds
 from flatout.perf.decide import describe, stepping
 from flatout.perf.decide import duration as _time
-from flatout.perf.probe import COMPILED_PYTHON
 from flatout.perf.simulate import ladder
 from flatout.runlog.samples import Samples
 from flatout.timing import Phase

@@ -1,33 +1,25 @@
-"""Measures what a run will spend its time on: steps of the env, acting, updates. The run's own envs and learner are untouched."""
+"""Measures steps of an env, in envs of its own, and ranks the executors for `make_vec`. Loads no torch."""
 
 from __future__ import annotations
 
-import copy
 import statistics
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from itertools import count
-from pathlib import Path
 from time import perf_counter, thread_time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cloudpickle
 import gymnasium as gym
 import numpy as np
 
-from flatout.config.run_config import RunConfig
+from flatout.device.machine import usable_cores
 from flatout.envs.make import EnvFactory
 from flatout.envs.spaces import ActionLayout, Array
 from flatout.envs.wrappers import blocking
-from flatout.perf.costs import Points, UpdateCost, rising
-
-if TYPE_CHECKING:  # a report is written without torch
-    import torch
-
-    from flatout.learning.learner import Learner
-    from flatout.models.policy import Policy
+from flatout.errors import one_line
+from flatout.perf.costs import Costs, Settings
+from flatout.perf.decide import Request, decide
+from flatout.perf.simulate import FEW_ENV_STEPS
 
 try:
     import resource
@@ -38,12 +30,8 @@ QUICK_SECONDS = 100e-6
 """Steps below this are timed many at once."""
 NOISE_SHARE = 0.3
 """Waiting below this share of computing is the machine's noise."""
-COMPILED_PYTHON = 0.05e-3
-"""Seconds of a compiled or fused update that hold Python's lock."""
-NARROW = 8
-"""Units per layer of a network whose update is nothing but launching operations."""
-MAX_SECONDS = 0.5
-"""For timing one thing before a run begins."""
+MAKE_VEC_STEPS = 1_000_000
+"""Env steps for which starting processes has to pay in `make_vec`, which is not told how many there will be."""
 _UNKNOWN = count()
 
 
@@ -162,124 +150,20 @@ def _is_picklable(factory: EnvFactory) -> bool:
     return True
 
 
-def acting_times(policy: Policy, sizes: Iterable[int]) -> Points:
-    """Seconds of acting by number of observations."""
-    return rising(tuple((n, acting_seconds(policy, n)) for n in sorted(set(sizes))))
-
-
-def acting_seconds(policy: Policy, n_obs: int) -> float:
-    """Seconds the policy takes to act on `n_obs` observations."""
-    from flatout.models.actor import make_actor
-
-    actor = make_actor(policy.model, n_obs, policy.device)
-    noise = np.zeros((n_obs, policy.action.noise_size), np.float32)
-    actions, log_prob = (
-        np.zeros((n_obs, policy.action.size), policy.action.dtype),
-        np.zeros(n_obs, np.float32),
-    )
-    obs = policy.obs.alloc(n_obs)
-    times = []
-    with on_threads(1):
-        for _ in range(7):
-            began = perf_counter()
-            actor.act(obs, noise, actions, log_prob)
-            times.append(perf_counter() - began)
-    return statistics.median(times)
-
-
-def faster_device(policy: Policy, n_envs: int) -> torch.device:
-    """The device on which the policy acts faster on this many envs: its own, or the CPU."""
-    import torch
-
-    cpu = torch.device("cpu")
-    if policy.device.type == "cpu":
-        return cpu
-    copied = replace(policy, model=copy.deepcopy(policy.model).to(cpu), device=cpu)
-    return cpu if acting_seconds(copied, n_envs) < acting_seconds(policy, n_envs) else policy.device
-
-
-@contextmanager
-def on_threads(n_threads: int) -> Iterator[None]:
-    """Let torch use so many threads."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(n_threads)
+def rank_kinds(
+    factory: EnvFactory, action_space: gym.Space[Any], n_envs: int, seed: int
+) -> tuple[list[str], list[str]]:
+    """Kinds of executor for `make_vec`, fastest first, and a note on why the first is the first."""
+    if n_envs == 1:
+        return ["serial"], []
     try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-def fastest(call: Callable[[], Any], n_times: int = 4) -> float:
-    """Seconds of the fastest of some calls, of two if they are long: the one that nothing else disturbed."""
-    times: list[float] = []
-    while len(times) < n_times and (len(times) < 2 or sum(times) < MAX_SECONDS):
-        began = perf_counter()
-        call()
-        times.append(perf_counter() - began)
-    return min(times)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UpdateProbe:
-    """Times updates of a learner without learning anything."""
-
-    config: RunConfig
-    policy: Policy
-    learner: Learner[Any]
-    precision: str = "fp32"
-
-    def form(self, n_threads: int) -> str:
-        """The backend of the run's updates: `fused`, `compiled` (if that is in the cache) or `eager`."""
-        backend = self.learner.update.backend
-        if backend != "eager" or self.config.compile == "off" or self.policy.device.type != "cpu":
-            return backend
-        return "compiled" if self._compiled_path(n_threads).exists() else "eager"
-
-    def _compiled_path(self, n_threads: int) -> Path:
-        from flatout.learning.compile import Recipe, cached_path
-
-        spec = self.config.learner_spec(self.policy.obs, self.policy.action)
-        return cached_path(Recipe(spec=spec, device="cpu", precision=self.precision, n_threads=n_threads))
-
-    def fast(self, n_threads: int) -> UpdateCost | None:
-        """The update by a backend other than eager; None if there is none."""
-        from flatout.learning.compile import load
-
-        size, update, form = self.config.algorithm.batch_size, self.learner.update, self.form(n_threads)
-        if form == "eager":
-            return None
-        batch = self.learner.example_batch(size)
-        step: Callable[[], Any] = partial(update.step, batch)
-        if form == "compiled" and update.backend == "eager":
-            step = partial(load(self._compiled_path(n_threads)), *update.inputs(batch))
-        with on_threads(n_threads), update.preserving_state():
-            seconds = fastest(step)
-        return UpdateCost(python=min(COMPILED_PYTHON, seconds), points=((size, seconds),))
-
-    def eager(self, n_threads: int, *sizes: int, launch: float | None = None) -> UpdateCost:
-        """The eager update, for minibatches of these sizes; `launch`: seconds of launching it, if known."""
-        update, points = self.learner.update, []
-        n_samples = update.parts.n_rows
-        try:
-            for size in sorted(set(sizes)):
-                batch = self.learner.example_batch(size)
-                update.parts.n_rows = max(n_samples, size)
-                with on_threads(n_threads), update.preserving_state():
-                    points.append((size, fastest(partial(update.eager_step, batch))))
-        finally:
-            update.parts.n_rows = n_samples
-        rest = rising(tuple(points))
-        return UpdateCost(python=min(launch or 0.0, rest[-1][1]), points=rest)
-
-    def launch_seconds(self) -> float:
-        """Seconds of launching an update: of a network as deep, but so narrow that it computes next to nothing."""
-        from flatout.learning.learner import TINY_BATCH
-
-        config, policy = self.config, self.policy
-        narrow = replace(config.network, network_arch=(NARROW,) * len(config.network.network_arch))
-        spec = replace(config.learner_spec(policy.obs, policy.action), network=narrow)
-        learner = spec.make_learner(str(policy.device), "fp32")
-        batch = learner.example_batch(TINY_BATCH)
-        return fastest(partial(learner.update.eager_step, batch), 8)
+        steps = time_steps(factory, ActionLayout(action_space), seed=seed)
+    except Exception as error:
+        return ["serial"], [f"the env could not be measured ({one_line(error)}); using serial"]
+    costs = Costs(wait=steps.wait, compute=steps.compute, act=((1, 0.0),))
+    settings = Settings(n_envs=n_envs, n_steps=128, batch_size=1, n_cores=usable_cores())
+    request = Request(
+        timesteps=MAKE_VEC_STEPS, picklable=steps.picklable, overlap="off", subprocess_collectors=False
+    )
+    found = decide(request, settings, costs, max_env_steps=FEW_ENV_STEPS)
+    return [plan.kind for plan in found.plans], [f"executor {found.plans[0].kind}: {found.plans[0].reason}"]

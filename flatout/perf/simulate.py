@@ -51,7 +51,7 @@ def simulate(costs: Costs, settings: Settings, max_env_steps: int = MAX_ENV_STEP
     """The forecast for these settings."""
     collect, learn = collect_seconds(costs, settings, max_env_steps), learn_seconds(costs, settings)
     if settings.overlap:
-        seconds, busy = overlapped_seconds(costs, settings, max_env_steps)
+        seconds, busy = iteration_seconds(costs, settings, max_env_steps)
     else:
         seconds = lockstep_seconds(costs, settings, collect)
         busy = learn / seconds
@@ -74,10 +74,10 @@ def lockstep_seconds(costs: Costs, settings: Settings, collect: float) -> float:
     return collect + learn_seconds(costs, settings) + costs.iteration + settings.extra_seconds
 
 
-def overlapped_seconds(
+def iteration_seconds(
     costs: Costs, settings: Settings, max_env_steps: int = MAX_ENV_STEPS
 ) -> tuple[float, float]:
-    """Seconds of an iteration that collects while it learns, and the learner's share of them."""
+    """Seconds of a whole iteration, and the share of them in which the learner works."""
     return _Pipeline(costs, settings, max_env_steps).run(learn=True)
 
 

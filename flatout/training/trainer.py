@@ -26,8 +26,7 @@ from flatout.executors.base import EXECUTORS, EnvSet, Executor, Plan, RestartBud
 from flatout.learning.compile import Compilation, Recipe
 from flatout.learning.learner import Learner
 from flatout.models.policy import Policy
-from flatout.perf.decide import RunPlanner
-from flatout.perf.probe import faster_device
+from flatout.perf.planner import RunPlanner, faster_device
 from flatout.timing import DeviceClock, PhaseClock
 from flatout.training.checkpoint import Checkpoint
 from flatout.training.evaluation import Evaluation, eval_executor, evaluate
@@ -62,7 +61,7 @@ class Trainer:
         self.notes: list[str] = []
         self.budget = RestartBudget()
         n_params = policy.n_params
-        self.precision, _ = choose_precision(config.precision, policy.device, n_params)
+        self.precision = choose_precision(config.precision, policy.device, n_params)
         if policy.device.type == "cuda":
             use_matmul_precision(self.precision)
         self.learner = config.descriptor.make_learner(

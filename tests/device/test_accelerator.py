@@ -23,7 +23,7 @@ LARGE, SMALL = 5_000_000, 9_000
     ],
 )
 def test_auto_follows_the_compute_capability(capability: tuple[int, int], n_params: int, want: str) -> None:
-    assert precision_for_capability("auto", capability, n_params)[0] == want
+    assert precision_for_capability("auto", capability, n_params) == want
 
 
 def test_what_the_device_cannot_do_is_refused() -> None:
@@ -32,9 +32,9 @@ def test_what_the_device_cannot_do_is_refused() -> None:
     for wanted in ("tf32", "fp16"):
         with pytest.raises(FlatoutError, match="is for CUDA devices"):
             choose_precision(wanted, torch.device("cpu"), SMALL)
-    assert precision_for_capability("fp16", (7, 5), SMALL)[0] == "fp16"
-    assert choose_precision("bf16", torch.device("cpu"), SMALL)[0] == "bf16"
-    assert choose_precision("auto", torch.device("cpu"), LARGE)[0] == "fp32"
+    assert precision_for_capability("fp16", (7, 5), SMALL) == "fp16"
+    assert choose_precision("bf16", torch.device("cpu"), SMALL) == "bf16"
+    assert choose_precision("auto", torch.device("cpu"), LARGE) == "fp32"
 
 
 CARDS = [

@@ -246,27 +246,40 @@ def test_a_learner_that_takes_as_long_as_its_collectors_runs_beside_them() -> No
 @pytest.mark.parametrize(
     ("facts", "want"),
     [
-        ({"batched": True}, False),
-        ({"waits": True, "n_updates": 1}, True),
-        ({"n_updates": MIN_UPDATES - 1, "can_use_subprocesses": True}, False),
-        ({"can_use_subprocesses": True}, True),
-        ({"can_use_subprocesses": True, "gain": lambda: 1.4}, False),
-        ({"can_use_subprocesses": True, "n_iterations": 61}, False),
+        ({"env": "batched"}, False),
+        ({"waits": True, "n_epochs": 1}, True),
+        ({"n_iterations": MIN_UPDATES // 128 - 1, "spare": True}, False),
+        ({"spare": True}, True),
+        ({"spare": True, "gain": 1.4}, False),
+        ({"spare": True, "n_iterations": 199}, False),
         ({"waits": True, "n_iterations": 61}, True),
         ({"waits": True, "n_iterations": 10}, False),
-        ({"waits": True, "gain": lambda: 1.1}, False),
+        ({"waits": True, "gain": 1.1}, False),
         ({"on_device": True}, True),
         ({}, False),
     ],
 )
 def test_overlap_is_decided_by_facts(facts: dict[str, Any], want: bool) -> None:
-    plain: dict[str, Any] = {"batched": False, "waits": False, "on_device": False}
-    plain |= {"can_use_subprocesses": False, "gain": lambda: 1.6, "n_iterations": 1000, "n_updates": 10**6}
-    on, reason = decide_overlap("auto", **(plain | facts))
-    assert on is want
-    assert reason
-    assert decide_overlap("off", **(plain | facts)) == (False, "asked for with --overlap off")
-    assert decide_overlap("on", **(plain | facts))[0]
+    known: dict[str, Any] = {
+        "env": "",
+        "waits": False,
+        "spare": False,
+        "on_device": False,
+        "gain": 1.6,
+    } | facts
+    settings = replace(SETTINGS, on_device=known["on_device"], n_epochs=facts.get("n_epochs", 4))
+    timesteps = facts.get("n_iterations", 1000) * settings.total_batch
+    for wanted, expected in (("auto", want), ("off", False), ("on", True)):
+        on, reason = decide_overlap(
+            Request(timesteps=timesteps, overlap=wanted, env=known["env"]),
+            settings,
+            waits=known["waits"],
+            cores_to_spare=known["spare"],
+            gain=lambda: known["gain"],
+        )
+        assert on is expected
+        assert reason
+        assert wanted == "auto" or reason == f"asked for with --overlap {wanted}"
 
 
 @pytest.mark.parametrize("timesteps", [40_000, 1_000_000, math.inf])

@@ -8,7 +8,19 @@ from typing import Any
 import pytest
 
 from flatout.perf.costs import Costs, Settings, UpdateCost, at
-from flatout.perf.simulate import Activity, Compute, Cores, Signal, Wait, simulate
+from flatout.perf.simulate import (
+    FEW_ENV_STEPS,
+    MAX_ENV_STEPS,
+    Activity,
+    Compute,
+    Cores,
+    Signal,
+    Wait,
+    collect_seconds,
+    iteration_seconds,
+    lockstep_seconds,
+    simulate,
+)
 
 UPDATE = UpdateCost(python=1e-3, points=((64, 2e-3),))
 PLAIN = Costs(
@@ -156,3 +168,30 @@ def test_an_update_on_fewer_threads_beside_collectors_has_its_own_cost() -> None
     beside = settings(in_subprocesses=True, overlap=True)
     assert simulate(slow, beside).steps_per_second == pytest.approx(256 / (16 * 8e-3), rel=1e-3)
     assert simulate(slow, SETTINGS) == simulate(PLAIN, SETTINGS)
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "serial": {},
+    "two collectors": {"in_subprocesses": True, "n_collectors": 2},
+    "workers": {"executor": "process", "n_workers": 4},
+    "threads": {"executor": "thread", "n_workers": 8},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_closed_form_of_lockstep_agrees_with_the_simulation(way: str) -> None:
+    """`train` adds learning to a simulated rollout; within 2 % that is what simulating the whole iteration gives."""
+    waits: dict[str, Any] = {"wait": (4e-3, 6e-3), "compute": (50e-6, 50e-6)} if way == "threads" else {}
+    real, how = costs(busy=1.25, crowded=1.3, store=25e-6, iteration=1e-3, **waits), settings(**WAYS[way])
+    whole, _ = iteration_seconds(real, how)
+    assert lockstep_seconds(real, how, collect_seconds(real, how)) == pytest.approx(whole, rel=0.02)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_short_simulation_agrees_with_a_long_one(way: str, overlap: bool) -> None:
+    """Decisions before a run simulate a few hundred env steps, predictions thousands: the same within 10 %."""
+    uneven = costs(wait=(2e-3, 5e-3, 8e-3), compute=(1e-4, 2e-4, 3e-4))
+    how = settings(n_envs=16, overlap=overlap, **WAYS[way])
+    few, many = (simulate(uneven, how, n).steps_per_second for n in (FEW_ENV_STEPS, MAX_ENV_STEPS))
+    assert few == pytest.approx(many, rel=0.1)
