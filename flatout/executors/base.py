@@ -27,8 +27,6 @@ Seeds: TypeAlias = Sequence[int | None]
 Options: TypeAlias = Sequence[dict[str, Any] | None] | None
 EnvIndices: TypeAlias = Sequence[int] | None
 """None: all envs."""
-Kind: TypeAlias = str
-"""A name in EXECUTORS, or FILE.py:NAME."""
 
 EXECUTORS = {
     "serial": "flatout.executors.serial:SerialExecutor",
@@ -44,7 +42,8 @@ EXECUTORS = {
 class Plan:
     """How the envs of a run are stepped."""
 
-    kind: Kind
+    kind: str
+    """A name in EXECUTORS, or FILE.py:NAME."""
     n_collectors: int = 1
     in_subprocesses: bool = False
     """Whether each collector is a process of its own."""
