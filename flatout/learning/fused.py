@@ -125,7 +125,7 @@ class FusedBackend(ABC, Generic[Batch]):
 
     def __init__(self, model: PolicyNet, params: FlatParams, update: Update[Batch]) -> None:
         self._model, self._update = model, update
-        self._vector = _only_vector(model)
+        self._vector = model.obs.only_vector
         self.gradient = torch.zeros_like(params.flat)
         self.means = np.zeros(update.metrics.numel() - 1, np.float32)
         """The metrics of the last minibatch."""
@@ -179,12 +179,6 @@ def layers_in(
     """Some of a model's layers as views of such a flat tensor."""
     places = {id(p): view for p, view in zip(params.tensors, params.views(flat), strict=True)}
     return [(places[id(weight)], places[id(bias)]) for weight, bias in layers]
-
-
-def _only_vector(model: PolicyNet) -> int | None:
-    """The index of a model's only observation array, if it is a vector; None: there are several, or it is encoded."""
-    seen = [i for i, spec in enumerate(model.obs.specs) if spec.kind != "mask"]
-    return seen[0] if len(seen) == 1 and model.obs.specs[seen[0]].kind == "vector" else None
 
 
 def _arrays(layer: Layer) -> tuple[Array, Array]:
