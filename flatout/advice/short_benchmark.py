@@ -14,7 +14,7 @@ from flatout.perf.costs import COROUTINE_SECONDS, THREAD_SECONDS, Costs, Setting
 from flatout.perf.planner import UpdateProbe, acting_times, settings_of
 from flatout.perf.probe import time_steps
 from flatout.perf.simulate import Forecast, simulate
-from flatout.runlog.metrics import Progress
+from flatout.runlog.recorder import Progress
 from flatout.timing import LEARN_PHASES, PhaseClock
 
 ENV_SECONDS = 3.0

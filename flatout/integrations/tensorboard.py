@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from flatout.runlog.metrics import Progress, scalars
+from flatout.runlog.recorder import Progress, scalars
 
 
 class TensorBoardWriter:

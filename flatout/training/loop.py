@@ -9,8 +9,7 @@ from typing import TypeAlias
 import torch
 
 from flatout.collect.ragged import Interrupted
-from flatout.runlog.metrics import Progress
-from flatout.runlog.recorder import Recorder
+from flatout.runlog.recorder import Progress, Recorder
 from flatout.timing import Phase, busy_seconds, run_phases
 from flatout.training.checkpoint import CheckpointFolder
 from flatout.training.stop import StopRequest

@@ -20,7 +20,7 @@ from rich.live import Live
 from rich.panel import Panel
 from rich.text import Text
 
-from flatout.runlog.metrics import Progress
+from flatout.runlog.recorder import Progress
 from flatout.views import figures as fmt
 from flatout.views.stream import SafeStream
 
