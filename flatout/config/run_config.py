@@ -37,9 +37,9 @@ class RunConfig:
     env_kwargs: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments for the env's constructor, as JSON."""
     algo: str = algorithms.DEFAULT
-    """Algorithm; default: the one with the fastest recipe for the env, else ppo."""
+    """Algorithm; default: the one that learns the env fastest, where that is known, else ppo."""
     preset: Literal["auto", "cpu", "gpu", "fast", "heavy", "beast", "max"] | None = None
-    """Source of all settings that are not given; none: the env's recipe if it has one, else auto."""
+    """Settings to start from; none, the default: the env's recipe if it has one, else auto."""
     timesteps: int
     """Total env steps, summed over all envs."""
     n_envs: int
@@ -49,17 +49,17 @@ class RunConfig:
     executor: str = "auto"
     """How envs are stepped: auto, serial, process, thread, async, batched, or your own as FILE.py:NAME."""
     n_collectors: int = 0
-    """Collectors in subprocesses; 0: decided by measurement, possibly none."""
+    """Number of collectors in subprocesses; 0: chosen by measurement, possibly none."""
     n_workers: int = 0
-    """Worker processes of `--executor process`; 0: decided by measurement."""
+    """Worker processes of `--executor process`; 0: two per core, or one per env if envs wait."""
     overlap: Literal["auto", "on", "off"] = "auto"
-    """Collect the next rollout while the learner updates from this one."""
+    """Collect the next rollout while the learner updates from this one; auto: if that is predicted to pay."""
     device: str = "auto"
-    """auto, cpu, cuda or cuda:1."""
+    """Device of the learner: auto, cpu, cuda or cuda:1."""
     precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = "auto"
     """Floating-point format of the update."""
     compile: Literal["auto", "on", "off"] = "auto"
-    """Backend of the update: off is eager PyTorch, on is compiled, auto the fastest available."""
+    """Backend of the update: off is eager PyTorch; on is compiled, on a GPU a CUDA graph; auto is the fastest available."""
     target_return: float | None = None
     """Stop when the mean return of the last 100 episodes reaches this value."""
     eval_every: int = 0

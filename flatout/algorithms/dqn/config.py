@@ -75,13 +75,13 @@ class DQNConfig(EpsilonGreedy, AlgorithmConfig):
     learning_starts: int = 1000
     """Env steps before the first update."""
     learning_rate: float = 5e-4
-    """Adam's step size."""
+    """Learning rate of Adam."""
     learning_rate_schedule: Schedule = "constant"
     """`linear` lowers the learning rate to zero over the run."""
     gamma: float = 0.99
     """Discount per step."""
     multi_step: int = 1
-    """Rewards summed before the target network's value is used (n-step returns)."""
+    """n of n-step returns: rewards summed before bootstrapping from the target network."""
     double: bool = True
     """Double DQN: choose the next action by the online network, value it by the target network."""
     dueling: bool = False
@@ -93,7 +93,7 @@ class DQNConfig(EpsilonGreedy, AlgorithmConfig):
     priority_beta: float = 0.4
     """Importance-sampling exponent at the start; rises to 1 over the run."""
     target_update_interval: int = 1000
-    """Env steps between two copies to the target network, where tau is 1."""
+    """Env steps between copies to the target network, if tau is 1."""
     tau: float = 1.0
     """Below 1: soft update of the target network with this factor after every update."""
     loss: Loss = "huber"

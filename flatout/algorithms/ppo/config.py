@@ -22,17 +22,17 @@ class PPOConfig(AlgorithmConfig):
     n_steps: int = 256
     """Env steps of each env in a rollout."""
     batch_size: int = 256
-    """Transitions in a minibatch; divides n_envs x n_steps, except for DQN."""
+    """Transitions in a minibatch; must divide n_envs x n_steps, except for DQN."""
     n_epochs: int = 4
     """Passes over each rollout."""
     learning_rate: float = 3e-4
-    """Adam's step size."""
+    """Learning rate of Adam."""
     learning_rate_schedule: Schedule = "constant"
     """`linear` lowers the learning rate to zero over the run."""
     gamma: float = 0.99
     """Discount per step."""
     gae_lambda: float = 0.95
-    """Trade-off between bias (0) and variance (1) of the advantages."""
+    """λ of GAE: 0 is the one-step TD error (low variance), 1 the whole return (low bias)."""
     clip_range: float = 0.2
     """Clip the policy ratio to 1 ± this."""
     clip_range_schedule: Schedule = "constant"
@@ -50,7 +50,7 @@ class PPOConfig(AlgorithmConfig):
     target_kl: float | None = None
     """Skip the rest of a rollout's updates once the approximate KL divergence exceeds 1.5 times this."""
     vtrace: bool = False
-    """Correct rollouts that an older policy collected by V-trace; they occur only with overlap."""
+    """Correct for the policy lag of overlap with V-trace."""
     normalize_obs: bool = False
     """Normalize float observations by their running mean and standard deviation."""
     normalize_reward: bool = False

@@ -20,11 +20,11 @@ class PQNConfig(EpsilonGreedy, AlgorithmConfig):
     n_steps: int = 32
     """Env steps of each env in a rollout."""
     batch_size: int = 256
-    """Transitions in a minibatch; divides n_envs x n_steps."""
+    """Transitions in a minibatch; must divide n_envs x n_steps."""
     n_epochs: int = 2
     """Passes over each rollout."""
     learning_rate: float = 5e-4
-    """Adam's step size."""
+    """Learning rate of Adam."""
     learning_rate_schedule: Schedule = "linear"
     """`linear` lowers the learning rate to zero over the run."""
     gamma: float = 0.99
