@@ -152,8 +152,8 @@ class FusedBackend(ABC, Generic[Batch]):
 
     def _mask(self, obs: Obs) -> Array:
         """Which actions are allowed; without rows where the env has no mask."""
-        mask = self._model.mask(obs)
-        return NO_MASK if mask is None else mask.numpy()
+        index = self._model.obs.mask_index
+        return NO_MASK if index is None else obs[index].numpy()
 
     def _features(self, obs: Obs) -> Tensor:
         """The first layer's input."""

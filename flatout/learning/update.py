@@ -125,15 +125,12 @@ class Update(Generic[Batch]):
         self._settings = [self.learning_rate, self.coefficient]
         self.step_size = 0.0
         self._backend: Backend[Batch] | None = None
-
-    @property
-    def backend(self) -> str:
+        self.backend = "eager"
         """What computes the steps: eager, compiled, graph or fused."""
-        return "eager" if self._backend is None else self._backend.name
 
     def use(self, backend: Backend[Batch] | None) -> None:
         """Compute the steps of whole minibatches with this backend from now on; None: eager."""
-        self._backend = backend
+        self._backend, self.backend = backend, "eager" if backend is None else backend.name
 
     def begin(self, learning_rate: float, coefficient: float = 0.0) -> None:
         """Start a rollout's updates: clear the sums, set the step size and the loss's coefficient."""
