@@ -1,4 +1,4 @@
-"""Does the chooser pick the fastest way? Every way that can run an env, alternating, beside the one chosen.
+"""Does `--executor auto` choose the fastest executor? Compares its choice with all others, alternating.
 
 `python -m benchmarks.choosing [--rounds 7] [--seconds 1]` → docs/benchmarks.md.
 """
@@ -57,7 +57,7 @@ ENVS["batched in torch"] = (partial(TensorPoles, N_ENVS), N_ENVS, [plan("batched
 
 
 class Forced(Trainer):
-    """A trainer that runs its envs in one given way."""
+    """A trainer with a given plan."""
 
     forced: Plan
 
@@ -66,7 +66,7 @@ class Forced(Trainer):
 
 
 def collecting(trainer: Trainer) -> tuple[Callable[[], int], Callable[[], None]]:
-    """What collects one rollout after the other."""
+    """Collects one rollout after the other."""
     pipeline, never = trainer.pipeline, StopRequest()
 
     def step_all() -> int:
@@ -77,7 +77,7 @@ def collecting(trainer: Trainer) -> tuple[Callable[[], int], Callable[[], None]]
 
 
 def name_of(way: Plan) -> str:
-    """A way in a few words."""
+    """A plan in a few words."""
     if way.in_subprocesses:
         return f"{way.n_collectors} subprocess collectors"
     return f"{way.kind}, {way.n_workers} workers" if way.kind == "process" else way.kind

@@ -1,4 +1,4 @@
-"""Runs with a known fault: is it the first thing the doctor finds, and does its advice give what it promises?
+"""Runs with a known fault: is it the doctor's first finding, and does its advice gain what was predicted?
 
 `python -m benchmarks.diagnosing [--cases sleeps,burns,…]` → docs/benchmarks.md. Before and after alternate, each a fresh
 process.

@@ -1,4 +1,4 @@
-"""What lag 1 costs in learning: overlap and lockstep at equal env steps, five seeds, plotted.
+"""Returns with overlap (lag 1) and in lockstep for as many env steps, five seeds, plotted.
 
 `python -m benchmarks.lag [--seeds 5] [--jobs 2] [--keep FILE]` → docs/benchmarks.md and docs/images/lag.svg. Nothing is
 timed, so runs may share the machine; what is in the kept file is not run again.
@@ -23,7 +23,7 @@ MODES = {"lockstep": "off", "overlap": "on"}
 
 
 def train_one(env: str, mode: str, seed: int) -> dict[str, Any]:
-    """How the deterministic policy does at the end of one run."""
+    """The deterministic policy's return at the end of one run."""
     import flatout
 
     agent = flatout.PPO(env, seed=seed, overlap=MODES[mode], executor="serial", compile="off")

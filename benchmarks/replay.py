@@ -1,4 +1,4 @@
-"""Prioritized replay beside the peers: sampling and updating, adding, and what size costs.
+"""Prioritized replay compared with peers: sampling and updating, adding, and the cost of size.
 
 The ways of a case are all opened in one process and alternate in short turns. A peer that is not installed is left out
 and named. `python -m benchmarks.replay [--rounds 15] [--seconds 0.3]` → docs/benchmarks.md.
@@ -48,7 +48,7 @@ class Steps:
 
 
 def spread(n: int) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """Priorities as learning leaves them, none like the other."""
+    """Different priorities for all transitions, as after learning."""
     return np.random.default_rng(2).exponential(size=n).astype(np.float32)
 
 

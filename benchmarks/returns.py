@@ -1,4 +1,4 @@
-"""The recipes' returns: every known env of Gymnasium's, three seeds, 100 deterministic episodes each.
+"""The recipes' returns: every env with a recipe, three seeds, 100 deterministic episodes each.
 
 `python -m benchmarks.returns [--envs CartPole-v1,…] [--seeds 1,2,3] [--jobs 2]` → docs/benchmarks.md; envs that are
 not run again keep their results.

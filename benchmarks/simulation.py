@@ -1,4 +1,4 @@
-"""How well the simulation foretells: predicted and measured steps/s at settings that nothing was fitted to.
+"""Predicted and measured steps/s, at settings other than those the costs were measured with.
 
 `python -m benchmarks.simulation` → docs/benchmarks.md. Costs are measured once per env and network with 16 envs; the
 settings are other numbers of envs, overlapped or not. Every run is a fresh process.

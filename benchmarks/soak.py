@@ -1,4 +1,4 @@
-"""A soak: workers and subprocess collectors are killed at random while they work; nothing may pile up.
+"""A soak test: workers and subprocess collectors are killed at random; nothing may leak.
 
 `python -m benchmarks.soak [--minutes 10] [--kills 200]` prints file descriptors, threads and memory at the start
 and at the end, and fails if they have grown.

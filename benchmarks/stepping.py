@@ -1,4 +1,4 @@
-"""Stepping envs, beside the peers: every kind of env cost.
+"""Stepping envs compared with peers, for every kind of env cost.
 
 The ways of a case are all opened in one process and then alternate in short turns, so that a slow moment of the
 machine meets all of them. `python -m benchmarks.stepping [--rounds 15] [--seconds 0.5]` → docs/benchmarks.md.
@@ -44,7 +44,7 @@ def rate(step_all: Callable[[], int], seconds: float, clock: Callable[[], float]
 
 
 def single(make: Callable[[], gym.Env[Any, Any]]) -> tuple[Callable[[], int], Callable[[], None]]:
-    """One env, stepped and reset by hand."""
+    """One env, stepped and reset directly."""
     env = make()
     env.reset(seed=1)
     action = env.action_space.sample()
@@ -181,7 +181,7 @@ def collectors(
 
 
 def apart(way: Way, n_calls: int) -> tuple[Callable[[], int], Callable[[], None]]:
-    """What the machine gives: the same work in two independent processes, `n_calls` at a time."""
+    """The machine's limit: the same work in two independent processes, `n_calls` at a time."""
     context = get_context("spawn")
     ends = [context.Pipe() for _ in range(2)]
     processes = [

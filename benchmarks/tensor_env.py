@@ -1,4 +1,4 @@
-"""A batched env of tensors, apart from the others: whoever loads torch before flatout gets other threads."""
+"""A batched env of tensors, in its own file, because loading torch before flatout changes its threads."""
 
 from __future__ import annotations
 

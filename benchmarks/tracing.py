@@ -1,4 +1,4 @@
-"""What watching costs: spans switched on and off every few iterations of one run, neighbours compared.
+"""Cost of recording spans: they are switched on and off every few iterations of one run, and neighbours are compared.
 
 `python -m benchmarks.tracing [--seconds 30]` → docs/benchmarks.md. In the run every span is kept in detail, which a
 real run does for a part of its time only.

@@ -1,4 +1,4 @@
-"""Training beside the peers: speed, time to a target, envs that wait, and networks of every size.
+"""Training compared with peers: speed, time to a target, envs that wait, and networks of every size.
 
 `python -m benchmarks.training [--seeds 5] [--cases speed,target,overlap,slow,sizes]` → docs/benchmarks.md. Every run is a
 fresh process; the libraries alternate, seed by seed.
@@ -36,7 +36,7 @@ BATCHES = (256, 1024)
 
 
 def flatout_speed(seed: int, **options: Any) -> dict[str, Any]:
-    """300 k steps of CartPole from `learn()` on; start-up is told apart."""
+    """300,000 steps of CartPole from `learn()` on; start-up is counted separately."""
     import flatout
 
     agent = flatout.PPO(
@@ -96,7 +96,7 @@ def sb3_speed(seed: int, library: str = "sb3", n_threads: int | None = None) -> 
 
 
 def flatout_target(seed: int, **options: Any) -> dict[str, Any]:
-    """Seconds from `learn()` to a mean return of 475 over 100 episodes, as flatout does it by itself."""
+    """Seconds from `learn()` to a mean return of 475 over 100 episodes, with the recipe."""
     import flatout
 
     agent = flatout.PPO("CartPole-v1", seed=seed, target_return=TARGET, **options)
@@ -177,7 +177,7 @@ def sb3_slow(seed: int, n_steps: int = 20_480) -> dict[str, Any]:
 
 
 def flatout_overlap(seed: int, env: str, overlap: str) -> dict[str, Any]:
-    """Seconds from `learn()` to a target, where overlap is what flatout chooses by itself."""
+    """Seconds from `learn()` to a target, with overlap or without."""
     import flatout
     from benchmarks.envs import remote_cartpole
 

@@ -1,4 +1,4 @@
-"""The four envs that come with flatout: their speeds beside the peers, and what their recipes learn.
+"""The four envs that come with flatout: their speed compared with peers, and what their recipes learn.
 
 `python -m benchmarks.workloads [--only snake,market]` → the speeds in docs/benchmarks.md;
 `python -m benchmarks.workloads --curves RUN …` → learning curves of finished runs, docs/images/workloads.svg.

@@ -1,4 +1,4 @@
-"""Crawl beside the way it is usually done, 32 blocking processes; and what a trained agent finds beside random and BFS.
+"""Crawl compared with 32 blocking processes; a trained agent compared with a random one and breadth-first search.
 
 All ways ask the same kind of local site, whose server runs on the same cores. `run` gives the lines of a table.
 """
@@ -34,7 +34,7 @@ EPISODES = 100
 
 
 class BlockingCrawl(gym.Env[Any, Any]):
-    """An env as one writes it first: a requests session, the standard library's parser, a NetworkX graph."""
+    """The obvious implementation: a requests session, the standard library's parser, a NetworkX graph."""
 
     observation_space = spaces.Box(0, 1, (16,), np.float32)
     action_space = spaces.Discrete(17)

@@ -1,4 +1,4 @@
-"""Market: account-steps a second beside one env per account, and what a trained agent earns on held-out bars.
+"""Market: account-steps/s compared with one env per account, and a trained agent's growth on held-out bars.
 
 `python -m benchmarks.workloads_market [--quick] [--timesteps N] [--seeds 1,2,3]` prints the tables.
 """
@@ -78,7 +78,7 @@ def at_random(rng: np.random.Generator, obs: Array) -> Array:
 
 
 def learning(timesteps: int | None, seeds: list[int]) -> list[str]:
-    """Growth on held-out windows: agents, holding and chance, on the market of regimes and on a random walk."""
+    """Growth on held-out windows: agents, buy-and-hold and random actions, on the market of regimes and on a random walk."""
     import flatout
 
     given: dict[str, Any] = {} if timesteps is None else {"timesteps": timesteps}

@@ -1,4 +1,4 @@
-"""Mission: collecting beside a single env stepped alone, and how often a trained agent succeeds.
+"""Mission: collecting compared with a single env, and how often a trained agent succeeds.
 
 `python -m benchmarks.workloads_mission [--quick] [--runs RUN …]`: the speed table, or the success rates of runs.
 """

@@ -1,4 +1,4 @@
-"""Snake beside Jumanji's: env steps alone against the number of games, and whole training.
+"""Snake compared with Jumanji's: env steps/s by number of games, and whole training.
 
 `python -m benchmarks.workloads_snake [--quick]` prints the tables; `run` gives their lines.
 """

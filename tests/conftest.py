@@ -1,4 +1,4 @@
-"""Nothing that earlier runs of this machine have kept decides what the tests see."""
+"""Tests use a cache folder of their own, so that their results do not depend on earlier runs."""
 
 from __future__ import annotations
 

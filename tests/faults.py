@@ -38,7 +38,7 @@ class Walk(gym.Env[Any, Any]):
 
 
 class Once(Walk):
-    """Misbehaves once in the life of `flag`'s folder: the process that makes the file is the one that does it."""
+    """Misbehaves once: the process that creates the file `flag` does it."""
 
     def __init__(self, flag: str, fault: str, at_step: int = 20) -> None:
         super().__init__()

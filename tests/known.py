@@ -17,7 +17,7 @@ N = 4
 
 
 class Match(gym.Env[Any, Any]):
-    """Shows a target in `obs_kind`, wants it as an action of `action_kind`."""
+    """Observes a target as `obs_kind`; the matching action of `action_kind` earns 1."""
 
     def __init__(self, obs_kind: str = "box", action_kind: str = "discrete") -> None:
         self._obs_kind, self._action_kind = obs_kind, action_kind
@@ -103,7 +103,7 @@ def show(kind: str, target: int) -> Any:
 
 
 class OnlyTheMaskTells(gym.Env[Any, Any]):
-    """Of 50 actions only the one the mask allows earns anything, and nothing else tells which."""
+    """Of 50 actions only the one that the mask allows earns a reward; the observation does not show which."""
 
     def __init__(self, where: str = "obs") -> None:
         self._in_info = where == "info"
@@ -136,7 +136,7 @@ class OnlyTheMaskTells(gym.Env[Any, Any]):
 
 
 class Forever(gym.Env[Any, Any]):
-    """Reward 1 a step, whatever is done; cut after five steps, as a truncation or a termination."""
+    """Reward 1 per step for any action; ends after five steps, by truncation or termination."""
 
     observation_space = spaces.Box(0, 1, (1,))
     action_space = spaces.Discrete(2)

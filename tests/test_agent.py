@@ -1,4 +1,4 @@
-"""The agent as users hold it: learn, predict, save, load, callbacks, and the same result every time."""
+"""The agent's API: learn, predict, save, load, callbacks, determinism."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_half_save_resume_in_a_new_process_half_equals_the_whole(
     assert same(resumed, whole)
 
 
-def test_learning_twice_goes_on() -> None:
+def test_learning_twice_continues() -> None:
     agent = flatout.PPO("CartPole-v1", seed=1, **SMALL)
     agent.learn(1_000)
     first = agent.summary["env_steps"]
@@ -98,7 +98,7 @@ def test_predict_follows_stable_baselines_convention(tmp_path: Path) -> None:
 
 
 def test_a_loaded_agent_acts_without_its_env(tmp_path: Path) -> None:
-    """The factory below cannot be found again by name; only learning on needs it."""
+    """The factory below cannot be found by name; only further learning needs it."""
 
     def make() -> Match:
         return Match("dict", "multidiscrete")
@@ -167,7 +167,7 @@ def test_schedules_fall_to_zero_over_the_run() -> None:
     assert rates == pytest.approx([1.0e-3, 0.75e-3, 0.5e-3, 0.25e-3])
 
 
-def test_target_kl_leaves_out_updates() -> None:
+def test_target_kl_skips_updates() -> None:
     def n_updates(target_kl: float | None) -> int:
         settings = SMALL | {"n_epochs": 20, "learning_rate": 3e-2, "target_kl": target_kl}
         return int(flatout.PPO("CartPole-v1", seed=1, **settings).learn(1024).summary["updates"])
@@ -201,12 +201,12 @@ def test_a_loss_that_is_not_finite_is_skipped_counted_and_ends_the_run_if_it_per
     assert same(loaded, agent)
 
 
-def test_unknown_settings_name_the_nearest() -> None:
+def test_an_unknown_setting_gets_the_nearest_name() -> None:
     with pytest.raises(flatout.FlatoutError, match="'n_env'; did you mean 'n_envs'"):
         flatout.PPO("CartPole-v1", n_env=3)
 
 
-def test_evaluation_plays_the_episodes_asked_for_on_fixed_seeds() -> None:
+def test_evaluation_runs_the_given_number_of_episodes_on_fixed_seeds() -> None:
     agent = flatout.PPO("CartPole-v1", seed=1, **SMALL)
     a, b = agent.evaluate(13), agent.evaluate(13)
     assert len(a.returns) == 13

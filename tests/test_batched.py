@@ -32,7 +32,7 @@ def test_a_batched_env_is_learned_in_each_autoreset_mode(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_an_instance_is_learned_on_evaluated_in_and_never_closed(mode: str) -> None:
+def test_a_batched_env_object_is_used_for_training_and_evaluation_and_never_closed(mode: str) -> None:
     envs = MatchBatch(6, mode)
     agent = flatout.PPO(envs, seed=1, eval_every=4_000, **FAST).learn(16_000)
     assert agent.config.n_envs == 6
@@ -44,7 +44,7 @@ def test_an_instance_is_learned_on_evaluated_in_and_never_closed(mode: str) -> N
     assert envs.n_closes == 0
 
 
-def test_tensors_are_learned_from_a_class_and_from_an_instance() -> None:
+def test_tensor_envs_are_learned_from_a_class_and_from_an_object() -> None:
     agent = flatout.PPO(MatchTensors, n_envs=16, seed=1, **FAST).learn(20_000)
     assert agent.evaluate(20).return_mean >= 0.9 * LENGTH
     assert agent.summary["executor"]["reason"] == "the env steps 16 at once as tensors on cpu"
@@ -64,7 +64,7 @@ def test_the_same_seed_gives_identical_parameters(make: Callable[..., Any]) -> N
     assert a.summary["env_steps"] == 1_120
 
 
-def test_a_factory_without_num_envs_says_itself_how_many() -> None:
+def test_a_factory_without_num_envs_decides_the_number_of_envs() -> None:
     for make in (lambda: MatchBatch(5), partial(MatchBatch, num_envs=5)):
         assert flatout.PPO(make, n_steps=32).config.n_envs == 5
         with pytest.raises(FlatoutError, match=r"steps 5 envs at once, which --n-envs 6 cannot change$"):
@@ -75,7 +75,7 @@ def test_a_factory_without_num_envs_says_itself_how_many() -> None:
             flatout.PPO(envs, n_envs=6)
 
 
-def test_a_factory_that_takes_a_device_is_told_the_learners() -> None:
+def test_a_factory_that_takes_a_device_gets_the_learners_device() -> None:
     told: list[str] = []
 
     def make(num_envs: int, device: str = "auto") -> MatchTensors:
@@ -106,7 +106,7 @@ def test_an_id_with_a_vector_entry_point_only_is_made_with_make_vec() -> None:
 
 
 @pytest.mark.parametrize("make", [MatchBatch, MatchTensors])
-def test_a_saved_agent_goes_on_with_new_episodes_and_says_so(
+def test_a_saved_agent_of_a_batched_env_continues_with_new_episodes_and_says_so(
     make: Callable[..., Any], tmp_path: Path
 ) -> None:
     path = tmp_path / "agent.flatout"
@@ -125,7 +125,7 @@ def test_a_saved_agent_goes_on_with_new_episodes_and_says_so(
         flatout.load(path, make(7)).learn(100)
 
 
-def test_other_executors_are_refused_and_batched_where_nothing_is_batched() -> None:
+def test_other_executors_are_refused_for_batched_envs_and_batched_for_others() -> None:
     with pytest.raises(FlatoutError, match=r"^--executor process cannot run a batched env; use auto$"):
         flatout.PPO(MatchBatch(4), executor="process", n_steps=32).learn(100)
     with pytest.raises(FlatoutError, match=r"^--executor batched is for envs that step N at once; this"):
@@ -159,7 +159,7 @@ def test_a_broken_batched_env_is_refused_in_one_line(
     assert "\n" not in str(error.value)
 
 
-def test_what_needs_envs_that_step_alone_refuses_batched_ones() -> None:
+def test_make_vec_refuses_batched_envs() -> None:
     for source in (MatchBatch, MatchBatch(4), lambda: MatchTensors(4)):
         with pytest.raises(
             FlatoutError, match=r"made a batched Match(Batch|Tensors); a single env is needed"
@@ -167,13 +167,13 @@ def test_what_needs_envs_that_step_alone_refuses_batched_ones() -> None:
             flatout.make_vec(source, n_envs=2)
 
 
-def test_what_is_not_clean_is_said_but_no_reason_to_refuse() -> None:
+def test_harmless_deviations_are_reported_and_accepted() -> None:
     envs = MatchBatch(4, "NextStep")
     envs.metadata = {}
     assert any("metadata['autoreset_mode'] is missing" in line for line in flatout.PPO(envs).header())
 
 
-def test_the_check_leaves_an_instance_in_new_episodes() -> None:
+def test_the_check_leaves_a_batched_env_in_new_episodes() -> None:
     envs = MatchBatch(4)
     flatout.PPO(envs, n_steps=32)
     assert len(envs.seeds) == 2
@@ -203,7 +203,7 @@ def test_the_command_trains_resumes_and_evaluates(
     assert np.isfinite(json.loads(capsys.readouterr().out.splitlines()[-1])["return_mean"])
 
 
-def test_an_agent_of_a_batched_env_goes_on_in_envs_that_step_alone(tmp_path: Path) -> None:
+def test_an_agent_of_a_batched_env_continues_in_single_envs(tmp_path: Path) -> None:
     path = tmp_path / "agent.flatout"
     flatout.PPO(MatchBatch, n_envs=6, seed=1, **FAST).learn(16_000).save(path)
     agent = flatout.load(path, Match).learn(1_000)

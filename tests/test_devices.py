@@ -105,7 +105,7 @@ def test_a_captured_step_learns_like_the_update_and_sees_new_weights() -> None:
 
 
 def test_nothing_in_the_hot_paths_waits_for_the_device() -> None:
-    """What reads a value back to the host is kept out of the update and the acting path."""
+    """Nothing in the update and the acting path reads a value back to the host."""
     root = Path(flatout.__file__).parent
     files = ["learning/update.py", "learning/rollouts.py", "algorithms/ppo/loss.py", "algorithms/dqn/loss.py"]
     files += ["algorithms/pqn/loss.py", "models/heads.py", "models/policy.py"]

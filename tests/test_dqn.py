@@ -1,4 +1,4 @@
-"""DQN and PQN as users run them: known answers, the train ratio, overlap, stopping and going on."""
+"""DQN and PQN as users run them: known answers, the train ratio, overlap, stopping and resuming."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ N_STATES, GAMMA = 5, 0.9
 
 
 class Chain(gym.Env[Any, Any]):
-    """A row of states; going right from the last one earns 1 and ends, left from the first stays; cut after 30 steps."""
+    """A chain of states: right from the last one earns 1 and terminates, left from the first stays; truncated after 30 steps."""
 
     observation_space = spaces.Box(0, 1, (N_STATES,))
     action_space = spaces.Discrete(2)
@@ -46,7 +46,7 @@ class Chain(gym.Env[Any, Any]):
 
 
 def best_values() -> torch.Tensor:
-    """By state: of going left, and of going right."""
+    """Values of going left and right, by state."""
     right = [GAMMA ** (N_STATES - 1 - s) for s in range(N_STATES)]
     return torch.tensor([[GAMMA * right[max(s - 1, 0)], right[s]] for s in range(N_STATES)])
 
@@ -125,7 +125,7 @@ def test_images_and_batched_tensors_are_learned_from() -> None:
 
 @pytest.mark.parametrize("n_envs", [1, 3, 8])
 @pytest.mark.parametrize("overlap", ["on", "off"])
-def test_the_ratio_holds_after_every_iteration(n_envs: int, overlap: str) -> None:
+def test_the_train_ratio_holds_after_every_iteration(n_envs: int, overlap: str) -> None:
     seen: list[tuple[int, int]] = []
     settings = DQN | {"n_envs": n_envs, "overlap": overlap, "executor": "serial", "train_ratio": 0.29}
     agent = flatout.DQN(Chain, **settings)
@@ -140,7 +140,7 @@ def params(agent: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("prioritized", [False, True])
-def test_overlap_is_the_same_run_after_run_and_one_behind(prioritized: bool) -> None:
+def test_overlap_is_deterministic_with_a_lag_of_one(prioritized: bool) -> None:
     def learned(overlap: str) -> Any:
         settings = DQN | {"prioritized": prioritized, "exploration_spread": 2.0}
         return flatout.DQN(Chain, **settings, overlap=overlap, executor="serial").learn(1000)
@@ -154,7 +154,7 @@ def test_overlap_is_the_same_run_after_run_and_one_behind(prioritized: bool) -> 
 
 @pytest.mark.parametrize("overlap", ["on", "off"])
 @pytest.mark.parametrize("prioritized", [False, True])
-def test_stopped_with_its_replay_a_run_goes_on_as_if_it_was_not(
+def test_a_run_resumed_with_its_replay_equals_the_uninterrupted_one(
     overlap: str, prioritized: bool, tmp_path: Path
 ) -> None:
     settings = DQN | {
@@ -188,7 +188,7 @@ def test_without_its_replay_a_run_collects_before_it_learns(tmp_path: Path) -> N
     assert again.summary["updates"] == (800 - 100) // 2 + (400 - 100) // 2
 
 
-def test_a_replay_of_another_checkpoint_is_not_taken(tmp_path: Path) -> None:
+def test_a_replay_of_another_checkpoint_is_not_used(tmp_path: Path) -> None:
     agent = flatout.DQN(Chain, **DQN, save_replay=True)
     agent.learn(200)
     agent.save(tmp_path / "a.flatout")
@@ -210,7 +210,7 @@ def test_checkpoints_without_replay_have_no_second_file(tmp_path: Path) -> None:
     assert (tmp_path / "copy.replay").exists()
 
 
-def test_a_buffer_that_cannot_fit_is_refused_with_what_fits() -> None:
+def test_a_buffer_that_does_not_fit_is_refused_with_the_size_that_does() -> None:
     agent = flatout.DQN(Chain, **(DQN | {"buffer_size": "900TB"}))
     with pytest.raises(flatout.FlatoutError, match="use at most"):
         agent.learn(100)
@@ -218,8 +218,8 @@ def test_a_buffer_that_cannot_fit_is_refused_with_what_fits() -> None:
         flatout.DQN(Chain, **(DQN | {"buffer_size": "many"})).learn(100)
 
 
-def test_learning_from_the_first_step_on() -> None:
-    """As early as returns of several steps can be made; earlier is refused."""
+def test_learning_can_start_as_soon_as_n_step_returns_exist() -> None:
+    """An earlier start is refused."""
     settings = DQN | {"n_envs": 2, "n_steps": 2, "multi_step": 5}
     with pytest.raises(flatout.FlatoutError, match=r"--learning-starts 0 comes before .* use at least 8"):
         flatout.DQN(Chain, **(settings | {"learning_starts": 0}))
@@ -240,7 +240,7 @@ def test_settings_of_another_algorithm_are_refused() -> None:
 
 
 @pytest.mark.parametrize("algo", ["ppo", "dqn", "pqn"])
-def test_configs_come_back_from_json(algo: str) -> None:
+def test_configs_survive_json(algo: str) -> None:
     config = resolve("CartPole-v1", {"algo": algo, "gamma": 0.5}, device="cpu", n_cores=2)
     data = config.to_json()
     assert data[algo]["gamma"] == 0.5
@@ -251,7 +251,7 @@ def test_configs_come_back_from_json(algo: str) -> None:
         RunConfig.from_json(data | {others.pop(): {}}, "test")
 
 
-def test_presets_are_those_of_the_specification() -> None:
+def test_presets_have_the_documented_values() -> None:
     for preset, batch, buffer, arch in (
         ("cpu", 32, 10_000, (128, 128)),
         ("gpu", 128, 50_000, (256, 256, 256)),
@@ -261,8 +261,8 @@ def test_presets_are_those_of_the_specification() -> None:
         assert (it.batch_size, it.buffer_size, config.network.network_arch) == (batch, buffer, arch)
 
 
-def test_memory_that_runs_out_is_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The batch is learned from in halves, with the ratio still held."""
+def test_out_of_memory_splits_the_batch_and_keeps_the_train_ratio(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The update runs in micro-batches; the train ratio stays exact."""
     settings = DQN | {"dueling": True}
     agent = flatout.DQN(Chain, **settings)
     learner = agent.trainer().learner

@@ -62,7 +62,7 @@ def test_both_trunks_learn(trunk: str) -> None:
 
 @pytest.mark.parametrize("where", ["obs", "info"])
 def test_a_masked_action_is_never_taken(where: str) -> None:
-    """The optimum from the first step on, without any learning, is possible only through the mask."""
+    """Only an agent that obeys the mask has the optimal return without learning."""
     agent = flatout.PPO(partial(OnlyTheMaskTells, where), seed=1, **FAST)
     agent.learn(512)
     assert agent.summary["return_mean"] == LENGTH
@@ -87,8 +87,10 @@ def test_normalisation_makes_badly_scaled_observations_learnable() -> None:
 
 
 @pytest.mark.parametrize(("how", "value"), [("truncated", 10.0), ("terminated", None)])
-def test_the_value_of_a_truncated_episode_goes_on(how: str, value: float | None) -> None:
-    """With γ = 0.9 a reward of 1 for ever is worth 10; cut for good after 5 steps it is worth under 4.1."""
+def test_a_truncated_episode_is_bootstrapped_and_a_terminated_one_is_not(
+    how: str, value: float | None
+) -> None:
+    """With γ = 0.9 a reward of 1 forever is worth 10; terminated after 5 steps it is worth less than 4.1."""
     settings = FAST | {"gamma": 0.9, "n_steps": 32}
     agent = flatout.PPO(partial(Forever, how), seed=1, **settings).learn(30_000)
     model = agent.policy.model

@@ -19,7 +19,7 @@ from tests.executors.slow import AsyncCartPole, Counter, Script
 
 
 class Time:
-    """A clock that goes on when it is told to."""
+    """A clock that advances on command."""
 
     now = 100.0
 
@@ -78,14 +78,14 @@ def test_a_week_of_spans_fits_a_small_file(time: Time) -> None:
     assert max(fine) > time.now / 2  # and detail is not all from the beginning
 
 
-def test_without_a_reader_nothing_is_kept(time: Time) -> None:
+def test_without_a_reader_no_spans_are_kept(time: Time) -> None:
     clock = PhaseClock()
     stretch(clock, time, 1000)
     assert not clock.spans
     assert clock.read()["act"] == pytest.approx(1.0)
 
 
-def test_spans_are_written_read_back_and_mended(tmp_path: Path) -> None:
+def test_spans_are_written_and_read_back_and_a_cut_file_is_repaired(tmp_path: Path) -> None:
     path = tmp_path / "spans.jsonl"
     path.write_text('{"lane": "lea')  # a killed run
     clock = PhaseClock("collector 0")
@@ -115,7 +115,7 @@ def test_lost_spans_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 class Stream:
-    """A device that works on what it is given, one thing after the other, when time passes."""
+    """A device that works through its queue as time passes."""
 
     def __init__(self) -> None:
         self.given = self.now = 0.0
@@ -142,7 +142,7 @@ class Mark:
         return (end.at - self.at) * 1e3
 
 
-def test_phases_are_told_when_the_device_has_finished_them() -> None:
+def test_device_phases_are_reported_once_the_device_has_finished_them() -> None:
     stream = Stream()
     clock = DeviceClock(stream.event)
     for phase, seconds in (
@@ -167,7 +167,7 @@ def test_phases_are_told_when_the_device_has_finished_them() -> None:
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_real_device_tells_its_phases() -> None:
+def test_a_real_device_reports_its_phases() -> None:
     clock = DeviceClock(lambda: torch.cuda.Event(enable_timing=True))
     clock.enter(Phase.UPDATE)
     x = torch.randn(2000, 2000, device="cuda")

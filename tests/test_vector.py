@@ -23,7 +23,7 @@ N = 3
 
 
 class Talkative(gym.Env[Any, Any]):
-    """Tells its step number in several kinds of info, some of them only now and then."""
+    """Its infos hold the step number in several types, some of them only at some steps."""
 
     observation_space = spaces.Dict(
         {"float64": spaces.Box(-1, 1, (2,), np.float64), "bytes": spaces.Box(0, 255, (3,), np.uint8)}
@@ -57,7 +57,7 @@ class Talkative(gym.Env[Any, Any]):
 
 
 class Taciturn(Talkative):
-    """Its episodes' lengths are drawn, and it tells something at the second step and the last only."""
+    """Has random episode lengths, and infos only at the second and the last step."""
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
@@ -131,7 +131,7 @@ def test_every_step_equals_gymnasiums_own(case: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("case", ["CartPole", "talkative"])
-def test_send_and_recv_are_a_step(case: str) -> None:
+def test_send_and_recv_equal_step(case: str) -> None:
     a, b = (flatout.make_vec(CASES[case], N) for _ in range(2))
     assert same(a.reset(), b.reset())
     for _ in range(50):
@@ -146,7 +146,7 @@ def trajectory(envs: VecEnv, n_steps: int = 40) -> list[Any]:
     return [envs.step(np.arange(N) % 2)[0].tolist() for _ in range(n_steps)]
 
 
-def test_a_seed_fixes_all_that_follows() -> None:
+def test_a_seed_determines_all_later_episodes() -> None:
     a = flatout.make_vec("CartPole-v1", N)
     a.reset(seed=1)
     trajectory(a, 7)  # whatever went before
@@ -162,14 +162,14 @@ def test_a_seed_fixes_all_that_follows() -> None:
     assert again != first
 
 
-def test_without_a_seed_the_first_reset_goes_by_make_vecs() -> None:
+def test_without_a_seed_the_first_reset_uses_make_vecs_seed() -> None:
     obs = [flatout.make_vec("CartPole-v1", N, seed=seed).reset()[0].tolist() for seed in (0, 0, 1)]
     assert obs[0] == obs[1] != obs[2]
     assert len({tuple(row) for row in obs[0]}) == N
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_mask_resets_only_some(kind: str) -> None:
+def test_a_reset_mask_resets_only_some_envs(kind: str) -> None:
     ours, theirs = peers(Talkative, kind)
     for envs in (ours, theirs):
         envs.reset(seed=0)
@@ -183,7 +183,7 @@ def test_a_mask_resets_only_some(kind: str) -> None:
     ours.close()
 
 
-def test_returned_arrays_stay_as_they_are_unless_asked_not_to() -> None:
+def test_returned_arrays_are_copies_unless_copy_is_false() -> None:
     for copy in (True, False):
         envs = flatout.make_vec("CartPole-v1", N, copy=copy)
         envs.reset()
@@ -194,7 +194,7 @@ def test_returned_arrays_stay_as_they_are_unless_asked_not_to() -> None:
         assert np.shares_memory(obs, later) != copy
 
 
-def test_final_observations_stay_as_they_are() -> None:
+def test_final_observations_are_not_overwritten() -> None:
     envs = flatout.make_vec(Taciturn, N)
     envs.reset(seed=0)
     given: list[dict[str, Any]] = []
@@ -208,7 +208,7 @@ def test_final_observations_stay_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_envs_can_be_reached(kind: str) -> None:
+def test_env_attributes_and_methods_can_be_used(kind: str) -> None:
     envs = flatout.make_vec(Talkative, N, kind)
     envs.reset()
     assert envs.call("double", 4) == (8, 8, 8)

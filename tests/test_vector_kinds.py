@@ -1,4 +1,4 @@
-"""make_vec on every kind of executor: the same trajectories, infos and losses, and `auto` finds one that starts."""
+"""make_vec on every executor: the same trajectories, infos and lost envs, and `auto` finds one that starts."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def assert_same_steps(a: VecEnv, b: VecEnv, n_steps: int = 200) -> int:
 
 @pytest.mark.parametrize("env", ["CartPole-v1", Talkative, Taciturn])
 @pytest.mark.parametrize("kind", ["process", "thread"])
-def test_a_seed_gives_the_same_on_every_kind(kind: str, env: Any) -> None:
+def test_a_seed_gives_the_same_steps_on_every_executor(kind: str, env: Any) -> None:
     serial, other = flatout.make_vec(env, 5, "serial", seed=3), flatout.make_vec(env, 5, kind, seed=3)
     assert (serial.kind, other.kind) == ("serial", kind)
     assert same(serial.reset(), other.reset())
@@ -63,7 +63,7 @@ def test_a_seed_gives_the_same_on_every_kind(kind: str, env: Any) -> None:
 
 
 @pytest.mark.parametrize(("awaits", "blocks"), [(AsyncTalkative, Talkative), (AsyncCartPole, None)])
-def test_an_async_env_gives_what_the_blocking_one_does(awaits: Any, blocks: Any) -> None:
+def test_an_async_env_gives_the_same_steps_as_the_blocking_one(awaits: Any, blocks: Any) -> None:
     serial = flatout.make_vec(blocks or gym.envs.classic_control.CartPoleEnv, N, "serial")
     envs = flatout.make_vec(awaits, N)  # auto
     assert envs.kind == "async"
@@ -75,7 +75,7 @@ def test_an_async_env_gives_what_the_blocking_one_does(awaits: Any, blocks: Any)
     envs.close()
 
 
-def test_async_envs_are_reached_on_their_loop() -> None:
+def test_methods_of_async_envs_run_on_their_event_loop() -> None:
     envs = flatout.make_vec(AsyncTalkative, N, "async")
     envs.reset()
     assert envs.call("double", 4) == (8, 8, 8)
@@ -88,7 +88,7 @@ def test_async_envs_are_reached_on_their_loop() -> None:
         flatout.make_vec(AsyncTalkative, N, "serial")
 
 
-def test_a_thread_env_is_reached_in_its_thread() -> None:
+def test_methods_of_a_thread_env_run_in_its_thread() -> None:
     envs = flatout.make_vec(Talkative, N, "thread")
     names = envs.executor.apply(lambda _: threading.current_thread().name)
     assert names == [f"flatout-env-{i}" for i in range(N)]
@@ -96,8 +96,8 @@ def test_a_thread_env_is_reached_in_its_thread() -> None:
 
 
 @pytest.mark.parametrize("kind", ["process", "thread"])
-def test_parts_of_the_envs_go_on_by_themselves(kind: str) -> None:
-    """Whichever are ready get the next action; each env's own steps and infos are those of the serial kind."""
+def test_recv_returns_the_envs_that_are_ready(kind: str) -> None:
+    """Ready envs get the next action; each env's steps and infos equal those of the serial executor."""
     serial = flatout.make_vec(Talkative, 4, "serial")
     serial.reset(seed=1)
     options: dict[str, Any] = {"n_workers": 2} if kind == "process" else {"batch_size": 1}
@@ -139,7 +139,7 @@ def test_a_worker_is_sent_the_actions_of_all_its_envs() -> None:
 
 
 @pytest.mark.parametrize("kind", ["process", "thread"])
-def test_a_lost_env_ends_its_episode_with_what_it_last_showed(kind: str) -> None:
+def test_a_lost_env_ends_its_episode_with_its_last_observation(kind: str) -> None:
     options: dict[str, Any] = {"n_workers": 1} if kind == "process" else {}
     envs = flatout.make_vec(Doomed, N, kind, **options)
     envs.reset(seed=0)
@@ -163,7 +163,7 @@ def test_a_lost_env_ends_its_episode_with_what_it_last_showed(kind: str) -> None
     envs.close()
 
 
-def test_a_worker_lost_between_steps_shows_in_the_next() -> None:
+def test_a_worker_lost_between_steps_is_reported_at_the_next() -> None:
     envs = flatout.make_vec(Walk, N, "process", n_workers=1)
     envs.reset(seed=0)
     before, *_ = envs.step(np.zeros(N, np.int64))
@@ -187,7 +187,7 @@ class Secretive(Taciturn):
         return *result, {"lock": threading.Lock()}
 
 
-def test_infos_that_cannot_be_sent_are_refused_or_left_out() -> None:
+def test_infos_that_cannot_be_pickled_are_refused_or_left_out() -> None:
     envs = flatout.make_vec(Secretive, N, "process")
     envs.reset()
     with pytest.raises(EnvError, match=r"info cannot be sent between processes .*use infos=False") as caught:
@@ -224,7 +224,7 @@ def test_auto_measures_and_says_why() -> None:
     waiting.close()
 
 
-def test_auto_takes_the_next_kind_when_one_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_uses_the_next_executor_if_one_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise OSError("no memory to share")
 

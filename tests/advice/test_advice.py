@@ -1,4 +1,4 @@
-"""The doctor and the tuner on envs with a known fault, for real and for a short time."""
+"""doctor and tune on envs with a known fault, in short real runs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def waiting() -> Counter:
     return Counter(Script(seconds=(0.004, 0.006)))
 
 
-def test_envs_that_wait_in_turn_are_told_to_wait_side_by_side() -> None:
+def test_envs_that_wait_in_turn_get_the_advice_to_use_threads() -> None:
     found = flatout.doctor(waiting, **SMALL, n_envs=8, executor="serial", overlap="off")
     first = found.findings[0]
     assert first.kind == "envs wait in turn"
@@ -53,12 +53,12 @@ def test_envs_that_wait_in_turn_are_told_to_wait_side_by_side() -> None:
     assert json.loads(json.dumps(found.to_json()))["findings"][0]["kind"] == first.kind
 
 
-def test_checkpoints_at_every_iteration_are_noticed() -> None:
+def test_checkpoints_at_every_iteration_are_a_finding() -> None:
     found = flatout.doctor("CartPole-v1", **SMALL, n_envs=4, checkpoint_every=1, overlap="off", compile="off")
     assert "checkpoints too often" in [finding.kind for finding in found.findings]
 
 
-def test_what_if_tells_of_other_machines() -> None:
+def test_what_if_predicts_other_machines() -> None:
     here = flatout.doctor(waiting, **SMALL, n_envs=8, overlap="off", what_if="n_envs=64")
     assert here.what_if is not None
     assert here.what_if["steps_per_second"] > 1.2 * here.steps_per_second
@@ -82,7 +82,9 @@ def test_the_command_line_prints_json(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []  # it leaves nothing behind
 
 
-def test_tune_finds_a_faster_way_and_auto_takes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tune_finds_faster_settings_and_preset_auto_uses_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("FLATOUT_CACHE", str(tmp_path))
     settings = SMALL | {"n_steps": 64, "n_envs": 4}
     found = flatout.tune(waiting, budget=12, executor="serial", overlap="off", **settings)
@@ -102,7 +104,7 @@ def test_tune_finds_a_faster_way_and_auto_takes_it(tmp_path: Path, monkeypatch: 
     assert (own.n_envs, own.executor) == (3, "auto")  # who says how many envs decides
 
 
-def test_what_is_tried_next_is_corrected_by_what_was_measured() -> None:
+def test_tune_corrects_its_predictions_by_its_measurements() -> None:
     base = Settings(n_envs=8, n_steps=32, batch_size=64, n_epochs=4, executor="serial")
 
     def trial(executor: str, n_envs: int, predicted: float, measured: float = 0.0) -> tune.Trial:
@@ -119,7 +121,7 @@ def test_what_is_tried_next_is_corrected_by_what_was_measured() -> None:
     assert tune._most_promising(reckoned, rest) is None  # threads with 16 envs would give 145
 
 
-def test_what_comes_close_to_the_best_is_run_once_more() -> None:
+def test_tune_repeats_trials_close_to_the_best() -> None:
     base = Settings(n_envs=8, n_steps=32, batch_size=64, n_epochs=4, executor="serial")
 
     def trial(n_envs: int, measured: float) -> tune.Trial:
@@ -131,7 +133,7 @@ def test_what_comes_close_to_the_best_is_run_once_more() -> None:
     assert tune._contenders([before]) == [before]
 
 
-def test_an_agent_with_changed_settings_takes_the_env_as_it_was_checked() -> None:
+def test_an_agent_with_changed_settings_does_not_check_the_env_again() -> None:
     made = []
 
     def env() -> Counter:
@@ -149,7 +151,7 @@ def test_an_agent_with_changed_settings_takes_the_env_as_it_was_checked() -> Non
     other.close()
 
 
-def test_asked_for_collectors_are_what_runs() -> None:
+def test_n_collectors_sets_the_number_of_collectors() -> None:
     agent = flatout.PPO("CartPole-v1", **SMALL, n_envs=4, n_collectors=2, overlap="off")
     agent.learn(4 * 32 * 2)
     assert agent.summary["executor"]["collectors"] == 2

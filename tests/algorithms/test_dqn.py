@@ -1,4 +1,4 @@
-"""DQN's targets and loss against closed forms, the gradient by hand against autograd, and what must hold on any device."""
+"""DQN's targets and loss against closed forms, the fused gradient against autograd, and rules for any device."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def random_batch(it: DQNLearner, n: int) -> dqn.DQNMinibatch:
 
 @pytest.mark.parametrize("double", [False, True])
 @pytest.mark.parametrize("obs", [PLAIN, MASKED], ids=["plain", "masked"])
-def test_targets_are_what_the_formula_says(double: bool, obs: spaces.Space[Any]) -> None:
+def test_targets_equal_the_formula(double: bool, obs: spaces.Space[Any]) -> None:
     it = learner(DQNConfig(batch_size=30, double=double), obs)
     batch = random_batch(it, 30)
     got = dqn.targets(it.networks, batch, double=double)
@@ -93,7 +93,7 @@ def test_dueling_values_are_a_value_plus_centred_advantages() -> None:
 
 
 @pytest.mark.parametrize("kind", ["huber", "mse"])
-def test_the_loss_is_the_weighted_mean_and_errors_come_out(kind: Any) -> None:
+def test_the_loss_is_the_weighted_mean_and_td_errors_are_returned(kind: Any) -> None:
     config = DQNConfig(batch_size=20, loss=kind)
     it = learner(config)
     batch = random_batch(it, 20)
@@ -110,7 +110,7 @@ def test_the_loss_is_the_weighted_mean_and_errors_come_out(kind: Any) -> None:
 @pytest.mark.parametrize("double", [False, True])
 @pytest.mark.parametrize("kind", ["huber", "mse"])
 @pytest.mark.parametrize("obs", [PLAIN, MASKED], ids=["plain", "masked"])
-def test_the_fused_gradient_is_autograds(
+def test_the_fused_gradient_equals_autograds(
     activation: str, double: bool, kind: Any, obs: spaces.Space[Any]
 ) -> None:
     config = DQNConfig(batch_size=24, double=double, loss=kind, normalize_obs=True)
@@ -161,7 +161,7 @@ def step(it: DQNLearner, batch: dqn.DQNMinibatch) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("dueling", [False, True])
-def test_a_batch_in_parts_gives_what_the_whole_gives(dueling: bool) -> None:
+def test_micro_batches_give_the_same_result_as_the_whole_batch(dueling: bool) -> None:
     config = DQNConfig(batch_size=24, dueling=dueling)
     whole, parts = learner(config), learner(config)
     parts.update.parts.n_rows = 7
@@ -188,7 +188,7 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(fused: bool) -
     assert torch.isfinite(it.update.metrics).all()
 
 
-def test_the_fused_step_clips_and_steps_as_the_eager_one_does() -> None:
+def test_the_fused_step_equals_the_eager_step() -> None:
     config = DQNConfig(batch_size=24, max_grad_norm=0.1)
     fused, eager = learner(config), learner(config)
     assert fused.use_fused()
@@ -213,7 +213,7 @@ def test_the_update_never_waits_for_the_device(dueling: bool) -> None:
     assert it.update.sample_output.device.type == "meta"
 
 
-def test_the_target_follows_hard_and_softly() -> None:
+def test_the_target_network_is_updated_hard_and_softly() -> None:
     it = learner(DQNConfig())
     older = it.networks.target.clone()
     it.networks.soft_update(0.25)
@@ -222,13 +222,13 @@ def test_the_target_follows_hard_and_softly() -> None:
     assert torch.equal(it.networks.target, it.params.flat)
 
 
-def test_the_share_of_random_actions_falls_to_its_end() -> None:
+def test_epsilon_falls_to_its_final_value() -> None:
     config = DQNConfig(exploration_fraction=0.5, exploration_initial_eps=0.8, exploration_final_eps=0.2)
     assert [config.epsilon(x) for x in (0.0, 0.25, 0.5, 1.0)] == pytest.approx([0.8, 0.5, 0.2, 0.2])
 
 
 @pytest.mark.parametrize("ratio", [0.1, 0.29, 0.25, 1 / 3, 2.5, 0.0])
-def test_the_ratio_is_exact(ratio: float) -> None:
+def test_the_train_ratio_is_exact(ratio: float) -> None:
     config = DQNConfig(train_ratio=ratio)
     assert config.updates_after(-5) == 0
     if ratio == 0.29:

@@ -99,7 +99,7 @@ def test_a_compiled_update_is_kept_for_the_file_it_was_made_from(tmp_path: Path)
     assert learner_spec(value_weight=0.1).update_facts() != facts
 
 
-def test_an_object_serves_as_well_as_a_file(tmp_path: Path) -> None:
+def test_an_algorithm_can_be_given_as_an_object(tmp_path: Path) -> None:
     own = replace(algorithms.get(A2C), name="a2c_again", source="")
     agent = flatout.Agent("CartPole-v1", algo=own, n_envs=4, entropy_weight=0.01, seed=1)
     assert agent.config.algo == "a2c_again"
@@ -110,7 +110,7 @@ def test_an_object_serves_as_well_as_a_file(tmp_path: Path) -> None:
     assert again.config == agent.config
 
 
-def test_what_is_no_algorithm_is_refused_in_one_line(tmp_path: Path) -> None:
+def test_a_wrong_algorithm_is_refused_in_one_line(tmp_path: Path) -> None:
     for name, message in (
         ("a2c.py", "it must be one of ppo, dqn, pqn"),
         (f"{FILE}:Nothing", "has no 'Nothing'"),

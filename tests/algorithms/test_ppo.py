@@ -41,7 +41,7 @@ def minibatch(n_rows: int = 64) -> ppo.PPOMinibatch:
 
 
 def reference_loss(net: ActorCritic, batch: ppo.PPOMinibatch, clip: float, config: PPOConfig) -> Tensor:
-    """The paper's objective, written out row by row."""
+    """The paper's objective, sample by sample."""
     out = net.policy(batch.obs)
     value = net.value(batch.obs)
     policy = Categorical(logits=out)

@@ -1,4 +1,4 @@
-"""Replay as plain lists, slow and obviously right, and envs whose observations say which episode and step they are."""
+"""A replay of plain lists as reference, and envs whose observations contain their episode and step."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ Place = tuple[int, int]
 
 
 def leaves_of(places: list[Place]) -> ObsArrays:
-    """Observations that can be told apart, as leaves."""
+    """Distinct observations, as arrays."""
     images = [np.full((7, 7, 1), (31 * episode + step) % 256, np.uint8) for episode, step in places]
     return np.array(places, np.float32), np.array(images)
 
 
 @dataclass
 class PlainStep:
-    """One transition, with the observation that truly followed it."""
+    """One transition, with its true next observation."""
 
     number: int
     """The slot it takes in its env's ring, counted for ever."""
@@ -46,7 +46,7 @@ class PlainStep:
 
 @dataclass
 class PlainReplay:
-    """N envs that take random steps, all of which are kept; `n_slots` tells which a ring would still hold."""
+    """N envs that take random steps, all of which are kept; a ring holds the last `n_slots` of them."""
 
     n_envs: int
     n_slots: int
@@ -68,7 +68,7 @@ class PlainReplay:
         return self.n_episodes, 0
 
     def restart(self, n: int) -> None:
-        """The env is lost between two steps and begins anew."""
+        """The env is lost between two steps and begins a new episode."""
         if self.now[n][1] > 0:
             self.steps[n][-1].truncated = True
             self.head[n] += 1
@@ -88,7 +88,7 @@ class PlainReplay:
         return step
 
     def window(self, n: int, k: int, gamma: float, n_step: int) -> tuple[float, float, Place, bool]:
-        """Return, discount and bootstrap observation of env n's step k, and whether all of it is there."""
+        """Return, discount and bootstrap observation of env n's step k, and whether all steps of the window are stored."""
         total, discount = 0.0, 1.0
         for m, step in enumerate(self.steps[n][k : k + n_step], 1):
             total += discount * step.reward
@@ -100,7 +100,7 @@ class PlainReplay:
         return total, discount, step.followed, False
 
     def eligible(self, n_step: int) -> dict[int, tuple[int, int]]:
-        """Slot → env and step, of all that may be drawn."""
+        """Slot → env and step, of all that may be sampled."""
         return {
             n * self.n_slots + step.number % self.n_slots: (n, k)
             for n in range(self.n_envs)
@@ -110,7 +110,7 @@ class PlainReplay:
 
 
 class Filled:
-    """A plain replay and real ones that are given the same steps."""
+    """A plain replay, and real ones with the same steps."""
 
     def __init__(
         self, n_envs: int, per_env: int, seed: int, *, p_terminated: float = 0.1, p_truncated: float = 0.1
@@ -123,7 +123,7 @@ class Filled:
         self.begin(list(range(n_envs)))
 
     def begin(self, rows: list[int]) -> None:
-        """What these envs show now is told to the real ones."""
+        """Pass the current observations to the real replays."""
         obs, which = leaves_of([self.plain.now[n] for n in rows]), np.array(rows)
         self.replay.begin(obs, which)
         self.tensors.begin(_tensors(obs), torch.from_numpy(which))
@@ -141,7 +141,7 @@ class Filled:
         self.tensors.add(*lifted, _tensors(now), _tensors(final), torch.from_numpy(which))
 
     def rollout(self, n_steps: int) -> None:
-        """A whole rollout, as collectors make it: junk in the final observations where none was asked for."""
+        """A whole rollout, as collectors make it: final observations of steps that ended no episode are arbitrary."""
         n_envs = self.plain.n_envs
         out = Rollout.alloc(OBS, ACTION, n_steps, n_envs)
         for leaf in out.final_obs:
@@ -160,7 +160,7 @@ class Filled:
         self.tensors.add_rollout(out)
 
     def anything(self) -> None:
-        """One random thing that can happen: all envs or some step, a rollout comes, an env is lost."""
+        """One random event: all or some envs step, a rollout is added, or an env is lost."""
         n_envs, kind = self.plain.n_envs, self._rng.integers(8)
         some = np.flatnonzero(self._rng.random(n_envs) < 0.6).tolist() or [0]
         if kind == 0:

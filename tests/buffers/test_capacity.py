@@ -1,4 +1,4 @@
-"""Sizes of a replay as users write them, and what is said when memory is short."""
+"""Buffer sizes as users write them, and the error if memory is too small."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ CPU = torch.device("cpu")
         ("2Kb", 20),
     ],
 )
-def test_sizes_are_read(text: str | int, capacity: int) -> None:
+def test_buffer_sizes_are_parsed(text: str | int, capacity: int) -> None:
     assert parse_capacity(text, 100) == capacity
 
 
 @pytest.mark.parametrize("text", ["", "many", "-5", "5XB", "GB", "1.2.3", "5Gi", "nan"])
-def test_what_is_no_size_is_refused(text: str) -> None:
+def test_an_invalid_buffer_size_is_refused(text: str) -> None:
     with pytest.raises(FlatoutError, match=r"is neither a number of transitions .* nor of bytes"):
         parse_capacity(text, 100)
 
@@ -45,7 +45,7 @@ def test_a_size_that_holds_nothing_is_refused(text: str) -> None:
         parse_capacity(text, 100)
 
 
-def test_what_does_not_fit_is_refused_with_what_does() -> None:
+def test_a_buffer_that_does_not_fit_is_refused_with_one_that_does() -> None:
     assert fitting_capacity("900", 1000, CPU, free_bytes=1_000_000) == 900
     with pytest.raises(FlatoutError, match="use at most 900 transitions") as error:
         fitting_capacity("50GB", 1000, CPU, free_bytes=1_000_000)
@@ -55,7 +55,7 @@ def test_what_does_not_fit_is_refused_with_what_does() -> None:
         fitting_capacity("900TB", 1000, CPU)
 
 
-def test_a_transition_takes_its_observation_once() -> None:
+def test_a_transition_stores_one_observation() -> None:
     image = ObsLayout(spaces.Box(0, 255, (84, 84, 4), np.uint8))
     discrete = ActionLayout(spaces.Discrete(6))
     assert transition_bytes(image, discrete) == 84 * 84 * 4 + 1 + 5

@@ -1,4 +1,4 @@
-"""Batches sampled ahead: the same in a thread as in line, whoever is slow."""
+"""Prefetched batches are the same with and without a thread, whichever side is slow."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.buffers.plain_replay import ACTION, CPU, OBS, Filled
 
 @contextmanager
 def opened(fetch: Prefetch) -> Iterator[Prefetch]:
-    """Closed at the end, whatever happens."""
+    """A prefetcher that is closed at the end."""
     try:
         yield fetch
     finally:
@@ -28,7 +28,7 @@ def opened(fetch: Prefetch) -> Iterator[Prefetch]:
 
 
 class Slow(Prioritized):
-    """Takes its time now and then."""
+    """Is slow at random."""
 
     def sample(self, size: int, beta: float = 0.4, out: ReplayBatch | None = None) -> ReplayBatch:
         if self.n_draws % 7 == 3:
@@ -37,7 +37,7 @@ class Slow(Prioritized):
 
 
 def run(sampler_class: type[Prioritized], background: bool, depth: int) -> list[Tensor]:
-    """A learner's loop: ask, take, ask ahead, learn, update; now and then new steps come."""
+    """A learner's loop: request, take, request the next, learn, update; sometimes new steps are added."""
     filled = Filled(3, 20, 8)
     for _ in range(20):
         filled.anything()
@@ -61,14 +61,14 @@ def run(sampler_class: type[Prioritized], background: bool, depth: int) -> list[
 
 
 @pytest.mark.parametrize("depth", [1, 3])
-def test_time_does_not_decide_what_is_drawn(depth: int) -> None:
+def test_timing_does_not_change_the_samples(depth: int) -> None:
     in_line = run(Prioritized, False, depth)
     for sampler_class in (Prioritized, Slow):
         threaded = run(sampler_class, True, depth)
         assert all(torch.equal(x, y) for x, y in zip(in_line, threaded, strict=True))
 
 
-def test_a_batch_asked_for_before_an_update_does_not_know_of_it() -> None:
+def test_a_prefetched_batch_uses_the_priorities_of_its_request() -> None:
     filled = Filled(1, 20, 0, p_terminated=0, p_truncated=0)
     for _ in range(10):
         filled.step([0])
@@ -86,7 +86,7 @@ def test_a_batch_asked_for_before_an_update_does_not_know_of_it() -> None:
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_what_goes_wrong_in_the_thread_is_told(background: bool) -> None:
+def test_errors_in_the_prefetching_thread_are_raised(background: bool) -> None:
     filled = Filled(1, 20, 0)
     fetch = Prefetch(Prioritized(filled.replay, gamma=0.9), 4, CPU, background=background)
     with opened(fetch):

@@ -1,4 +1,4 @@
-"""Prioritized draws against naive lists, in RAM and on a device: distribution, weights, odd priorities, stale slots."""
+"""Prioritized sampling against naive lists, in RAM and on a device: distribution, weights, odd priorities, stale slots."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def both(filled: Filled, *, n_step: int = 1, alpha: float = 0.6, eps: float = 1e
 
 
 def steady(n_envs: int = 2, per_env: int = 10, n_steps: int = 8) -> Filled:
-    """Envs whose episodes never end, `n_steps` in."""
+    """Envs whose episodes never end, after `n_steps`."""
     filled = Filled(n_envs, per_env, 0, p_terminated=0, p_truncated=0)
     for _ in range(n_steps):
         filled.step(list(range(n_envs)))
@@ -43,7 +43,7 @@ def parts(sampler: Sampler) -> Array:
 
 
 def set_all(sampler: Sampler, index: Array, values: Array) -> None:
-    """Update slots as if they had just been drawn."""
+    """Update slots as if they had just been sampled."""
     at = torch.from_numpy(index)
     serial = sampler.replay.serials(at if isinstance(sampler, TensorPrioritized) else index)  # type: ignore[arg-type]
     sampler.update(at, torch.as_tensor(serial), torch.from_numpy(values))
@@ -55,7 +55,7 @@ def set_all(sampler: Sampler, index: Array, values: Array) -> None:
     n_writes=st.integers(1, 40),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_both_trees_equal_a_list(size: int, n_writes: int, seed: int) -> None:
+def test_both_sum_trees_equal_a_list(size: int, n_writes: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
     naive = np.zeros(size, np.float32)
     offsets = np.array(tree.tree_levels(size))
@@ -91,7 +91,7 @@ def test_both_trees_equal_a_list(size: int, n_writes: int, seed: int) -> None:
 
 
 def test_sums_do_not_drift() -> None:
-    """After a million writes of very unequal sizes the sums are what they would be if made anew."""
+    """After a million writes of very different sizes the sums equal newly computed ones."""
     rng = np.random.default_rng(0)
     size = 300
     offsets = np.array(tree.tree_levels(size))
@@ -107,7 +107,7 @@ def test_sums_do_not_drift() -> None:
 
 
 @pytest.mark.parametrize("which", [0, 1], ids=["ram", "device"])
-def test_draws_are_in_proportion_and_weights_exact(which: int) -> None:
+def test_samples_are_in_proportion_to_priorities_and_weights_are_exact(which: int) -> None:
     filled = Filled(3, 9, 11, p_truncated=0.3)
     for _ in range(30):
         filled.anything()
@@ -129,7 +129,7 @@ def test_draws_are_in_proportion_and_weights_exact(which: int) -> None:
 
 @pytest.mark.parametrize("which", [0, 1], ids=["ram", "device"])
 def test_a_batch_is_stratified(which: int) -> None:
-    """Of B parts each gives one: a slot with a share of k / B is drawn at least k - 1 and at most k + 2 times."""
+    """A slot with a share of k / B is sampled at least k - 1 and at most k + 2 times."""
     sampler = both(steady(), alpha=1.0, eps=0.0)[which]
     eligible = np.flatnonzero(parts(sampler))
     values = np.random.default_rng(1).random(len(eligible))
@@ -141,7 +141,7 @@ def test_a_batch_is_stratified(which: int) -> None:
         assert (counts <= np.ceil(share) + 1).all()
 
 
-def test_ram_and_device_draw_the_same() -> None:
+def test_ram_and_device_give_the_same_samples() -> None:
     filled = Filled(3, 9, 2)
     one, other = both(filled, n_step=3)
     for k in range(40):
@@ -159,7 +159,7 @@ def test_ram_and_device_draw_the_same() -> None:
 
 
 @pytest.mark.parametrize("which", [0, 1], ids=["ram", "device"])
-def test_odd_priorities_do_no_harm(which: int) -> None:
+def test_zero_negative_and_non_finite_priorities_are_handled(which: int) -> None:
     sampler = both(steady(1, 10, 8), alpha=1.0, eps=0.0)[which]
     odd = np.array([0.0, 1e-300, -2.0, np.nan, np.inf, -np.inf, 5.0, 1.0])
     set_all(sampler, np.arange(8), odd)
@@ -229,7 +229,7 @@ def test_the_last_of_several_updates_of_a_slot_counts(which: int) -> None:
 
 
 @pytest.mark.parametrize("which", [0, 1], ids=["ram", "device"])
-def test_state_comes_back_and_goes_on_the_same(which: int) -> None:
+def test_a_restored_sampler_continues_identically(which: int) -> None:
     filled = Filled(2, 9, 4)
     sampler = both(filled, n_step=2)[which]
     filled.rollout(3)
@@ -246,12 +246,12 @@ def test_state_comes_back_and_goes_on_the_same(which: int) -> None:
 
 
 def both_next(sampler: Sampler, saved: dict[str, Array]) -> list[int]:
-    """What the sampler itself draws next, from the same point each time."""
+    """The sampler's next batch, from the same state each time."""
     sampler.restore(saved)
     return [int(i) for i in sampler.sample(32).index]
 
 
-def test_same_seed_same_draws_and_another_seed_others() -> None:
+def test_the_same_seed_gives_the_same_samples_and_another_does_not() -> None:
     def drawn(seed: int) -> list[list[int]]:
         filled = steady()
         sampler = Prioritized(filled.replay, gamma=0.9, seed=seed)

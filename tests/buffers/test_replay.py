@@ -1,4 +1,4 @@
-"""Replay against plain lists: every mix of ends, wrap-around, ragged envs and lost ones, in RAM and on a device."""
+"""Replay against plain lists: all kinds of episode ends, wrap-around, ragged envs and lost ones, in RAM and on a device."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ends = st.sampled_from([0.0, 0.05, 0.3, 1.0])
 
 
 def check(batch: ReplayBatch, plain: PlainReplay, gamma: float, n_step: int) -> None:
-    """Everything in a batch, by what the plain lists say; terminated steps have nothing to bootstrap from."""
+    """Compare all of a batch with the plain lists; terminated steps have no bootstrap observation."""
     want = expected(plain, batch.index.numpy(), gamma, n_step)
     alive = want["discount"] > 0
     for name, got in (("obs", batch.obs), ("next_obs", batch.next_obs)):
@@ -52,7 +52,7 @@ def check(batch: ReplayBatch, plain: PlainReplay, gamma: float, n_step: int) -> 
     n_events=st.integers(1, 25),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_what_is_eligible_and_sampled_equals_plain_lists(
+def test_samples_equal_those_of_plain_lists(
     n_envs: int,
     per_env: int,
     n_step: int,
@@ -86,7 +86,7 @@ def test_what_is_eligible_and_sampled_equals_plain_lists(
                 there.sample(8)
 
 
-def test_a_window_that_is_not_whole_stops_at_the_newest_step() -> None:
+def test_an_incomplete_n_step_window_ends_at_the_newest_step() -> None:
     filled = Filled(1, 8, 0, p_terminated=0, p_truncated=0)
     for _ in range(3):
         filled.step([0])
@@ -106,7 +106,7 @@ def test_slots_without_a_transition_are_refused() -> None:
 
 
 @pytest.mark.parametrize("n_step", [1, 3])
-def test_uniform_draws_are_uniform(n_step: int) -> None:
+def test_uniform_sampling_is_uniform(n_step: int) -> None:
     filled = Filled(3, 9, 5, p_truncated=0.3)
     for _ in range(40):
         filled.anything()
@@ -122,14 +122,14 @@ def test_uniform_draws_are_uniform(n_step: int) -> None:
 
 
 def chi_square_is_plausible(counts: Array, mean: Array) -> bool:
-    """Within what one run in ten thousand exceeds (Wilson and Hilferty's normal approximation)."""
+    """Whether p is above 1 in 10,000 (Wilson and Hilferty's normal approximation)."""
     freedom = len(counts) - 1
     statistic = ((counts - mean) ** 2 / mean).sum()
     normal = ((statistic / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / (2 / (9 * freedom)) ** 0.5
     return bool(normal < 3.72)
 
 
-def test_state_comes_back_exactly_in_ram_and_on_a_device() -> None:
+def test_state_is_restored_exactly_in_ram_and_on_a_device() -> None:
     filled = Filled(3, 9, 7)
     for n_events in (2, 30):  # before and after the rings were gone around
         for _ in range(n_events):
@@ -193,7 +193,7 @@ def test_a_rollout_on_the_device_is_stored_as_one_in_ram() -> None:
     assert torch.equal(here.next_obs[0], there.next_obs[0])
 
 
-def test_continuous_actions_and_scalar_leaves_keep_their_dtype() -> None:
+def test_continuous_actions_and_scalar_observations_keep_their_dtype() -> None:
     obs = ObsLayout(spaces.Tuple((spaces.Discrete(5), spaces.MultiBinary(3))))
     replay = Replay(obs, ActionLayout(spaces.Box(-1, 1, (2,))), 2, 10)
     first = np.array([3, 4]), np.array([[0, 1, 1], [1, 0, 0]], np.int8)
@@ -209,7 +209,7 @@ def test_continuous_actions_and_scalar_leaves_keep_their_dtype() -> None:
     assert batch.action.dtype == torch.float32
 
 
-def test_observations_are_stored_in_the_spaces_dtype_whatever_comes() -> None:
+def test_observations_are_stored_in_the_spaces_dtype() -> None:
     obs, never = ObsLayout(spaces.Box(-9, 9, (2,))), np.zeros(1, np.bool_)
     replay = Replay(obs, ACTION, 1, 10)
     replay.begin((np.array([[1.5, 2.5]]),))  # float64
@@ -220,7 +220,7 @@ def test_observations_are_stored_in_the_spaces_dtype_whatever_comes() -> None:
     assert batch.next_obs[0].tolist() == [[3.0, 4.0]]
 
 
-def test_nothing_on_a_device_waits_for_it() -> None:
+def test_device_replay_never_waits_for_the_device() -> None:
     """On `meta` a host sync or a device mix-up raises."""
     meta = torch.device("meta")
     replay = TensorReplay(OBS, ACTION, 4, 40, meta)

@@ -1,4 +1,4 @@
-"""Bad input: exit code 2, one clear line that says what is wrong and what is near, nothing written."""
+"""Bad input: exit code 2, one line with what is wrong and the nearest valid choice, nothing written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`flatout monitor` as a person uses it: beside real runs, in a terminal, and in a pipe."""
+"""`flatout monitor` with real runs, in a terminal and in a pipe."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Watching:
 
     @property
     def frame(self) -> str:
-        """The last screen that was drawn whole."""
+        """The last screen that was drawn completely."""
         drawn = self.raw.split("\x1b[H")
         return ESCAPES.sub("", drawn[-2] if len(drawn) > 2 else drawn[-1]).replace("\r", "")
 
@@ -133,7 +133,7 @@ def test_a_real_run_is_watched_and_then_killed(tmp_path: Path) -> None:
     assert job["env_steps"] > 0
 
 
-def test_a_run_that_ends_is_told_with_its_outcome(tmp_path: Path) -> None:
+def test_an_ended_run_is_shown_with_its_outcome(tmp_path: Path) -> None:
     done = flatout("train", "CartPole-v1", *TINY, "--timesteps", "500", "--run-name", "a", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     (job,) = jobs(tmp_path, "a")
@@ -168,7 +168,7 @@ def test_live_until_ctrl_c(columns: int, tmp_path: Path) -> None:
         assert "Traceback" not in seen.raw
 
 
-def test_it_ends_by_itself_when_the_named_runs_have(tmp_path: Path) -> None:
+def test_it_exits_when_the_named_runs_have_ended(tmp_path: Path) -> None:
     run = make_run(tmp_path / "runs" / "first")
     with watching(tmp_path, 100, "first") as seen:
         seen.wait_for("first · running")

@@ -34,7 +34,7 @@ def test_text_writes_nothing_and_out_writes_elsewhere(
     assert sorted(folder.iterdir()) == before
 
 
-def test_json_tells_the_same_for_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_has_the_same_content(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["report", str(write_run(tmp_path / "a")), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["verdict"].startswith("Finished")
@@ -44,7 +44,9 @@ def test_json_tells_the_same_for_programs(tmp_path: Path, capsys: pytest.Capture
     assert told["report"].endswith("report.html")
 
 
-def test_a_folder_that_is_no_run_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_without_a_run_is_an_error_of_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(["report", str(tmp_path)]) == 2
     assert capsys.readouterr().err == f"flatout: {tmp_path} is not a run: it has no config.json\n"
     assert list(tmp_path.iterdir()) == []

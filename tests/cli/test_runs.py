@@ -1,4 +1,4 @@
-"""Whole runs through the command line: the folder they leave, signals, resuming, and start-up time."""
+"""Whole runs through the command line: their folder, signals, resuming, and start-up time."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ class Sleeper(gym.Env):
 
 
 @pytest.mark.parametrize("executor", ["serial", "process"])
-def test_an_env_that_blocks_does_not_keep_the_run_from_stopping(executor: str, tmp_path: Path) -> None:
+def test_an_env_that_blocks_does_not_prevent_stopping(executor: str, tmp_path: Path) -> None:
     (tmp_path / "sleeper.py").write_text(SLEEPER)
     run = tmp_path / "runs" / "s"
     argv = command("train", "sleeper.py:Sleeper", *TINY, "--run-name", "s", "--quiet", "--executor", executor)
@@ -208,7 +208,7 @@ def test_help_needs_no_torch() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_output_into_a_closed_pipe_is_no_traceback(tmp_path: Path) -> None:
+def test_output_to_a_closed_pipe_gives_no_traceback(tmp_path: Path) -> None:
     read, write = os.pipe()
     os.close(read)
     done = subprocess.run(

@@ -9,7 +9,7 @@ from flatout.cli.main import run
 from tests.runlog.lane_examples import CONFIG, write_killed_run, write_run
 
 
-def test_a_trace_lands_in_the_runs_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_trace_is_written_to_the_runs_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write_run(tmp_path / "runs" / "a")
     assert run(["trace", "a", "--runs-dir", str(tmp_path / "runs")]) == 0
     said = capsys.readouterr().out
@@ -19,7 +19,7 @@ def test_a_trace_lands_in_the_runs_folder(tmp_path: Path, capsys: pytest.Capture
     assert len(json.loads((folder / "trace.json").read_text())["traceEvents"]) > 300
 
 
-def test_a_killed_run_is_traced_as_far_as_it_goes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_killed_run_is_traced_up_to_its_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write_killed_run(tmp_path / "a")
     (folder / "samples.jsonl").unlink()
     assert run(["trace", str(folder), "--out", str(tmp_path / "t.json")]) == 0
@@ -28,7 +28,9 @@ def test_a_killed_run_is_traced_as_far_as_it_goes(tmp_path: Path, capsys: pytest
     assert not (folder / "trace.json").exists()
 
 
-def test_what_cannot_be_traced_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_cannot_be_traced_is_an_error_of_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     bare = tmp_path / "bare"
     bare.mkdir()
     assert run(["trace", str(bare)]) == 2

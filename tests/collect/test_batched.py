@@ -21,7 +21,7 @@ N_STEPS = 7
 
 @pytest.mark.parametrize("mode", list(AutoresetMode))
 def test_a_transition_never_spans_two_episodes(mode: AutoresetMode) -> None:
-    """Env i counts to LENGTHS[i] and earns its count; leaves are `count` and `episode`."""
+    """Env i counts to LENGTHS[i] and earns its count; it observes `count` and `episode`."""
     envs = Counters(mode)
     obs, action = ObsLayout(envs.single_observation_space), ActionLayout(envs.single_action_space)
     model = build(obs, action, NetworkConfig(network_arch=(8,)), seed=1)

@@ -1,4 +1,4 @@
-"""Envs that wait: those that are done begin the next rollout, and what is collected is what it would be in turn."""
+"""Envs that wait: those that finish early begin the next rollout, and the data equals that of the serial executor."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def change(policy: Any, by: float) -> None:
 
 
 def collect_three(executor: Any, *, early: bool, script: Script) -> tuple[list[dict[str, Any]], list[int]]:
-    """Three rollouts, each with a policy of its own; the arrays, and steps that env 0 had taken after the first."""
+    """Three rollouts with different policies: their arrays, and the steps that env 0 had taken after the first."""
     made, rollouts = collector(executor)
     made.reset()
     out, taken = [], []
@@ -69,7 +69,7 @@ def run(kind: Any, *, early: bool) -> tuple[list[dict[str, Any]], list[int]]:
     return collect_three(executor, early=early, script=script)
 
 
-def test_those_that_are_done_go_ahead_and_the_rollouts_are_the_same() -> None:
+def test_envs_that_finished_start_the_next_rollout_and_rollouts_stay_the_same() -> None:
     in_turn, taken = run(SerialExecutor, early=False)
     assert taken == [N_STEPS, 2 * N_STEPS, 3 * N_STEPS]
     ahead, taken_ahead = run(ThreadExecutor, early=True)
@@ -82,12 +82,12 @@ def test_those_that_are_done_go_ahead_and_the_rollouts_are_the_same() -> None:
             assert np.array_equal(a[name][where], b[name][where]), name
 
 
-def test_without_an_offer_nobody_goes_ahead() -> None:
+def test_no_env_starts_the_next_rollout_before_it_is_offered() -> None:
     _, taken = run(ThreadExecutor, early=False)
     assert taken == [N_STEPS, 2 * N_STEPS, 3 * N_STEPS]
 
 
-def test_a_mark_describes_the_end_of_the_rollout_wherever_envs_are_by_then() -> None:
+def test_a_mark_describes_the_end_of_the_rollout_even_if_envs_have_gone_on() -> None:
     script = Script(length=100, on_step=lambda made, t: 0.02 if made == N_ENVS - 1 else 0.0)
     executor = ThreadExecutor(EnvSet(lambda: Counter(script), OBS, np.arange(N_ENVS), 7, replayable=True))
     made, rollouts = collector(executor)
@@ -110,7 +110,7 @@ def test_a_mark_describes_the_end_of_the_rollout_wherever_envs_are_by_then() -> 
 
 
 class Dawdling(gym.Wrapper[Any, Any, Any, Any]):
-    """CartPole whose steps take from one to four milliseconds, now the one env, now the other."""
+    """CartPole whose steps take one to four milliseconds, at random."""
 
     def __init__(self) -> None:
         super().__init__(gym.make("CartPole-v1"))
@@ -120,7 +120,7 @@ class Dawdling(gym.Wrapper[Any, Any, Any, Any]):
         return self.env.step(action)
 
 
-def test_a_run_with_envs_that_wait_is_the_same_as_one_in_turn() -> None:
+def test_a_run_on_threads_equals_a_serial_run() -> None:
     def learned(executor: str) -> torch.Tensor:
         settings: dict[str, Any] = {"n_envs": 4, "n_steps": 8, "batch_size": 16, "n_epochs": 1}
         agent = flatout.PPO(

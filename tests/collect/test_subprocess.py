@@ -1,4 +1,4 @@
-"""Collectors in child processes: the same rollouts as one in-process collector, through faults and signals."""
+"""Collectors in subprocesses: the same rollouts as one in-process collector, through faults and signals."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def arrays_of(rollout: Rollout) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("env_id", "n_envs"), [("CartPole-v1", 6), ("Pendulum-v1", 5)])
-def test_rollouts_do_not_depend_on_how_envs_are_spread(env_id: str, n_envs: int) -> None:
-    """One process, worker processes, and 1, 2 or 4 child collectors: identical to the bit."""
+def test_rollouts_do_not_depend_on_the_number_of_processes(env_id: str, n_envs: int) -> None:
+    """One process, worker processes, and 1, 2 or 4 subprocess collectors: identical to the bit."""
     job, model = job_for(env_id, n_envs)
     envs, action = job.envs, job.envs.action
     assert action is not None
@@ -115,7 +115,7 @@ def assert_whole(rollout: Rollout) -> None:
 
 
 @pytest.mark.parametrize("fault", ["raise in step", "hang in step", "die in step", "raise in constructor"])
-def test_a_lost_child_is_rebuilt_and_no_transition_mixes_episodes(fault: str, tmp_path: Path) -> None:
+def test_a_lost_collector_is_rebuilt_and_no_transition_mixes_episodes(fault: str, tmp_path: Path) -> None:
     source = partial(Once, str(tmp_path / "flag"), fault, at_step=30)
     with children(source, 6, 2, timeout=3.0) as collectors:
         for _ in range(5):
@@ -125,7 +125,7 @@ def test_a_lost_child_is_rebuilt_and_no_transition_mixes_episodes(fault: str, tm
         assert "with envs" in collectors.budget.notes[0]
 
 
-def test_a_worker_lost_in_a_ragged_rollout_leaves_only_whole_transitions(tmp_path: Path) -> None:
+def test_a_worker_lost_in_a_ragged_rollout_leaves_only_complete_transitions(tmp_path: Path) -> None:
     job, model = job_for(partial(Once, str(tmp_path / "flag"), "die in step", at_step=33), 6)
     action = job.envs.action
     assert action is not None
@@ -183,7 +183,7 @@ def gone(pids: list[int], seconds: float) -> bool:
 
 
 @pytest.mark.parametrize("kind", ["hang", "fine"])
-def test_nothing_lives_on_when_the_parent_is_killed(kind: str) -> None:
+def test_subprocesses_end_when_the_parent_is_killed(kind: str) -> None:
     shm = set(os.listdir("/dev/shm"))
     process, children_pids = start_script(kind)
     process.kill()
@@ -192,7 +192,7 @@ def test_nothing_lives_on_when_the_parent_is_killed(kind: str) -> None:
     assert set(os.listdir("/dev/shm")) == shm
 
 
-def test_ctrl_c_gives_no_traceback_from_children() -> None:
+def test_ctrl_c_gives_no_traceback_from_subprocesses() -> None:
     process, pids = start_script("fine")
     for pid in (process.pid, *pids):  # a terminal's Ctrl-C goes to the whole group
         os.kill(pid, signal.SIGINT)

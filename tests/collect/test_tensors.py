@@ -1,4 +1,4 @@
-"""Envs as tensors: the collector's rollout against the same thing done by hand, its statistics, and learning."""
+"""Envs as tensors: the collector's rollout against one collected step by step, its statistics, and learning."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LENGTH = 8
 CHOICES = 4
 
 
-class Targets:  # leaves in the order of the Dict space: count, target
+class Targets:  # arrays in the order of the Dict space: count, target
     """N games at once: each shows a target, and the action that matches it earns 1. Reuses its observation buffer.
 
     Env i's episodes have LENGTH + i % 3 steps; those of every other env are truncated.
@@ -86,13 +86,15 @@ def collector(n_envs: int, policy: ActorCritic, envs: Targets | None = None) -> 
 
 
 @pytest.mark.parametrize("kernel_rows", [0, 512], ids=["torch", "kernel"])
-def test_a_rollout_is_what_its_parts_give_by_hand(kernel_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two rollouts of 13 steps, redone step by step with another copy of the envs."""
+def test_a_rollout_equals_one_collected_step_by_step(
+    kernel_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two rollouts of 13 steps, repeated step by step with another copy of the envs."""
     monkeypatch.setattr("flatout.collect.tensors.KERNEL_ROWS", kernel_rows)
     policy = model()
     collected = collector(5, policy)
-    by_hand = TensorExecutor(Targets(5), OBS, np.arange(5), seed=3)
-    now = by_hand.reset()
+    reference = TensorExecutor(Targets(5), OBS, np.arange(5), seed=3)
+    now = reference.reset()
     noise = DeviceNoise(ACTION, 5, 7, CPU)
     rollout = TensorRollout(OBS, ACTION, 13, 5, CPU)
     for first in (0, 13):
@@ -105,7 +107,7 @@ def test_a_rollout_is_what_its_parts_give_by_hand(kernel_rows: int, monkeypatch:
                 rows, log_prob = policy.sample(now.obs, drawn[t])
             assert torch.equal(rollout.action[t], rows)
             torch.testing.assert_close(rollout.log_prob[t], log_prob)
-            now = by_hand.step(rows[:, 0])
+            now = reference.step(rows[:, 0])
             assert torch.equal(rollout.reward[t], now.reward)
             assert torch.equal(rollout.terminated[t], now.terminated)
             assert torch.equal(rollout.truncated[t], now.truncated)
@@ -133,7 +135,7 @@ def test_ended_episodes_are_counted_over_rollout_borders() -> None:
         assert [e.total_reward for e in mine] == expected.tolist()
 
 
-def test_episode_sums_go_on_from_what_was_before() -> None:
+def test_episode_sums_continue_from_the_previous_rollout() -> None:
     reward = torch.tensor([[1.0], [2.0], [4.0], [8.0]])
     ended = torch.tensor([[False], [True], [True], [False]])
     returns, lengths = episode_sums(
@@ -143,7 +145,7 @@ def test_episode_sums_go_on_from_what_was_before() -> None:
     assert lengths[:, 0].tolist() == [10, 11, 1, 1]
 
 
-def test_the_learner_takes_both_kinds_of_rollout_alike() -> None:
+def test_tensor_and_array_rollouts_give_identical_parameters() -> None:
     """The same transitions as tensors and as arrays: identical parameters after learning from them."""
     results = []
     for on_tensors in (True, False):
@@ -275,7 +277,7 @@ def test_a_fault_is_one_line(fault: str, message: str) -> None:
         collected.collect(TensorRollout(OBS, ACTION, 10, 5, CPU))
 
 
-def test_a_stop_gives_the_rollout_up() -> None:
+def test_a_stop_request_ends_the_rollout() -> None:
     collected = collector(5, model())
     with pytest.raises(Interrupted):
         collected.collect(TensorRollout(OBS, ACTION, 10, 5, CPU), stop=lambda: True)

@@ -55,7 +55,7 @@ def test_a_presets_batch_becomes_one_that_divides_and_an_explicit_one_is_refused
         config(n_envs=4, n_steps=100, batch_size=64)
 
 
-def test_the_arithmetic_is_spelled_out() -> None:
+def test_the_batch_arithmetic_is_shown() -> None:
     assert config(preset="gpu").arithmetic() == (
         "8 envs × 512 steps = 4,096 total batch, 16 minibatches of 256 × 10 epochs = 160 updates per iteration"
     )
@@ -76,7 +76,7 @@ def test_a_known_env_gets_its_recipe_unless_a_preset_is_given() -> None:
     assert config("CartPole-v1", gamma=0.5).n_envs == RECIPES["CartPole-v1"].n_envs
 
 
-def test_an_env_takes_the_algorithm_that_learns_it_soonest_unless_told() -> None:
+def test_an_env_gets_the_algorithm_that_learns_it_fastest_unless_one_is_given() -> None:
     assert config("CartPole-v1").algo == "ppo"
     assert config("snake").algorithm == PQN_RECIPES["flatout/Snake-v0"].algorithm
     assert config("snake", algo="dqn").algo == "dqn"
@@ -102,5 +102,5 @@ def test_a_preset_too_big_for_the_machine_names_one_that_fits() -> None:
 
 
 @pytest.mark.parametrize("text", ["1e6", "1_000_000", "1000000", 1_000_000, 1e6])
-def test_numbers_may_be_written_as_people_do(text: object) -> None:
+def test_large_numbers_may_be_written_in_several_ways(text: object) -> None:
     assert config(timesteps=text).timesteps == 1_000_000

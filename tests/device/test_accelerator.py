@@ -1,4 +1,4 @@
-"""Number formats by what a device can do."""
+"""Precision by compute capability, and devices by name."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_auto_follows_the_compute_capability(capability: tuple[int, int], n_para
     assert precision_for_capability("auto", capability, n_params) == want
 
 
-def test_what_the_device_cannot_do_is_refused() -> None:
+def test_a_precision_that_the_device_lacks_is_refused() -> None:
     with pytest.raises(FlatoutError, match="--precision bf16 needs compute capability"):
         precision_for_capability("bf16", (7, 5), SMALL)
     for wanted in ("tf32", "fp16"):
@@ -53,7 +53,7 @@ CARDS = [
         ("cuda:1", CARDS, "cuda:1"),
     ],
 )
-def test_devices_that_are_there(text: str, gpus: list[Gpu], device: str) -> None:
+def test_existing_devices_are_found(text: str, gpus: list[Gpu], device: str) -> None:
     assert resolve_device(text, gpus) == device
 
 
@@ -69,7 +69,7 @@ def test_devices_that_are_there(text: str, gpus: list[Gpu], device: str) -> None
         ("", [], ["auto, cpu, cuda or cuda:N"]),
     ],
 )
-def test_devices_that_are_not_are_explained_in_one_line(text: str, gpus: list[Gpu], words: list[str]) -> None:
+def test_missing_devices_are_explained_in_one_line(text: str, gpus: list[Gpu], words: list[str]) -> None:
     with pytest.raises(FlatoutError) as caught:
         resolve_device(text, gpus)
     message = str(caught.value)
@@ -77,7 +77,7 @@ def test_devices_that_are_not_are_explained_in_one_line(text: str, gpus: list[Gp
     assert "\n" not in message
 
 
-def test_this_torch_is_asked_when_no_devices_are_given() -> None:
+def test_torch_is_asked_for_devices_by_default() -> None:
     import torch
 
     assert resolve_device("auto") == ("cuda" if torch.cuda.is_available() else "cpu")

@@ -32,7 +32,7 @@ def test_this_machine_is_described_in_json() -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system has no affinities")
-def test_affinity_counts() -> None:
+def test_cpu_affinity_limits_the_cores() -> None:
     code = (
         "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
         "from flatout.device.machine import usable_cores; print(usable_cores())"
@@ -66,7 +66,9 @@ def group(root: Path, files: dict[str, str]) -> Path:
         ),
     ],
 )
-def test_a_containers_cpu_quota_counts(tmp_path: Path, membership: str, files: dict[str, str]) -> None:
+def test_a_containers_cpu_quota_limits_the_cores(
+    tmp_path: Path, membership: str, files: dict[str, str]
+) -> None:
     (tmp_path / "membership").write_text(membership)
     assert usable_cores(group(tmp_path / "cgroup", files), tmp_path / "membership") == 1
 
@@ -80,9 +82,7 @@ def test_a_containers_cpu_quota_counts(tmp_path: Path, membership: str, files: d
         ("", {}),
     ],
 )
-def test_no_quota_leaves_what_the_system_gives(
-    tmp_path: Path, membership: str, files: dict[str, str]
-) -> None:
+def test_without_a_quota_all_cores_are_used(tmp_path: Path, membership: str, files: dict[str, str]) -> None:
     (tmp_path / "membership").write_text(membership)
     cores = usable_cores(group(tmp_path / "cgroup", files), tmp_path / "membership")
     assert cores == usable_cores(tmp_path / "none", tmp_path / "none")
@@ -110,7 +110,9 @@ def test_a_measured_value_is_remembered(tmp_path: Path, monkeypatch: pytest.Monk
     assert remembered({"env": "a"}, lambda: next(values)) == 1.0
 
 
-def test_threads_depend_on_the_work_and_on_who_else_wants_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_threads_depends_on_the_work_and_on_other_processes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
     assert torch_threads(10_000, 256, 8) == 1
     assert torch_threads(1_000_000, 256, 8) == 8
@@ -120,14 +122,14 @@ def test_threads_depend_on_the_work_and_on_who_else_wants_cores(monkeypatch: pyt
     assert torch_threads(1_000_000, 4096, 8) == 1
 
 
-def test_what_exists_is_spared_for_a_while() -> None:
+def test_existing_objects_are_frozen_from_garbage_collection_meanwhile() -> None:
     assert gc.get_freeze_count() == 0
     with gc_frozen():
         assert gc.get_freeze_count() > 1000
     assert gc.get_freeze_count() == 0
 
 
-def test_what_somebody_else_froze_stays_frozen() -> None:
+def test_objects_frozen_by_others_stay_frozen() -> None:
     gc.freeze()
     try:
         with gc_frozen():

@@ -1,4 +1,4 @@
-"""What the check says about envs that keep Gymnasium's API and about every way to break it."""
+"""The check of envs that follow Gymnasium's API, and of every way to break it."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def walk_made_by(source: type[Walk], **limits: Any) -> Walk:
 @pytest.mark.parametrize(
     "env_id", ["CartPole-v1", "Pendulum-v1", "FrozenLake-v1", "Blackjack-v1", "LunarLander-v3"]
 )
-def test_gymnasium_envs_pass_without_a_word(env_id: str) -> None:
+def test_gymnasium_envs_pass_without_warnings(env_id: str) -> None:
     info = passed(env_id)
     assert info.warnings == ()
     assert not info.factory.mask_in_info
@@ -106,7 +106,7 @@ def test_same_seed_takes_the_same_actions() -> None:
     assert first != other
 
 
-def test_slow_env_is_left_after_the_step_in_progress() -> None:
+def test_the_check_of_a_slow_env_ends_after_the_step_in_progress() -> None:
     class Slow(Walk):
         def step(self, action: Any) -> Any:
             time.sleep(0.05)
@@ -369,7 +369,7 @@ def test_close_is_called_and_its_exception_is_a_warning() -> None:
     assert "4 values" in broken(variant(close=close, step=lambda self, action: (0, 0.0, False, {})))
 
 
-def test_python_warnings_are_told_once_and_deprecations_not_at_all() -> None:
+def test_python_warnings_are_shown_once_and_deprecations_never() -> None:
     def info(self: Walk) -> Info:
         warnings.warn(f"step {self.t} is\nodd", UserWarning, stacklevel=1)
         warnings.warn("old", DeprecationWarning, stacklevel=1)
@@ -459,7 +459,7 @@ def test_mask_on_continuous_actions() -> None:
     assert "cannot mask a Box action space" in broken(masked_variant(box, [1, 1], in_obs=True))
 
 
-def test_env_that_cannot_be_made_is_told_by_its_factory() -> None:
+def test_an_env_that_cannot_be_made_is_reported_by_its_factory() -> None:
     def make() -> gym.Env[Any, Any]:
         raise RuntimeError("no display")
 

@@ -285,7 +285,7 @@ def test_factory_keeps_its_own_arguments() -> None:
 
 
 @pytest.mark.parametrize("source", [3, None, Steep(1.0)])
-def test_what_cannot_make_envs_is_refused(source: Any) -> None:
+def test_objects_that_cannot_make_envs_are_refused(source: Any) -> None:
     assert "a gym.Env class or a function that makes one" in refusal(source)
 
 

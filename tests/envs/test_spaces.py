@@ -1,4 +1,4 @@
-"""Spaces as arrays: nothing is lost on the way in or out."""
+"""Spaces as arrays, without loss in either direction."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Async envs: told apart, made without wrappers that cannot await, checked, masked, and stepped by anyone."""
+"""Async envs: recognised, made without wrappers that cannot await, checked, masked and stepped."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def registered() -> Iterator[str]:
     gym.registry.pop(ENV_ID)
 
 
-def test_async_envs_are_told_apart() -> None:
+def test_async_envs_are_recognised() -> None:
     assert is_async(AsyncWalk())
     assert not is_async(gym.make("CartPole-v1"))
     assert not is_async(HalfAsync())
@@ -144,7 +144,7 @@ def test_an_async_env_passes_the_check(source: Any) -> None:
     assert not check(env_factory("CartPole-v1")).is_async
 
 
-def test_the_check_also_works_where_a_loop_runs(registered: str) -> None:
+def test_the_check_works_inside_a_running_event_loop(registered: str) -> None:
     async def notebook() -> bool:
         return check(env_factory(registered)).is_async
 
@@ -186,7 +186,7 @@ def failure(source: Any) -> str:
     return str(error.value)
 
 
-def test_what_an_async_env_does_wrong_is_told_as_of_any_other() -> None:
+def test_faults_of_async_envs_are_reported_as_those_of_others() -> None:
     async def raising(self: Any, action: Any) -> Any:
         await asyncio.sleep(0)
         raise KeyError("x")
@@ -203,7 +203,7 @@ def test_what_an_async_env_does_wrong_is_told_as_of_any_other() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")
-def test_a_wrapper_that_does_not_await_is_told() -> None:
+def test_a_wrapper_that_does_not_await_is_reported() -> None:
     assert "a wrapper does not await the async env's step()" in failure(lambda: TimeLimit(AsyncWalk(), 5))
 
 
@@ -226,6 +226,6 @@ def _fail() -> gym.Env[Any, Any]:
     raise RuntimeError("no running event loop")
 
 
-def test_masks_of_the_factory_are_async_where_the_env_is() -> None:
+def test_the_mask_wrapper_of_an_async_env_is_async() -> None:
     factory = replace(env_factory(AsyncMasked), mask_in_info=True)
     assert isinstance(factory(), MaskFromInfo)

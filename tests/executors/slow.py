@@ -1,4 +1,4 @@
-"""Envs that wait, blocking and async, with the same behaviour; the tests of both kinds of executor share them."""
+"""Envs that wait, blocking and async, with the same behaviour, for the tests of both executors."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Counter(gym.Env[Any, Any]):
         return self.buffer, {}
 
     def wait_for(self) -> tuple[float, Any]:
-        """How long this step waits, and what it gives that is not as always."""
+        """How long this step waits, and its result if that is not the usual one."""
         self.n_steps += 1
         assert threading.get_ident() == self.home, "an env lives in one thread"
         odd = self.script.on_step(self.number, self.n_steps)
@@ -178,7 +178,7 @@ class Seen:
 
 
 def play(envs: Any, n_steps: int, actions: Callable[[int, int], Any] = lambda i, t: 0) -> Seen:
-    """Take `n_steps` steps of every env, each as soon as it is ready, with the actions it has for each step."""
+    """Take `n_steps` steps of every env, each as soon as it is ready, with its given actions."""
     seen, taken = Seen(envs.n_envs), [0] * envs.n_envs
     deadline = time.perf_counter() + PLAY_SECONDS
     envs.send(np.array([actions(i, 0) for i in range(envs.n_envs)]), np.arange(envs.n_envs))

@@ -1,4 +1,4 @@
-"""Batched envs in every autoreset mode: the same closed-form episodes, and never a transition made of two."""
+"""Batched envs in every autoreset mode: the same closed-form episodes, and no transition spans two."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The coroutine executor alone: a thousand envs on one loop, cancelling, and envs that block or ignore it."""
+"""The coroutine executor: a thousand envs on one loop, cancelling, and envs that block or ignore it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ envs.send(np.zeros(4, np.int64), np.arange(4))
 
 @pytest.fixture
 def kind(caplog: pytest.LogCaptureFixture) -> Iterator[Kind]:
-    """Executors that are closed, asyncio having said nothing."""
+    """Executors that are closed at the end, without a message from asyncio."""
     kind = Kind("coroutine")
     with caplog.at_level(logging.WARNING):
         yield kind
@@ -35,7 +35,7 @@ def kind(caplog: pytest.LogCaptureFixture) -> Iterator[Kind]:
     assert caplog.records == []
 
 
-def test_a_thousand_envs_wait_side_by_side(kind: Kind) -> None:
+def test_a_thousand_envs_wait_at_the_same_time(kind: Kind) -> None:
     envs = kind.counters(Script(seconds=(0.005, 0.015), length=6), 1024)
     before = threading.active_count()
     start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""The thread executor alone: each env lives in one thread, hundreds of them work, and a hung one is left behind."""
+"""The thread executor: each env has one thread, hundreds of them work, and a hung one is abandoned."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_an_env_is_made_stepped_and_closed_in_one_thread_of_its_own() -> None:
     closed_in: list[int] = []
 
     class Home(kind.counter):  # type: ignore[name-defined,misc]
-        """Tells where it was closed."""
+        """Records the thread that closed it."""
 
         def close(self) -> None:
             closed_in.append(threading.get_ident())
@@ -41,14 +41,14 @@ def test_three_hundred_threads() -> None:
     assert not [t for t in threading.enumerate() if t.name.startswith("flatout-env")]
 
 
-def test_a_constructor_that_hangs_is_told() -> None:
+def test_a_constructor_that_hangs_is_reported() -> None:
     kind = Kind("thread")
     script = Script(on_make=lambda made: time.sleep(1.0) if made == 1 else None)
     with pytest.raises(EnvError, match=r"env \d hangs in its constructor: not made within 0.2 s"):
         kind.make(lambda: kind.counter(script), 3, step_timeout=0.2)
 
 
-def test_what_a_hung_reset_gives_later_is_not_taken() -> None:
+def test_the_late_result_of_a_hung_reset_is_ignored() -> None:
     kind = Kind("thread")
     script = Script(on_reset=lambda made: time.sleep(0.6) if made == 0 else None)
     envs = kind.counters(script, 2, step_timeout=0.2)

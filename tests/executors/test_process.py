@@ -1,4 +1,4 @@
-"""Envs in worker processes: the same trajectories as in turn, and faults that a run survives."""
+"""Envs in worker processes: the same trajectories as the serial executor, and faults that a run survives."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_trajectories_equal_those_of_the_serial_executor(env_id: str) -> None:
 def walk_on(
     executor: ProcessExecutor, n_steps: int, on_step: Callable[[int], None] = lambda _: None
 ) -> list[int]:
-    """Step all envs and check that no transition mixes two episodes; returns the rows that were restarted."""
+    """Step all envs and check that no transition mixes two episodes; returns the envs that were restarted."""
     now = executor.reset()
     before = now.obs[0].copy()
     restarted: list[int] = []
@@ -156,7 +156,7 @@ def test_a_fault_anywhere_is_survived(fault: str, doing: str, tmp_path: Path) ->
         executor.close()
 
 
-def test_a_restart_storm_ends_cleanly() -> None:
+def test_too_many_restarts_end_the_run_cleanly() -> None:
     executor = workers(partial(AlwaysRaises), budget=RestartBudget(4, 60.0))
     children = executor.pids
     try:
@@ -184,14 +184,14 @@ def test_closing_leaves_no_process_and_no_file() -> None:
 
 
 class NanReward(Walk):
-    """Breaks the contract; a new worker would too."""
+    """Breaks Gymnasium's API; a new worker would too."""
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         obs, reward, *rest = super().step(action)
         return obs, float("nan") if self._t == 3 else reward, *rest
 
 
-def test_a_broken_contract_is_no_reason_to_rebuild() -> None:
+def test_an_env_that_breaks_the_api_is_not_rebuilt() -> None:
     executor = workers(partial(NanReward))
     try:
         with pytest.raises(

@@ -1,4 +1,4 @@
-"""When a batch closes, and what the untuned waiting time is."""
+"""When a batch closes, and the default waiting time."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ import pytest
 from flatout.executors.waiting import HOLD_SHARE, ReadyQueue
 
 
-def test_what_is_there_is_taken_at_once() -> None:
+def test_ready_envs_are_returned_at_once() -> None:
     ready: ReadyQueue[int] = ReadyQueue()
     for item in range(3):
         ready.put(item)
     assert ready.take(3, math.inf) == [0, 1, 2]
 
 
-def test_nothing_comes_before_the_deadline() -> None:
+def test_take_returns_nothing_at_the_deadline() -> None:
     start = perf_counter()
     assert ReadyQueue[int]().take(3, start + 0.05) == []
     assert 0.05 <= perf_counter() - start < 2.0
 
 
 @pytest.mark.parametrize(("n_coming", "n_got"), [(10, 4), (3, 3)])
-def test_a_batch_closes_at_its_size_or_when_all_are_there(n_coming: int, n_got: int) -> None:
+def test_a_batch_closes_at_its_size_or_when_all_envs_are_ready(n_coming: int, n_got: int) -> None:
     ready: ReadyQueue[int] = ReadyQueue(batch_size=4, batch_seconds=60.0)
     putter = threading.Timer(0.05, lambda: list(map(ready.put, range(n_got))))
     putter.start()
@@ -33,7 +33,7 @@ def test_a_batch_closes_at_its_size_or_when_all_are_there(n_coming: int, n_got: 
     putter.join()
 
 
-def test_the_first_waits_no_longer_than_told() -> None:
+def test_the_first_ready_env_waits_no_longer_than_the_limit() -> None:
     ready: ReadyQueue[int] = ReadyQueue(batch_seconds=0.1)
     ready.put(1)
     start = perf_counter()
@@ -41,7 +41,7 @@ def test_the_first_waits_no_longer_than_told() -> None:
     assert 0.05 < perf_counter() - start < 2.0
 
 
-def test_the_untuned_wait_is_a_share_of_a_step_and_goes_by_the_fast_envs() -> None:
+def test_the_default_wait_is_a_share_of_the_step_time_of_the_fast_envs() -> None:
     ready: ReadyQueue[int] = ReadyQueue()
     assert ready.hold_seconds == 0.0
     ready.learn([(0, 0.01)] * 10)
@@ -54,7 +54,7 @@ def test_the_untuned_wait_is_a_share_of_a_step_and_goes_by_the_fast_envs() -> No
     assert ready.hold_seconds == pytest.approx(HOLD_SHARE * 0.001, rel=0.01)
 
 
-def test_a_set_wait_is_not_tuned() -> None:
+def test_a_given_wait_is_not_tuned() -> None:
     ready: ReadyQueue[int] = ReadyQueue(batch_seconds=0.3)
     ready.learn([(0, 0.01)] * 100)
     assert ready.hold_seconds == 0.3

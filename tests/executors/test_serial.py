@@ -1,4 +1,4 @@
-"""The serial executor: autoreset, final observations, statistics, faults and coming back to a moment."""
+"""The serial executor: autoreset, final observations, statistics, faults and restoring a snapshot."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ IDS = np.arange(3)
 
 
 class Counter(gym.Env[Any, Any]):
-    """Observes its own step number; reuses one observation buffer, as careless envs do."""
+    """Observes its own step number; reuses one observation buffer."""
 
     observation_space = spaces.Box(0, 1000, (1,))
     action_space = spaces.Discrete(2)
@@ -95,8 +95,8 @@ def play(envs: SerialExecutor, layout: ActionLayout, n_steps: int, seed: int) ->
 
 @pytest.mark.parametrize("env_id", ["CartPole-v1", "Acrobot-v1", "Pendulum-v1", "LunarLander-v3"])
 @pytest.mark.parametrize("n_before", [1, 300, RESEED_STEPS + 700])
-def test_a_snapshot_brings_envs_back_to_their_moment(env_id: str, n_before: int) -> None:
-    """Envs that cannot be pickled (Box2D) included; the future after the restore is the same."""
+def test_a_snapshot_restores_envs_to_the_same_state(env_id: str, n_before: int) -> None:
+    """Also envs that cannot be pickled (Box2D); after the restore they continue identically."""
     make = env_factory(env_id)
     layout = ActionLayout(make().action_space)
     first = executor(make)
@@ -125,7 +125,7 @@ def test_a_snapshot_is_of_the_mark_not_of_what_came_after() -> None:
     assert all(np.array_equal(before[name], after[name]) for name in before)
 
 
-def test_an_env_that_cannot_be_replayed_begins_anew() -> None:
+def test_an_env_that_cannot_be_replayed_begins_a_new_episode() -> None:
     class Moody(Counter):
         def reset(self, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
             super().reset(**kwargs)
@@ -141,7 +141,7 @@ def test_an_env_that_cannot_be_replayed_begins_anew() -> None:
     assert np.isfinite(now.obs[0]).all()
 
 
-def test_the_action_log_does_not_grow_for_ever() -> None:
+def test_the_action_log_is_bounded() -> None:
     envs = executor(partial(Counter, 10))
     for _ in range(12):
         play(envs, ActionLayout(spaces.Discrete(2)), 500, seed=0)
@@ -161,7 +161,7 @@ def test_the_same_seed_gives_the_same_trajectories_and_another_does_not() -> Non
 
 
 class Faulty(Counter):
-    """Misbehaves at its third step, as told."""
+    """Misbehaves at its third step, in a given way."""
 
     def __init__(self, fault: str) -> None:
         super().__init__(length=100)
@@ -217,7 +217,7 @@ def test_large_but_finite_observations_are_no_fault() -> None:
 
 
 def test_an_env_that_raises_is_rebuilt_while_the_budget_lasts() -> None:
-    """The others keep their episodes, the lost step is reported as such, the next is whole again."""
+    """The others keep their episodes, the lost step is reported, the next one is complete."""
 
     class Bad(Counter):
         n_made = 0
@@ -249,7 +249,7 @@ def test_an_env_that_raises_is_rebuilt_while_the_budget_lasts() -> None:
     assert "KeyError" in budget.tracebacks[0]
 
 
-def test_a_wrong_shape_is_no_reason_to_rebuild() -> None:
+def test_an_env_with_a_wrong_shape_is_not_rebuilt() -> None:
     class Wide(Counter):
         def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
             return np.zeros(3, np.float32), *super().step(action)[1:]

@@ -1,4 +1,4 @@
-"""What the thread and the coroutine executor promise alike: order, autoreset, seeds, snapshots, faults, closing."""
+"""What the thread and the coroutine executor have in common: order, autoreset, seeds, snapshots, faults, closing."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CART_POLE = ObsLayout(CartPoleEnv().observation_space)
 
 @pytest.fixture(params=["thread", "coroutine"])
 def kind(request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture) -> Iterator[Kind]:
-    """A kind whose executors are closed, leaving no thread, no task and not a word."""
+    """A kind whose executors are closed at the end and leave no thread, task or message."""
     before = set(threading.enumerate())
     kind = Kind(request.param)
     with caplog.at_level(logging.WARNING):
@@ -71,7 +71,7 @@ def test_each_envs_trajectory_is_that_of_the_serial_executor(
         assert getattr(got, part) == getattr(want, part)
 
 
-def test_a_step_of_all_envs_is_derived(kind: Kind) -> None:
+def test_step_equals_send_and_recv_of_all_envs(kind: Kind) -> None:
     envs = kind.counters(Script(seconds=(0.0, 0.02), length=4), 5, batch_seconds=0.0)
     for t in range(1, 9):
         now = step(envs, np.zeros(5, np.int64))
@@ -80,7 +80,7 @@ def test_a_step_of_all_envs_is_derived(kind: Kind) -> None:
         assert len(now.ended) == (5 if t % 4 == 0 else 0)
 
 
-def test_one_slow_env_holds_up_no_other(kind: Kind) -> None:
+def test_one_slow_env_does_not_delay_others(kind: Kind) -> None:
     script = Script(on_step=lambda made, t: 2.0 if made == 3 else None)
     envs = kind.counters(script, 8)
     envs.send(np.zeros(8, np.int64), np.arange(8))
@@ -92,7 +92,7 @@ def test_one_slow_env_holds_up_no_other(kind: Kind) -> None:
     assert script.made[3].buffer[0] == 0, "it is still in its first step"
 
 
-def test_waiting_is_side_by_side(kind: Kind) -> None:
+def test_envs_wait_at_the_same_time(kind: Kind) -> None:
     envs = kind.counters(Script(seconds=(0.005, 0.015)), 32)
     start = time.perf_counter()
     play(envs, 20)
@@ -188,7 +188,7 @@ def test_a_constructor_may_fail_when_an_env_is_rebuilt(kind: Kind) -> None:
     assert [note.split(": ")[1] for note in envs.notes] == ["KeyError", "OSError", "OSError"]
 
 
-def test_a_storm_of_restarts_ends_cleanly(kind: Kind) -> None:
+def test_too_many_restarts_end_the_run_cleanly(kind: Kind) -> None:
     def on_step(made: int, t: int) -> None:
         raise RuntimeError("always")
 
@@ -209,7 +209,7 @@ def test_a_budget_may_be_shared_with_others(kind: Kind) -> None:
         play(kind.counters(raise_once("step"), 3, budget=budget), 6)
 
 
-def test_restarts_far_apart_are_no_storm(kind: Kind) -> None:
+def test_restarts_far_apart_do_not_end_the_run(kind: Kind) -> None:
     def on_step(made: int, t: int) -> None:
         if t == 2:
             raise RuntimeError("every second")
@@ -231,11 +231,11 @@ def test_two_hundred_restarts_leave_nothing_behind(kind: Kind) -> None:
     assert psutil.Process().num_fds() <= n_fds + 1
 
 
-def test_a_hanging_step_is_given_up_and_never_heard_of_again(kind: Kind) -> None:
+def test_a_hanging_step_is_abandoned_and_its_late_result_ignored(kind: Kind) -> None:
     odd: Any = (np.full(1, 999, np.float32), 999.0, True, False, {})
 
     class Late(kind.counter):  # type: ignore[name-defined,misc]
-        """Its advance, that comes late, is the odd one."""
+        """Its late step has an unusual result."""
 
         def advance(self, _: Any) -> Any:
             return super().advance(odd if self.number == 1 and self.n_steps == 3 else None)
@@ -263,7 +263,7 @@ def test_a_hanging_step_is_given_up_and_never_heard_of_again(kind: Kind) -> None
         ((np.zeros(1), "much", False, False, {}), "raised in step at step 3: ValueError: could not convert"),
     ],
 )
-def test_a_broken_contract_ends_it_without_a_restart(kind: Kind, odd: Any, words: str) -> None:
+def test_an_env_that_breaks_the_api_ends_the_run_without_a_restart(kind: Kind, odd: Any, words: str) -> None:
     envs = kind.counters(Script(on_step=lambda made, t: odd if made == 1 and t == 3 else None, length=99), 3)
     with pytest.raises(EnvError, match=words) as error:
         play(envs, 10)
@@ -271,7 +271,7 @@ def test_a_broken_contract_ends_it_without_a_restart(kind: Kind, odd: Any, words
     assert envs.n_restarts == 0
 
 
-def test_reset_begins_anew_also_with_envs_on_their_way(kind: Kind) -> None:
+def test_reset_begins_new_episodes_also_while_envs_step(kind: Kind) -> None:
     script = Script(length=100)
     envs = kind.counters(script, 4)
     play(envs, 3)
@@ -284,7 +284,7 @@ def test_reset_begins_anew_also_with_envs_on_their_way(kind: Kind) -> None:
 
 
 @pytest.mark.parametrize("n_before", [0, 40, RESEED_STEPS + 100])
-def test_replayable_envs_come_back_to_the_mark(kind: Kind, n_before: int) -> None:
+def test_replayable_envs_are_restored_to_the_mark(kind: Kind, n_before: int) -> None:
     first = kind.make(kind.cart_pole, 3, CART_POLE, replayable=True)
     first.reset()
     if n_before:
@@ -304,7 +304,7 @@ def test_replayable_envs_come_back_to_the_mark(kind: Kind, n_before: int) -> Non
     assert np.array_equal(third.current.obs[0], serial.current.obs[0])
 
 
-def test_envs_that_cannot_be_replayed_begin_anew_with_their_next_seeds(kind: Kind) -> None:
+def test_envs_that_cannot_be_replayed_begin_new_episodes_with_their_next_seeds(kind: Kind) -> None:
     first = kind.counters(Script(), 3)
     play(first, 7)
     first.mark()
@@ -319,7 +319,7 @@ def test_envs_that_cannot_be_replayed_begin_anew_with_their_next_seeds(kind: Kin
     assert serial.restore(carts.snapshot()) == [0, 1, 2]
 
 
-def test_an_env_whose_replay_differs_raises_or_takes_too_long_begins_anew(kind: Kind) -> None:
+def test_an_env_whose_replay_differs_raises_or_takes_too_long_begins_a_new_episode(kind: Kind) -> None:
     first = kind.counters(Script(length=1000), 3, replayable=True)
     play(first, 20)
     first.mark()
@@ -342,7 +342,7 @@ def test_an_env_whose_replay_differs_raises_or_takes_too_long_begins_anew(kind: 
     assert play(fourth, 2).obs == [[[1], [2]]] * 3
 
 
-def test_closing_closes_every_env_and_may_be_done_twice(kind: Kind) -> None:
+def test_close_closes_every_env_and_may_be_called_twice(kind: Kind) -> None:
     script = Script()
     envs = kind.counters(script, 5)
     envs.send(np.zeros(5, np.int64), np.arange(5))
@@ -377,11 +377,11 @@ def test_a_buffer_that_the_caller_reuses_is_not_seen_by_envs(kind: Kind) -> None
     assert sorted(int(env.action[0]) for env in script.made) == [0, 1, 2, 3]
 
 
-def test_layouts_with_several_leaves(kind: Kind) -> None:
+def test_observations_of_several_arrays(kind: Kind) -> None:
     space = spaces.Dict(a=spaces.Box(-1, 1, (2,)), b=spaces.Discrete(5))
 
     class Two(kind.counter):  # type: ignore[name-defined,misc]
-        """Observes in two parts."""
+        """Observes two arrays."""
 
         def begin(self, seed: int | None) -> Any:
             super().begin(seed)

@@ -77,7 +77,7 @@ def test_every_step_equals_sb3s_own(make: Any, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["serial", "process", "thread"])
-def test_envs_can_be_reached(kind: str) -> None:
+def test_env_attributes_and_methods_can_be_used(kind: str) -> None:
     pytest.importorskip("stable_baselines3")
     monitor = importlib.import_module("stable_baselines3.common.monitor")
     envs = make_vec_env("CartPole-v1", N, seed=0, executor=kind)

@@ -1,4 +1,4 @@
-"""The compiled update: a real compilation, the same numbers, kept between runs; and what can go wrong with it."""
+"""The compiled update: a real compilation, the same results, the cache between runs, and failures."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SETTINGS: dict[str, Any] = {
     "batch_size": 32,
     "n_epochs": 2,
     "network_arch": (16, 16),
-    "activation": "silu",  # of which no update is written out by hand
+    "activation": "silu",  # has no fused update
     "normalize_obs": True,
     "seed": 3,
     "executor": "serial",
@@ -69,7 +69,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_compiled_once_and_the_same_from_then_on(cache: Path) -> None:
+def test_an_update_is_compiled_once_and_then_reused(cache: Path) -> None:
     eager, agent = learned("auto")  # nothing is kept yet, and a short run does not compile
     assert not agent.summary["compiled"]
     assert agent.summary["backend"] == "eager"
@@ -99,7 +99,7 @@ def test_a_fused_update_is_not_compiled_and_off_means_eager(cache: Path) -> None
     assert agent.summary["backend"] == "eager"
 
 
-def test_learning_goes_on_while_it_compiles_and_then_swaps(
+def test_learning_continues_while_the_update_is_compiled(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("flatout.learning.compile.WORTH_SECONDS", 0.0)
@@ -161,8 +161,8 @@ def test_a_step_that_computes_something_else_is_refused() -> None:
         check_same(update, wrong, batch)
 
 
-def test_a_library_is_tried_at_the_step_size_and_clip_range_it_is_for() -> None:
-    """At a clip range of 0 rounding would decide which rows have a gradient, and the same code would seem another."""
+def test_a_library_is_checked_at_the_learning_rate_and_clip_range_of_the_run() -> None:
+    """At a clip range of 0 rounding decides which samples have a gradient, so equal code could seem different."""
     seen: list[tuple[float, float]] = []
 
     class Watch:
@@ -181,7 +181,7 @@ def test_a_library_is_tried_at_the_step_size_and_clip_range_it_is_for() -> None:
     assert seen == [(0.5, 0.25)]
 
 
-def test_the_pure_step_is_the_update_to_the_bit() -> None:
+def test_the_pure_step_equals_the_update_to_the_bit() -> None:
     learner = make_learner(make_recipe(config=PPOConfig(batch_size=32, target_kl=0.01, clip_range_vf=0.2)))
     batch, update = learner.example_batch(32), learner.update
     for _ in range(5):
@@ -203,10 +203,10 @@ def test_the_pure_step_is_the_update_to_the_bit() -> None:
         {"n_threads": 2},
     ],
 )
-def test_whatever_the_code_depends_on_changes_its_key(changes: dict[str, Any]) -> None:
+def test_everything_that_the_code_depends_on_changes_its_cache_key(changes: dict[str, Any]) -> None:
     assert make_recipe(**changes).key() != make_recipe().key()
 
 
-def test_what_is_an_argument_of_the_step_does_not() -> None:
+def test_arguments_of_the_step_do_not_change_its_cache_key() -> None:
     other = PPOConfig(batch_size=32, learning_rate=1e-2, n_epochs=9, n_steps=77, clip_range=0.1, gamma=0.5)
     assert make_recipe(config=other).key() == make_recipe().key()

@@ -1,4 +1,4 @@
-"""PPO's update written out is the one that autograd and the generic update make."""
+"""PPO's fused update equals the eager one with autograd."""
 
 from __future__ import annotations
 
@@ -49,17 +49,17 @@ def learner(
 def random_batch(it: PPOLearner, n_rows: int = N) -> ppo.PPOMinibatch:
     rng, model = np.random.default_rng(7), it.model
     batch = it.example_batch(n_rows)
-    leaves = list(batch.obs)
+    arrays = list(batch.obs)
     for i, leaf in enumerate(model.obs.specs):
         if leaf.kind == "vector":
-            leaves[i] = torch.from_numpy(rng.normal(size=leaves[i].shape).astype(np.float32))
+            arrays[i] = torch.from_numpy(rng.normal(size=arrays[i].shape).astype(np.float32))
         elif leaf.kind == "discrete":
-            leaves[i] = torch.from_numpy(rng.integers(5, size=leaves[i].shape))
+            arrays[i] = torch.from_numpy(rng.integers(5, size=arrays[i].shape))
         elif leaf.kind == "mask":
-            leaves[i] = torch.from_numpy(rng.random(leaves[i].shape) < 0.6)
+            arrays[i] = torch.from_numpy(rng.random(arrays[i].shape) < 0.6)
             starts = np.cumsum([0, *model.action.nvec[:-1]])
-            leaves[i][:, starts] = True
-    obs = tuple(leaves)
+            arrays[i][:, starts] = True
+    obs = tuple(arrays)
     with torch.no_grad():
         noise = torch.from_numpy(rng.gumbel(size=(n_rows, model.action.noise_size)).astype(np.float32))
         action, log_prob = model.sample(obs, noise)
@@ -90,7 +90,7 @@ CASES = {
     "many choices": (PLAIN, spaces.Discrete(40)),
     "wide": (spaces.Box(-1, 1, (40,)), spaces.Discrete(2)),
     "continuous": (PLAIN, spaces.Box(-1, 1, (2,))),
-    "several leaves": (SEVERAL, spaces.Discrete(3)),
+    "several arrays": (SEVERAL, spaces.Discrete(3)),
 }
 
 
@@ -98,7 +98,7 @@ CASES = {
 @pytest.mark.parametrize("n_choices", [4, 40])
 @pytest.mark.parametrize("widths", [(32,), (32, 20, 24), (32, 20, 24, 16)])
 @pytest.mark.parametrize("activation", ["relu", "tanh"])
-def test_the_gradient_is_autograds_at_any_depth(
+def test_the_gradient_equals_autograds_at_any_depth(
     n_inputs: int, n_choices: int, widths: tuple[int, ...], activation: str
 ) -> None:
     config = PPOConfig(batch_size=N, n_steps=N)
@@ -111,7 +111,7 @@ def test_the_gradient_is_autograds_at_any_depth(
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("normalizes", [False, True])
 @pytest.mark.parametrize("clip_range_vf", [None, 0.4])
-def test_the_gradient_is_autograds(
+def test_the_gradient_equals_autograds(
     activation: str, case: str, normalizes: bool, clip_range_vf: float | None
 ) -> None:
     config = PPOConfig(
@@ -133,7 +133,7 @@ def test_the_gradient_is_autograds(
 
 
 @pytest.mark.parametrize("target_kl", [None, 0.06])
-def test_fused_steps_are_the_eager_ones(target_kl: float | None) -> None:
+def test_fused_steps_equal_eager_steps(target_kl: float | None) -> None:
     config = PPOConfig(batch_size=N, n_steps=N, target_kl=target_kl)
     pair = [learner(PLAIN, spaces.Discrete(4), config) for _ in range(2)]
     assert pair[0].use_fused()
@@ -153,7 +153,7 @@ def test_fused_steps_are_the_eager_ones(target_kl: float | None) -> None:
     torch.testing.assert_close(pair[0].params.flat, pair[1].params.flat, rtol=1e-3, atol=1e-4)
 
 
-def test_a_minibatch_of_another_size_is_learned_from_too() -> None:
+def test_a_minibatch_of_another_size_is_accepted() -> None:
     it = learner(PLAIN, spaces.Discrete(4), PPOConfig(batch_size=N, n_steps=N))
     assert it.use_fused()
     it.update.begin(1e-3, 0.2)

@@ -1,4 +1,4 @@
-"""Returns against a slow, obviously right reference, over every mix of ends."""
+"""Returns against a slow reference, with all kinds of episode ends."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_scan_solves_its_recurrence(n_steps: int) -> None:
     seed=st.integers(0, 10_000),
     mix=st.sampled_from([0.0, 0.3, 0.65, 1.0]),
 )
-def test_lambda_returns_are_what_their_definition_says(n_steps: int, seed: int, mix: float) -> None:
+def test_lambda_returns_equal_their_definition(n_steps: int, seed: int, mix: float) -> None:
     rng = np.random.default_rng(seed)
     reward, next_value = rng.normal(size=(2, n_steps, 3))
     terminated, truncated = rng.random((2, n_steps, 3)) < 0.2

@@ -1,4 +1,4 @@
-"""The update against torch's own Adam and clipping; steps that must not happen leave no trace."""
+"""The update against torch's own Adam and clipping; skipped steps change nothing."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_equals_torch_adam_with_clipping() -> None:
         torch.testing.assert_close(params(ours), params(theirs), rtol=1e-4, atol=1e-5)
 
 
-def test_every_form_of_adam_is_the_reference() -> None:
+def test_every_form_of_adam_equals_the_reference() -> None:
     """PyTorch's fused kernel in the eager step and the compiled loop of the fused backend, against `adam`."""
     generator = torch.Generator().manual_seed(3)
     n, rate = 40, 1e-2
@@ -144,7 +144,7 @@ def test_parameters_stay_views_of_the_flat_tensor() -> None:
 
 
 def learned(n_rows: int, hit: OutOfMemoryAt | None = None, **options: Any) -> tuple[Tensor, Update[Inputs]]:
-    """Parameters after five steps in parts of `n_rows`; `hit` interferes with the third."""
+    """Parameters after five steps in micro-batches of `n_rows`; `hit` interferes with the third."""
     model = net()
     update = make_update(model, **options)
     update.parts.n_rows = n_rows
@@ -157,7 +157,7 @@ def learned(n_rows: int, hit: OutOfMemoryAt | None = None, **options: Any) -> tu
 
 
 @pytest.mark.parametrize("n_rows", [8, 5, 1])
-def test_parts_of_a_minibatch_give_what_the_whole_gives(n_rows: int) -> None:
+def test_micro_batches_give_the_same_result_as_the_whole_minibatch(n_rows: int) -> None:
     whole, update = learned(16)
     parts, in_parts = learned(n_rows)
     torch.testing.assert_close(parts, whole, rtol=1e-6, atol=1e-6)
@@ -165,7 +165,7 @@ def test_parts_of_a_minibatch_give_what_the_whole_gives(n_rows: int) -> None:
 
 
 class OutOfMemoryAt(TorchDispatchMode):
-    """Raises what a full device raises, once, at the n-th operation."""
+    """Raises an out-of-memory error once, at the n-th operation."""
 
     def __init__(self, n: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -191,7 +191,7 @@ def test_out_of_memory_at_any_operation_ends_in_the_same_parameters() -> None:
         assert update.n_taken == 5
 
 
-def test_memory_that_holds_not_one_row_is_an_error() -> None:
+def test_memory_too_small_for_one_sample_is_an_error() -> None:
     update = make_update(net())
     update.begin(1e-2)
     always = RuntimeError(
@@ -214,7 +214,7 @@ def test_other_errors_are_not_taken_for_full_memory() -> None:
     assert update.parts.n_backoffs == 0
 
 
-def test_memory_per_row_is_measured_and_rows_that_fit_are_found() -> None:
+def test_memory_per_sample_is_measured_and_the_number_that_fits_is_found() -> None:
     model = nn.Sequential(nn.Linear(3, 100), nn.Tanh(), nn.Linear(100, 1))
     x = torch.randn(32, 3)
     per_row = bytes_per_row(lambda: model(x).square().mean(), 32)
@@ -225,7 +225,7 @@ def test_memory_per_row_is_measured_and_rows_that_fit_are_found() -> None:
 
 
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
-def test_half_precision_follows_full_precision(kind: torch.dtype) -> None:
+def test_half_precision_is_close_to_full_precision(kind: torch.dtype) -> None:
     whole, _ = learned(16)
     half, update = learned(16, autocast=kind)
     torch.testing.assert_close(half, whole, rtol=0.05, atol=0.02)

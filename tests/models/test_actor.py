@@ -1,4 +1,4 @@
-"""Both ways of acting against the model itself, and a row's result alone against among others."""
+"""The compiled and the torch actor against the model; an env's output does not depend on the batch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ACTIONS: list[gym.Space[Any]] = [
 def random_model(
     obs: gym.Space[Any], action: gym.Space[Any], config: NetworkConfig, *, normalize: bool = False
 ) -> ActorCritic:
-    """A model whose every parameter and buffer matters."""
+    """A model with random parameters and buffers."""
     model = build(ObsLayout(obs), ActionLayout(action), config, seed=1, normalize_obs=normalize)
     g = torch.Generator().manual_seed(5)
     with torch.no_grad():
@@ -45,10 +45,10 @@ def random_model(
 def random_inputs(model: ActorCritic, n: int) -> tuple[ObsArrays, Any]:
     rng = np.random.default_rng(2)
     model.obs.space.seed(3)
-    leaves = model.obs.alloc(n)
+    arrays = model.obs.alloc(n)
     for i in range(n):
-        model.obs.write(leaves, i, model.obs.space.sample())
-    return leaves, rng.gumbel(size=(n, model.action.noise_size)).astype(np.float32)
+        model.obs.write(arrays, i, model.obs.space.sample())
+    return arrays, rng.gumbel(size=(n, model.action.noise_size)).astype(np.float32)
 
 
 def empty_outputs(model: ActorCritic, n: int) -> tuple[Any, Any]:
@@ -68,7 +68,7 @@ def check_equals_model(model: ActorCritic, actor: KernelActor | TorchActor, n: i
 
 @pytest.mark.parametrize("action", ACTIONS, ids=str)
 @pytest.mark.parametrize("activation", ["tanh", "relu", "elu", "silu"])
-def test_both_ways_equal_the_model(action: gym.Space[Any], activation: Any) -> None:
+def test_the_compiled_and_the_torch_actor_equal_the_model(action: gym.Space[Any], activation: Any) -> None:
     config = NetworkConfig(network_arch=(33, 18, 5), activation=activation, squash=True)
     model = random_model(BOX, action, config)
     check_equals_model(model, KernelActor(model), 29)
@@ -94,7 +94,7 @@ def test_every_observation_without_an_image(obs: gym.Space[Any], normalize: bool
 
 @pytest.mark.parametrize("width", [24, 200])
 @pytest.mark.parametrize("action", ACTIONS, ids=str)
-def test_a_row_does_not_depend_on_its_neighbours(action: gym.Space[Any], width: int) -> None:
+def test_an_envs_output_does_not_depend_on_the_rest_of_the_batch(action: gym.Space[Any], width: int) -> None:
     model = random_model(BOX, action, NetworkConfig(network_arch=(width, width)))
     obs, noise = random_inputs(model, 40)
     for actor in (KernelActor(model), TorchActor(model, 40, CPU)):
@@ -118,7 +118,7 @@ def test_new_parameters_are_seen_after_bind() -> None:
     check_equals_model(model, actor, 16)
 
 
-def test_the_network_decides_the_way() -> None:
+def test_the_network_decides_which_actor_is_used() -> None:
     small = random_model(BOX, spaces.Discrete(2), NetworkConfig())
     large = random_model(BOX, spaces.Discrete(2), NetworkConfig(network_arch=(1024, 512)))
     image = random_model(spaces.Box(0, 255, (9, 9, 3), np.uint8), spaces.Discrete(2), NetworkConfig())

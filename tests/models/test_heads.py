@@ -1,4 +1,4 @@
-"""Heads against torch.distributions, and sampling against the probabilities it should have."""
+"""Heads against torch.distributions, and samples against their probabilities."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_categorical_log_prob_and_entropy(nvec: tuple[int, ...], masked: bool) -
 
 
 @pytest.mark.parametrize("space", [gym.spaces.Discrete(4), gym.spaces.MultiDiscrete([2, 5, 3])])
-def test_samples_follow_the_probabilities_and_never_the_mask(space: gym.Space[object]) -> None:
+def test_samples_follow_the_probabilities_and_are_never_masked(space: gym.Space[object]) -> None:
     layout = ActionLayout(space)
     head = CategoricalHead(layout.nvec)
     n_rows = 40_000
@@ -92,7 +92,7 @@ def test_squashed_log_prob_stays_finite_far_out() -> None:
     assert torch.isfinite(entropy).all()
 
 
-def test_noise_is_uniform_per_env_and_does_not_depend_on_chunks_or_neighbours() -> None:
+def test_noise_is_uniform_per_env_and_does_not_depend_on_chunks_or_other_envs() -> None:
     layout = ActionLayout(gym.spaces.Box(-1, 1, (2,)))
     both = ActionNoise(layout, np.array([4, 9]), seed=1)
     alone = ActionNoise(layout, np.array([9]), seed=1)

@@ -1,4 +1,4 @@
-"""Choosing by value: how often it explores, for every env, in torch and in the compiled function; masks hold."""
+"""Epsilon-greedy actions: how often each env explores, in torch and in the compiled function, with masks."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def inputs(model: QNetwork, n: int) -> tuple[tuple[Array, ...], Array]:
 
 @pytest.mark.parametrize("kind", ["plain", "dueling", "layer_norm"])
 @pytest.mark.parametrize("epsilon", [0.0, 0.3, 1.0])
-def test_the_compiled_choice_is_torchs_and_allowed(kind: str, epsilon: float) -> None:
+def test_the_compiled_greedy_action_equals_torchs_and_is_allowed(kind: str, epsilon: float) -> None:
     options: dict[str, Any] = {} if kind == "plain" else {kind: True}
     model = network(MASKED, **options)
     for tensor in (tensor for pair in model.acting_norms() for tensor in pair):
@@ -64,7 +64,7 @@ def test_the_compiled_choice_is_torchs_and_allowed(kind: str, epsilon: float) ->
     assert wandered.mean() == pytest.approx(want, abs=4 * np.sqrt(0.25 / n) if epsilon else 0)
 
 
-def test_random_choices_are_uniform_and_independent_of_whether_they_happen() -> None:
+def test_random_actions_are_uniform_and_independent_of_when_they_are_taken() -> None:
     model = network(spaces.Box(-1, 1, (3,)))
     model.greedy.epsilon.fill_(0.5)
     n = 40_000
@@ -77,7 +77,7 @@ def test_random_choices_are_uniform_and_independent_of_whether_they_happen() -> 
 
 
 @pytest.mark.parametrize("where", ["host", "device"])
-def test_every_env_has_its_own_share_of_random_actions(where: str) -> None:
+def test_every_env_has_its_own_epsilon(where: str) -> None:
     n_envs, n_steps, spread = 4, 20_000, 3.0
     layout = ActionLayout(spaces.Discrete(N_ACTIONS))
     shift = np.log1p(spread * np.linspace(0, 1, n_envs)).astype(np.float32)
@@ -104,7 +104,7 @@ def test_other_actions_than_discrete_ones_are_refused(space: spaces.Space[Any]) 
         QNetwork(obs, ActionLayout(space), NetworkConfig())
 
 
-def test_noise_is_held_for_as_many_steps_however_rollouts_are_cut() -> None:
+def test_exploration_hold_does_not_depend_on_the_length_of_rollouts() -> None:
     layout = ActionLayout(spaces.Discrete(N_ACTIONS))
     noise = ActionNoise(layout, np.arange(3), 1, Exploration(hold=4))
     whole = noise.draw(0, 20)

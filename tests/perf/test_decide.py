@@ -1,4 +1,4 @@
-"""Every decision of how to run, on given costs: which way envs are stepped, and whether collecting overlaps learning."""
+"""Decisions for given costs: the executor, the number of collectors, and overlap."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ DECISIONS: dict[str, tuple[Costs | None, Settings, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", DECISIONS)
-def test_a_run_is_run_this_way(name: str) -> None:
+def test_the_expected_executor_and_overlap_are_chosen(name: str) -> None:
     costs, settings, request, expected = DECISIONS[name]
     decision = decided(costs, settings, **request)
     assert words(decision) == expected
@@ -169,11 +169,11 @@ def test_what_cannot_run_is_refused(request_: dict[str, Any], error: str) -> Non
         decided(None if "env" in request_ else QUICK, **request_)
 
 
-def test_processes_that_cannot_be_had_leave_no_plan() -> None:
+def test_an_env_that_cannot_be_pickled_has_no_plan_with_processes() -> None:
     assert decided(HEAVY, executor="process", picklable=False).plans == []
 
 
-def test_other_ways_follow_in_case_the_first_cannot_start() -> None:
+def test_other_plans_follow_in_case_the_first_cannot_start() -> None:
     plans = decided(HEAVY).plans
     assert [(plan.kind, plan.in_subprocesses) for plan in plans] == [
         ("serial", True),
@@ -196,7 +196,7 @@ def test_the_start_of_processes_has_to_pay_within_the_run() -> None:
     assert words(decided(HEAVY, timesteps=int(3 * even))) == "2 collectors, lockstep"
 
 
-def test_a_gain_below_what_is_worth_it_changes_nothing() -> None:
+def test_a_gain_below_the_threshold_changes_nothing() -> None:
     """Learning takes so long that faster collecting hardly shortens the run."""
     learning = replace(HEAVY, update=UpdateCost(python=0.0, points=((64, 200e-3),)))
     serial, two = (
@@ -287,7 +287,7 @@ def test_overlap_is_decided_by_facts(facts: dict[str, Any], want: bool) -> None:
 def test_the_report_of_a_run_advises_no_other_way_than_the_one_that_was_chosen(
     costs: Costs, timesteps: float
 ) -> None:
-    """The header of a run, `doctor` and the report of the finished run answer the same question alike."""
+    """The header of a run, `doctor` and the report of the finished run agree."""
     found = decided(costs, LANDER_SETTINGS, timesteps=timesteps)
     chosen = found.ways[0]
     reached = simulate(costs, chosen)
@@ -310,7 +310,7 @@ def test_lunar_lander_on_two_cores_has_one_answer() -> None:
     assert words(decided(LANDER, LANDER_SETTINGS, timesteps=1_000_000)) == "2 collectors, lockstep"
 
 
-def test_a_card_speeds_up_a_big_network_only() -> None:
+def test_a_gpu_speeds_up_only_a_big_network() -> None:
     big = replace(QUICK, update=UpdateCost(python=1e-3, points=((64, 50e-3),)))
     there, on = on_card(big, replace(SETTINGS, n_params=2_000_000), teraflops=20)
     assert simulate(there, on).learn_rate > 10 * simulate(big, SETTINGS).learn_rate

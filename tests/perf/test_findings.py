@@ -138,7 +138,7 @@ def test_an_env_that_cannot_be_pickled_is_not_told_to_use_processes() -> None:
     assert "env computes" not in [f.kind for f in diagnose(case(BURNS, SETTINGS, picklable=False))]
 
 
-def test_the_records_of_a_run_on_a_card_say_how_the_card_did(tmp_path: Path) -> None:
+def test_the_records_of_a_run_on_a_gpu_show_its_load(tmp_path: Path) -> None:
     def samples(reasons: list[list[str]], memory: float) -> Samples:
         lines = [
             {"t": t, "gpu": {"memory": memory, "memory_total": 100.0, "throttled": why}}

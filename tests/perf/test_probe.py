@@ -1,4 +1,4 @@
-"""Measuring an env's steps: waiting and computing are told apart, also on a busy machine."""
+"""Measuring an env's steps: waiting and computing are distinguished, also on a busy machine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flatout.perf.probe import time_steps
 
 @pytest.fixture
 def crowd() -> Iterator[None]:
-    """Four processes that want every core."""
+    """Four processes that keep every core busy."""
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(4)]
     yield
     for process in busy:
@@ -38,7 +38,7 @@ def test_an_env_that_has_to_share_its_core_is_not_taken_for_one_that_waits() -> 
 
 
 @pytest.mark.usefixtures("crowd")
-def test_one_that_waits_is() -> None:
+def test_an_env_that_waits_is_recognised() -> None:
     found = probed(Wait, 30)
     assert found.waits
     assert found.step_seconds > 5e-3

@@ -62,7 +62,7 @@ def test_lockstep_is_the_sum() -> None:
     assert got.learner_busy == pytest.approx(LEARN / (COLLECT + LEARN))
 
 
-def test_overlap_on_cores_of_their_own_is_the_slower_of_the_two() -> None:
+def test_overlap_on_separate_cores_takes_as_long_as_the_slower_part() -> None:
     beside = settings(in_subprocesses=True, overlap=True)
     got = simulate(costs(handover=0.0), beside)
     assert got.steps_per_second == pytest.approx(256 / max(COLLECT, LEARN), rel=1e-3)
@@ -83,7 +83,7 @@ def test_collectors_on_two_cores_take_half_as_long() -> None:
     assert got.collect_rate == pytest.approx(2 * 256 / COLLECT, rel=1e-3)
 
 
-def test_envs_that_wait_do_so_side_by_side() -> None:
+def test_envs_that_wait_do_so_at_the_same_time() -> None:
     waiting = costs(wait=(10e-3,), compute=(0.0,), act=((1, 1e-6),), passing=0.0, hold=0.0)
     threads = simulate(waiting, settings(executor="thread", n_workers=8))
     assert threads.collect_rate == pytest.approx(8 / 10e-3, rel=0.01)
@@ -116,7 +116,7 @@ def test_the_same_seed_gives_the_same_forecast() -> None:
     assert simulate(noisy, threads) == simulate(noisy, threads)
 
 
-def test_cores_are_shared_and_signals_wake() -> None:
+def test_cores_are_shared_and_signals_wake_activities() -> None:
     cores, log = Cores(1), []
     signal = Signal()
 

@@ -1,4 +1,4 @@
-"""Run folders as a run leaves them, written by hand: lockstep, overlap, on a GPU, killed, and in pieces."""
+"""Examples of run folders: lockstep, overlap, on a GPU, killed, and with broken files."""
 
 from __future__ import annotations
 
@@ -190,6 +190,6 @@ def write_killed_run(folder: Path) -> Path:
 
 
 def cut(path: Path, n_bytes: int = 20) -> None:
-    """Take the end away, as a kill does."""
+    """Cut the end of a file, as a kill does."""
     data = path.read_bytes()
     path.write_bytes(data[:-n_bytes])

@@ -1,4 +1,4 @@
-"""Progress as a run gives it, for the tests of everything that shows or stores it."""
+"""Examples of `Progress` for the tests of everything that shows or stores it."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from flatout.runlog.folder import RunFolder, default_run_name, write_json
 
 
 def old_run(runs: Path, name: str = "x") -> Path:
-    """A run as an earlier command left it."""
+    """The run folder of an earlier command."""
     run = runs / name
     (run / "checkpoints").mkdir(parents=True)
     (run / "config.json").write_text("{}")
@@ -37,7 +37,9 @@ def test_a_run_gets_a_folder_of_its_own(tmp_path: Path) -> None:
     ]
 
 
-def test_a_name_in_use_is_refused_and_left_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_in_use_is_refused_and_its_run_left_unchanged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     run = old_run(Path("runs"))
     with pytest.raises(FlatoutError) as caught:
@@ -48,7 +50,7 @@ def test_a_name_in_use_is_refused_and_left_as_it_was(tmp_path: Path, monkeypatch
     assert (run / "checkpoints" / "last").read_text() == "weights"
 
 
-def test_overwrite_starts_empty_and_lets_the_old_run_go_once_settled(tmp_path: Path) -> None:
+def test_overwrite_starts_empty_and_deletes_the_old_run_once_the_new_one_has_begun(tmp_path: Path) -> None:
     run = old_run(tmp_path)
     folder = RunFolder.create(tmp_path, "x", overwrite=True)
     assert list(run.iterdir()) == []
@@ -102,7 +104,7 @@ def test_discard_leaves_nothing_of_ours_and_everything_of_others(tmp_path: Path)
 @pytest.mark.parametrize(
     "name", ["", "  ", ".", "..", ".hidden", "a/b", "a\\b", "a\nb", "a\x00b", "\x1b[31m"]
 )
-def test_names_that_are_no_folders_names_are_refused_in_one_line(tmp_path: Path, name: str) -> None:
+def test_names_that_cannot_be_folders_are_refused_in_one_line(tmp_path: Path, name: str) -> None:
     with pytest.raises(FlatoutError) as caught:
         RunFolder.create(tmp_path / "runs", name)
     assert str(caught.value).isprintable()
@@ -174,7 +176,7 @@ def test_json_is_strict_ordered_and_replaced_whole(tmp_path: Path) -> None:
         ("x" * 400, "x" * 50 + "-ppo-"),
     ],
 )
-def test_default_names_are_folders_names(tmp_path: Path, env: str, start: str) -> None:
+def test_default_names_are_valid_folder_names(tmp_path: Path, env: str, start: str) -> None:
     name = default_run_name(env, "ppo", 1, datetime(2026, 11, 15, 19, 3, 31))
     assert name == start + "seed1-20261115-190331"
     assert RunFolder.create(tmp_path, name).path.is_dir()

@@ -100,7 +100,7 @@ def test_old_drivers_are_asked_by_the_old_names(monkeypatch: pytest.MonkeyPatch)
     assert sample.temperature == 71
 
 
-def test_a_lost_card_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_gpu_gives_no_values(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, {name: refuse("GpuIsLost") for name in T4})
     assert opened().read() is None
 
@@ -116,7 +116,7 @@ def test_a_lost_card_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         (0x4 | 0x10000, ["power cap", "unknown reason 0x10000"]),
     ],
 )
-def test_throttling_is_told_in_words(bits: int, words: list[str]) -> None:
+def test_throttling_is_described_in_words(bits: int, words: list[str]) -> None:
     assert throttle_words(bits) == words
 
 
@@ -173,7 +173,7 @@ def test_the_card_is_the_one_cuda_means(
         ("GPU-nowhere", None, "0 GPUs have the UUID GPU-nowhere"),
     ],
 )
-def test_a_card_that_is_not_there_has_a_reason_and_the_driver_is_let_go(
+def test_a_missing_gpu_gives_a_reason_and_the_driver_is_released(
     device: str, visible: str | None, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = install(monkeypatch, SMALL, LARGE)
@@ -183,7 +183,7 @@ def test_a_card_that_is_not_there_has_a_reason_and_the_driver_is_let_go(
     assert log == ["init", "shutdown"]
 
 
-def test_of_different_cards_none_is_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_different_gpus_none_is_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, SMALL, LARGE, models=("Tesla T4", "NVIDIA GeForce RTX 4070"))
     meter, reason = open_gpu("cuda:0")
     assert meter is None

@@ -79,7 +79,7 @@ def test_a_child_that_is_killed_is_left_out(start: Start) -> None:
     assert sample.run_cpu is not None
 
 
-def test_a_dead_child_that_nobody_waited_for_holds_nothing(start: Start) -> None:
+def test_a_zombie_child_counts_no_memory(start: Start) -> None:
     child = start(IDLE)
     meter = HostMeter(child.pid)
     assert meter.read().run_memory > 0
@@ -95,7 +95,7 @@ def test_a_new_child_is_found_once_the_list_is_renewed(start: Start, monkeypatch
     assert meter.read().n_processes == n_before + 1
 
 
-def test_a_run_that_is_gone_is_nothing(start: Start) -> None:
+def test_a_process_that_has_ended_gives_no_values(start: Start) -> None:
     child = start(IDLE)
     meter = HostMeter(child.pid)
     child.kill()
@@ -105,7 +105,7 @@ def test_a_run_that_is_gone_is_nothing(start: Start) -> None:
 
 
 def wait_for(meter: HostMeter, holds: Callable[[HostSample], bool]) -> bool:
-    """Whether it holds for a sample before long."""
+    """Whether a sample soon fulfils the condition."""
     for _ in range(200):
         time.sleep(0.05)
         if holds(meter.read()):

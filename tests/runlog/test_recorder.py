@@ -20,7 +20,7 @@ def steps(path: Path) -> list[int]:
     return [int(row["time/total_timesteps"]) for row in rows(path)]
 
 
-def test_a_row_holds_what_is_known_and_blanks_for_the_rest(tmp_path: Path) -> None:
+def test_a_row_has_blanks_where_values_are_unknown(tmp_path: Path) -> None:
     path = tmp_path / "metrics.csv"
     log = MetricsLog(path)
     log.write(progress(return_mean=None, length_mean=None, metrics={}))
@@ -62,7 +62,7 @@ def test_a_killed_run_keeps_every_row_it_wrote(tmp_path: Path) -> None:
     assert steps(path) == [1000, 2000, 3000]
 
 
-def test_resuming_drops_later_rows_and_a_torn_line_then_goes_on(tmp_path: Path) -> None:
+def test_resuming_drops_later_rows_and_a_cut_line(tmp_path: Path) -> None:
     path = tmp_path / "metrics.csv"
     log = MetricsLog(path)
     for n in (1000, 2000, 3000, 4000):

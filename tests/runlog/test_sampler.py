@@ -33,7 +33,7 @@ def n_written(path: Path) -> int:
 
 
 def end(sampler: Sampler) -> None:
-    """Close it and wait for its thread, however slow this machine is now."""
+    """Close it and wait for its thread."""
     sampler.close()
     sampler._thread.join()
 
@@ -48,7 +48,7 @@ def sampled(path: Path, n: int, *, offset: float = 0.0, device: str = "cpu") -> 
     return sampler
 
 
-def test_the_file_has_the_format_that_was_agreed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_file_has_the_documented_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, T4)
     path = tmp_path / "samples.jsonl"
     sampled(path, 3, offset=7.5, device="cuda")
@@ -110,7 +110,7 @@ def test_a_resumed_run_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.
     assert figures.cores_percent == pytest.approx(samples.cores.mean())
 
 
-def test_closing_twice_or_at_once_is_fine_and_ends_the_thread(tmp_path: Path) -> None:
+def test_closing_twice_or_at_once_ends_the_thread(tmp_path: Path) -> None:
     sampler = Sampler(tmp_path / "samples.jsonl", began=time.time(), offset=0.0, device="cpu")
     sampler.close()
     sampler.close()

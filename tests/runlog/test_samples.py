@@ -59,7 +59,7 @@ def test_a_resumed_run_has_one_time_and_one_energy(tmp_path: Path) -> None:
     assert samples.gpu["energy"].tolist() == [10, 20, 25, 35]
 
 
-def test_what_was_lost_between_checkpoint_and_kill_is_left_out(tmp_path: Path) -> None:
+def test_samples_between_checkpoint_and_kill_are_left_out(tmp_path: Path) -> None:
     lost = [sample(t, gpu=GPU | {"energy": 10 * t}) for t in (1.0, 2.0, 3.0)]
     samples = read(tmp_path, header(), *lost, header(1.5), sample(0.5, gpu=GPU | {"energy": 1.0}))
     assert samples.t.tolist() == [1.0, 2.0]
@@ -67,7 +67,7 @@ def test_what_was_lost_between_checkpoint_and_kill_is_left_out(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("kept", [1, 40, -1])
-def test_a_cut_last_line_is_left_out_and_told(kept: int, tmp_path: Path) -> None:
+def test_a_cut_last_line_is_left_out_and_reported(kept: int, tmp_path: Path) -> None:
     samples = read(tmp_path, header(), sample(0.2), json.dumps(sample(0.4))[:kept], end="")
     assert samples.t.tolist() == [0.2]
     assert samples.problems == ["samples.jsonl ends in an incomplete line, which is ignored"]
@@ -77,7 +77,7 @@ def test_a_cut_last_line_is_left_out_and_told(kept: int, tmp_path: Path) -> None
     "garbage",
     ["\x00\x00\x00", "[1, 2]", "{}", '{"t": "soon"}', '{"t": NaN}', "[" * 100_000, "9" * 10_000],
 )
-def test_garbage_between_lines_costs_only_itself(garbage: str, tmp_path: Path) -> None:
+def test_garbage_between_lines_is_skipped(garbage: str, tmp_path: Path) -> None:
     samples = read(tmp_path, header(), sample(0.2), garbage, sample(0.4))
     assert samples.t.tolist() == [0.2, 0.4]
     words = ("unreadable line", "record without a valid sample")
@@ -93,7 +93,7 @@ def test_fields_of_the_wrong_kind_are_unknown(tmp_path: Path) -> None:
     assert samples.gpu == {}
 
 
-def test_bytes_that_are_no_text_are_garbage(tmp_path: Path) -> None:
+def test_bytes_that_are_not_text_are_skipped(tmp_path: Path) -> None:
     path = tmp_path / "samples.jsonl"
     path.write_bytes(
         json.dumps(header()).encode() + b"\n\xff\xfe\x80\n" + json.dumps(sample(0.2)).encode() + b"\n"
@@ -109,14 +109,14 @@ def test_without_a_header_times_are_as_written(tmp_path: Path) -> None:
     assert samples.problems == ["samples.jsonl has no header; times are as written"]
 
 
-def test_no_file_is_no_samples_and_a_problem(tmp_path: Path) -> None:
+def test_a_missing_file_gives_no_samples_and_a_problem(tmp_path: Path) -> None:
     samples = read_samples(tmp_path / "samples.jsonl")
     assert samples.t.size == 0
     assert samples.cores.shape == (0, 0)
     assert samples.problems == ["samples.jsonl is missing"]
 
 
-def test_an_empty_file_is_no_samples(tmp_path: Path) -> None:
+def test_an_empty_file_gives_no_samples(tmp_path: Path) -> None:
     (tmp_path / "samples.jsonl").touch()
     samples = read_samples(tmp_path / "samples.jsonl")
     assert samples.t.size == 0

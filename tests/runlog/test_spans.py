@@ -42,7 +42,7 @@ def test_a_file_cut_anywhere_in_its_last_line_loses_only_that(tmp_path: Path, n_
         assert spans.lanes["learner"].end.tolist() == [1.0]
 
 
-def test_what_cannot_be_read_is_counted_and_told(tmp_path: Path) -> None:
+def test_unreadable_records_are_counted_and_reported(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "spans.jsonl", chain("learner", [("update", 1.0)]))
     with path.open("ab") as file:
         file.write(b"\x00\xff rubbish\n[1, 2]\n\n")
@@ -60,7 +60,7 @@ def test_what_cannot_be_read_is_counted_and_told(tmp_path: Path) -> None:
     assert spans.lanes["learner"].end.tolist() == [1.0]
 
 
-def test_a_missing_and_an_empty_file_are_told(tmp_path: Path) -> None:
+def test_missing_and_empty_files_are_reported(tmp_path: Path) -> None:
     assert read_spans(tmp_path / "spans.jsonl").problems == ["spans.jsonl is missing"]
     (tmp_path / "spans.jsonl").touch()
     spans = read_spans(tmp_path / "spans.jsonl")
@@ -68,7 +68,7 @@ def test_a_missing_and_an_empty_file_are_told(tmp_path: Path) -> None:
     assert (spans.lanes, spans.end) == ({}, 0.0)
 
 
-def test_a_resumed_run_is_one_stretch_without_what_it_walked_twice(tmp_path: Path) -> None:
+def test_a_resumed_run_is_one_timeline_without_repeated_steps(tmp_path: Path) -> None:
     path = write_lines(
         tmp_path / "spans.jsonl", chain("learner", [("start", 1.0), ("update", 3.0), ("wait", 1.0)])
     )
@@ -84,7 +84,7 @@ def test_a_resumed_run_is_one_stretch_without_what_it_walked_twice(tmp_path: Pat
     assert spans.problems == []
 
 
-def test_spans_that_overlap_are_cut_and_told(tmp_path: Path) -> None:
+def test_spans_that_overlap_are_cut_and_reported(tmp_path: Path) -> None:
     records = [
         folded("learner", 0.0, {"update": 2.0}),
         folded("learner", 1.0, {"wait": 1.0, "update": 1.0}),
@@ -97,7 +97,7 @@ def test_spans_that_overlap_are_cut_and_told(tmp_path: Path) -> None:
     assert spans.problems == ["2 spans cut where they overlap others of their lane"]
 
 
-def test_spans_after_a_checkpoint_are_forgotten_when_the_run_is_resumed(tmp_path: Path) -> None:
+def test_spans_after_a_checkpoint_are_dropped_when_the_run_is_resumed(tmp_path: Path) -> None:
     path = tmp_path / "spans.jsonl"
     write_lines(path, chain("learner", [("update", 10.0), ("wait", 10.0)]))
     follower = SpanFollower(path)

@@ -40,7 +40,7 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8
 
 
 def content(env_steps: int) -> Checkpoint:
-    """The one right checkpoint of `env_steps`: 0.2 to 3 MB, so that kills land inside writing."""
+    """The expected checkpoint of `env_steps`: 0.2 to 3 MB, so that kills happen during writing."""
     n = 25_000 + env_steps * 7919 % 350_000
     weights = torch.arange(n) * (env_steps + 1)
     return Checkpoint({"weights": weights, "step": torch.tensor(env_steps)}, {"env_steps": env_steps, "n": n})
@@ -74,7 +74,7 @@ def staging_folders(folder: Path) -> set[Path]:
 
 
 def helper(call: str, *arguments: str) -> subprocess.Popen[str]:
-    """A process of its own that runs `call`, a function of this module."""
+    """A process that runs `call`, a function of this module."""
     code = f"import sys; from {__name__} import {call}; {call}(*sys.argv[1:])"
     command = [sys.executable, "-c", code, *arguments]
     return subprocess.Popen(command, cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -157,7 +157,7 @@ def save_on_full_disk(folder: str) -> None:
         print(error)
 
 
-def test_full_disk_is_one_line_and_costs_nothing_old(tmp_path: Path) -> None:
+def test_a_full_disk_is_an_error_of_one_line_and_loses_no_old_file(tmp_path: Path) -> None:
     old = CheckpointFolder(tmp_path).save(content(1), 1)
     with helper("save_on_full_disk", str(tmp_path)) as child:
         output, _ = child.communicate()
@@ -209,7 +209,7 @@ def test_strided_and_shared_tensors_are_saved_by_value(tmp_path: Path) -> None:
     assert_same(read(tmp_path / "a.flatout"), Checkpoint(expected, {}))
 
 
-def test_loaded_tensors_are_apart_from_the_file(tmp_path: Path) -> None:
+def test_loaded_tensors_do_not_share_memory_with_the_file(tmp_path: Path) -> None:
     path = tmp_path / "a.flatout"
     write(path, content(3))
     loaded = read(path)
@@ -219,7 +219,7 @@ def test_loaded_tensors_are_apart_from_the_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), {1: 2}, [{(): 0}], torch.zeros(1), {1, 2}])
-def test_state_that_json_would_change_is_a_programmers_error(tmp_path: Path, value: object) -> None:
+def test_state_that_json_would_change_is_an_assertion_error(tmp_path: Path, value: object) -> None:
     with pytest.raises(AssertionError, match="checkpoint state"):
         write(tmp_path / "a.flatout", Checkpoint({}, {"value": value}))
     assert list(tmp_path.iterdir()) == []
@@ -259,7 +259,7 @@ def test_every_truncation_is_noticed(tmp_path: Path) -> None:
         assert "is truncated or corrupt" in refusal(lambda: read(path))
 
 
-def test_wrong_files_are_named_for_what_they_are(tmp_path: Path) -> None:
+def test_wrong_files_are_described_in_the_error(tmp_path: Path) -> None:
     path = tmp_path / "a.flatout"
     assert refusal(lambda: read(path)) == f"checkpoint '{path}' does not exist"
     assert "is a folder" in refusal(lambda: read(tmp_path))
@@ -292,7 +292,7 @@ def test_foreign_and_newer_safetensors_are_refused(tmp_path: Path) -> None:
     assert refusal(lambda: read(path)) == expected
 
 
-def test_unwritable_destinations_are_one_line(tmp_path: Path) -> None:
+def test_unwritable_destinations_are_errors_of_one_line(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
     (tmp_path / "folder").mkdir()

@@ -1,4 +1,4 @@
-"""Overlap: lag 0 is lockstep to the bit, lag 1 is the same run after run, and nothing is lost on the way."""
+"""Overlap: lag 0 equals lockstep to the bit, lag 1 is deterministic, and no step is lost."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def learned(env: Any = "CartPole-v1", steps: int = STEPS, **settings: Any) -> fl
 
 
 def with_children(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let even a short run overlap with collectors in processes of their own."""
+    """Let even a short run overlap with collectors in subprocesses."""
     monkeypatch.setattr("flatout.perf.decide.MIN_UPDATES", 0)
     monkeypatch.setattr("flatout.perf.decide.MIN_GAIN", {"waits": 0.0, "computes": 0.0})
     monkeypatch.setattr("flatout.perf.decide.MIN_ITERATIONS", {"waits": 0, "computes": 0})
@@ -62,7 +62,7 @@ def test_lag_forced_to_0_is_lockstep_to_the_bit(monkeypatch: pytest.MonkeyPatch)
     assert torch.equal(params(children), params(lockstep))
 
 
-def test_lag_1_is_the_same_however_and_however_often_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lag_1_is_deterministic_in_one_process_and_with_subprocesses(monkeypatch: pytest.MonkeyPatch) -> None:
     runs = [learned(overlap="on", executor="serial") for _ in range(2)]
     with_children(monkeypatch)
     runs += [learned() for _ in range(2)]
@@ -78,9 +78,7 @@ def test_lag_1_is_the_same_however_and_however_often_it_runs(monkeypatch: pytest
         assert agent.summary["env_steps"] == STEPS
 
 
-def test_a_run_that_was_stopped_goes_on_as_if_it_was_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with_children(monkeypatch)
     whole = learned()
     half = flatout.PPO("CartPole-v1", **SMALL)
@@ -92,7 +90,7 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_was_not(
     assert again.summary["env_steps"] == STEPS
 
 
-def test_no_step_is_taken_that_nobody_learns_from(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_collected_step_is_learned_from(monkeypatch: pytest.MonkeyPatch) -> None:
     agent = flatout.PPO("CartPole-v1", **SMALL, overlap="on", executor="serial")
     agent.learn(STEPS)
     assert agent._trainer is not None
@@ -100,7 +98,7 @@ def test_no_step_is_taken_that_nobody_learns_from(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("vtrace", [False, True])
-def test_an_old_policys_data_is_measured_and_weighed(vtrace: bool) -> None:
+def test_lag_is_measured_and_vtrace_changes_the_update(vtrace: bool) -> None:
     rows: list[dict[str, float]] = []
     agent = flatout.PPO("CartPole-v1", **SMALL, overlap="on", vtrace=vtrace, learning_rate=3e-3)
     agent.learn(STEPS, callback=lambda progress: rows.append(dict(progress.metrics)))
@@ -113,7 +111,7 @@ def test_an_old_policys_data_is_measured_and_weighed(vtrace: bool) -> None:
     assert torch.equal(params(agent), params(plain)) is not vtrace
 
 
-def test_a_policy_that_moves_too_fast_falls_back_to_lockstep() -> None:
+def test_a_policy_that_changes_too_fast_falls_back_to_lockstep() -> None:
     rows: list[dict[str, float]] = []
     agent = flatout.PPO(
         "CartPole-v1",
@@ -130,7 +128,7 @@ def test_a_policy_that_moves_too_fast_falls_back_to_lockstep() -> None:
     assert "train/lag_kl" not in rows[-1]  # the last rollouts were collected by the policy of their time
 
 
-def test_waiting_envs_overlap_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_overlap_is_on_by_default_for_envs_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     with_children(monkeypatch)
     slow = Script(seconds=(0.001, 0.003))
     agent = learned(lambda: Counter(slow), steps=4 * 16 * 3)

@@ -1,4 +1,4 @@
-"""The page in a real browser, from the disk: it draws, it zooms, and the console stays empty."""
+"""The page in a real browser, opened from disk: it draws, zooms and logs no errors."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def colors(browser: webdriver.Chrome) -> int:
     return int(browser.execute_script(script))
 
 
-def test_a_finished_run_draws_zooms_and_says_no_error(browser: webdriver.Chrome, tmp_path: Path) -> None:
+def test_a_finished_run_is_drawn_and_zoomed_without_errors(browser: webdriver.Chrome, tmp_path: Path) -> None:
     open_page(browser, write_report(write_run(tmp_path / "a"), [FINDING]))
     assert browser.find_element(By.ID, "verdict").text.startswith("Finished: 50,000 env steps")
     assert browser.find_element(By.CSS_SELECTOR, "#findings code").text == "--overlap on"
@@ -102,7 +102,7 @@ def test_a_finished_run_draws_zooms_and_says_no_error(browser: webdriver.Chrome,
     assert console(browser) == []
 
 
-def test_hovering_tells_phase_and_length(browser: webdriver.Chrome, tmp_path: Path) -> None:
+def test_hovering_shows_phase_and_length(browser: webdriver.Chrome, tmp_path: Path) -> None:
     open_page(browser, write_report(write_run(tmp_path / "a", gpu=True)))
     gantt = browser.find_element(By.ID, "gantt")
     tip = browser.find_element(By.ID, "tip")
@@ -122,7 +122,7 @@ def test_hovering_tells_phase_and_length(browser: webdriver.Chrome, tmp_path: Pa
     assert console(browser) == []
 
 
-def test_the_curve_turns_to_wall_time(browser: webdriver.Chrome, tmp_path: Path) -> None:
+def test_the_curve_switches_to_wall_time(browser: webdriver.Chrome, tmp_path: Path) -> None:
     open_page(browser, write_report(write_run(tmp_path / "a")))
     curve = browser.find_element(By.ID, "curve")
     assert "50 k" in curve.text
@@ -134,7 +134,7 @@ def test_the_curve_turns_to_wall_time(browser: webdriver.Chrome, tmp_path: Path)
 
 @pytest.mark.parametrize("width", [360, 800])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_narrow_and_dark_pages_fit_and_change_their_ground(
+def test_narrow_pages_fit_and_dark_mode_changes_the_background(
     browser: webdriver.Chrome, tmp_path: Path, width: int, scheme: str
 ) -> None:
     size = {"width": width, "height": 800, "deviceScaleFactor": 2, "mobile": True}

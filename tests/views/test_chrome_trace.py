@@ -45,7 +45,7 @@ def threads(events: list[dict[str, Any]]) -> dict[str, int]:
     return {e["args"]["name"]: e["pid"] for e in events if e["name"] == "thread_name"}
 
 
-def test_a_trace_keeps_the_formats_rules_and_the_seconds(tmp_path: Path) -> None:
+def test_a_trace_follows_the_format_and_keeps_the_seconds(tmp_path: Path) -> None:
     events = trace(tmp_path, lockstep())
     assert_valid(events)
     assert threads(events) == {"learner": 1, "collector 0": 1}
@@ -79,7 +79,7 @@ def test_without_a_gpu_only_the_cores_are_counted(tmp_path: Path) -> None:
     assert counters[0]["args"]["value"] == pytest.approx(72.5)
 
 
-def test_a_cut_file_still_gives_a_sound_trace(tmp_path: Path) -> None:
+def test_a_cut_file_still_gives_a_valid_trace(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "spans.jsonl", lockstep())
     cut(path, 1000)
     assert_valid(

@@ -10,7 +10,7 @@ from flatout.views.display import PlainDisplay, make_display, plain_line
 from tests.runlog.progress_examples import progress
 
 
-def test_a_line_says_it_all() -> None:
+def test_a_line_has_all_figures() -> None:
     assert plain_line(progress()) == (
         "  25 %  125,000 steps  18,200 steps/s  return 143.2 ± 30.1  learner busy 61 %  21 s left"
     )
@@ -19,7 +19,7 @@ def test_a_line_says_it_all() -> None:
     )
 
 
-def test_early_figures_that_are_not_known_are_dashes() -> None:
+def test_unknown_figures_are_dashes() -> None:
     early = progress(return_mean=None, return_std=None, steps_per_second=0.0, learner_busy=math.nan)
     assert plain_line(early) == "  25 %  125,000 steps  0.0 steps/s  return –  learner busy –  – left"
 
@@ -44,7 +44,9 @@ def test_a_pipe_gets_plain_lines_header_first_and_the_end_always() -> None:
     ("minutes", "fewest", "most"),
     [(0.02, 1, 3), (0.2, 3, 4), (1, 9, 12), (60, 55, 65)],
 )
-def test_lines_come_seldom_but_come(minutes: float, fewest: int, most: int) -> None:
+def test_the_number_of_lines_is_limited_in_short_and_long_runs(
+    minutes: float, fewest: int, most: int
+) -> None:
     stream = io.StringIO()
     display = make_display(stream)
     for nth in range(1, 5001):
@@ -56,7 +58,7 @@ def test_lines_come_seldom_but_come(minutes: float, fewest: int, most: int) -> N
     assert lines[-1].startswith(" 100 %")
 
 
-def test_a_reader_that_went_away_does_not_end_the_run() -> None:
+def test_a_closed_pipe_does_not_end_the_run() -> None:
     read, write = os.pipe()
     stream = os.fdopen(write, "w")
     display = make_display(stream)

@@ -1,4 +1,4 @@
-"""The live view on a real pseudo-terminal: what a person sees at several widths, and that nothing breaks it."""
+"""The live view on a pseudo-terminal of several widths, and with odd figures."""
 
 from __future__ import annotations
 

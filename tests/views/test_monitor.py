@@ -1,4 +1,4 @@
-"""What the monitor makes of run folders in any state, and that a look at a large one is cheap."""
+"""The monitor on run folders in any state, and the cost of reading a large one."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def write_lines(path: Path, *records: Mapping[str, Any]) -> None:
 
 
 def make_run(path: Path, **progress: Any) -> Path:
-    """A run that this very process might be doing, 30 seconds old."""
+    """The folder of a run of this process, 30 seconds old."""
     path.mkdir(parents=True)
     config = {"env": "CartPole-v1", "algo": "ppo", "timesteps": 500_000}
     (path / "config.json").write_text(json.dumps(config))
@@ -80,7 +80,7 @@ def text_of(moment: Moment, columns: int = 80, lines: int | None = None, waits: 
     return captured.get()
 
 
-def test_a_run_that_goes_on_is_found_and_told_in_full(tmp_path: Path) -> None:
+def test_a_running_run_is_found_and_shown_completely(tmp_path: Path) -> None:
     make_run(tmp_path / "first")
     (job,) = look(runs_dir=tmp_path).jobs
     assert (job.name, job.status, job.env, job.algo) == ("first", "running", "CartPole-v1", "ppo")
@@ -96,7 +96,7 @@ def test_a_run_that_goes_on_is_found_and_told_in_full(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("columns", [60, 80, 120])
-def test_its_screen_tells_all_of_it_without_colours(columns: int, tmp_path: Path) -> None:
+def test_its_screen_is_complete_without_colours(columns: int, tmp_path: Path) -> None:
     make_run(tmp_path / "first")
     moment = Monitor(tmp_path).read(cells_for(columns))
     text = text_of(moment, columns)
@@ -129,7 +129,7 @@ def test_cores_memory_and_no_gpu(tmp_path: Path) -> None:
     assert "kernels" not in text
 
 
-def test_a_gpu_as_its_newest_sample_tells(tmp_path: Path) -> None:
+def test_a_gpu_is_shown_by_its_newest_sample(tmp_path: Path) -> None:
     run = make_run(tmp_path / "first", device="cuda")
     gpu = {
         "utilization": 0.63,
@@ -170,7 +170,7 @@ def test_a_killed_run_is_shown_when_it_is_named(tmp_path: Path) -> None:
     assert look(runs_dir=tmp_path).jobs == []
 
 
-def test_an_ended_run_tells_how_and_a_resumed_one_goes_on(tmp_path: Path) -> None:
+def test_an_ended_run_shows_how_it_ended_and_a_resumed_one_is_running(tmp_path: Path) -> None:
     run = make_run(tmp_path / "first")
     summary = {"status": "stopped", "env": "CartPole-v1", "algo": "ppo", "env_steps": 4000}
     (run / "summary.json").write_text(json.dumps(summary))
@@ -183,7 +183,7 @@ def test_an_ended_run_tells_how_and_a_resumed_one_goes_on(tmp_path: Path) -> Non
     assert look(run).jobs[0].status == "running"
 
 
-def test_a_run_that_has_told_nothing_yet(tmp_path: Path) -> None:
+def test_a_run_without_progress_yet_is_shown(tmp_path: Path) -> None:
     run = tmp_path / "new"
     run.mkdir()
     assert "new · not started" in text_of(look(run))
@@ -194,14 +194,14 @@ def test_a_run_that_has_told_nothing_yet(tmp_path: Path) -> None:
     assert "collecting the first rollout" in text_of(look(runs_dir=tmp_path))
 
 
-def test_no_run_and_no_folder_are_said(tmp_path: Path) -> None:
+def test_missing_runs_and_folders_are_reported(tmp_path: Path) -> None:
     text = text_of(look(runs_dir=tmp_path), columns=200, waits=True)
     assert f"no run is running in {tmp_path}/; waiting" in text
     text = text_of(look(runs_dir=tmp_path / "gone"), columns=200)
     assert f"{tmp_path}/gone/ does not exist\n" in text
 
 
-def test_new_runs_are_taken_up_and_ended_ones_stay(tmp_path: Path) -> None:
+def test_new_runs_appear_and_ended_ones_stay(tmp_path: Path) -> None:
     monitor = Monitor(tmp_path)
     assert monitor.read().jobs == []
     run = make_run(tmp_path / "first")
@@ -248,7 +248,7 @@ def test_nothing_in_a_folder_can_break_it(name: str, content: bytes, tmp_path: P
     assert json.loads(json.dumps(asdict(look(run))))["jobs"][0]["name"] == "first"
 
 
-def test_text_from_a_folder_cannot_steer_the_terminal(tmp_path: Path) -> None:
+def test_text_from_a_folder_cannot_control_the_terminal(tmp_path: Path) -> None:
     executor = {"kind": "\x1b[2J[bold]x[/bold]"}
     run = make_run(tmp_path / "first", env="\x1b]0;title\x07[red]", executor=executor)
     text = text_of(look(run))
@@ -257,7 +257,7 @@ def test_text_from_a_folder_cannot_steer_the_terminal(tmp_path: Path) -> None:
     assert "[red]" in text
 
 
-def test_a_low_terminal_shows_less_of_each_run_and_never_too_much(tmp_path: Path) -> None:
+def test_a_low_terminal_shows_less_of_each_run(tmp_path: Path) -> None:
     for nth in range(12):
         make_run(tmp_path / f"run{nth:02d}")
     moment = look(runs_dir=tmp_path)
@@ -279,7 +279,7 @@ def test_many_collectors_are_summed_up(tmp_path: Path) -> None:
     assert "… 35 more, busy 67 %" in text
 
 
-def test_a_second_look_reads_only_what_is_new(tmp_path: Path) -> None:
+def test_a_second_read_reads_only_new_lines(tmp_path: Path) -> None:
     run = make_run(tmp_path / "first")
     write_lines(run / "spans.jsonl", *(span("learner", 30 + n, 31 + n, update=1.0) for n in range(40_000)))
     reader = JobReader(run)

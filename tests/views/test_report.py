@@ -67,7 +67,7 @@ def test_the_page_holds_verdict_findings_figures_and_nothing_from_elsewhere(tmp_
     assert page.data["time"]["gpu"][20] == pytest.approx(0.58, abs=0.04)
 
 
-def test_what_users_named_cannot_break_the_page(tmp_path: Path) -> None:
+def test_names_given_by_users_cannot_break_the_page(tmp_path: Path) -> None:
     nasty = "</script><script>alert(1)</script>"
     folder = write_run(tmp_path / "a", config=CONFIG | {"env": nasty, "env_kwargs": {nasty: nasty}})
     write_lines(folder / "spans.jsonl", chain("learner", [(nasty, 1.0), ("update", 1.0)]))
@@ -112,7 +112,7 @@ def test_a_killed_and_an_empty_run_say_what_is_missing(tmp_path: Path) -> None:
     assert "n_envs" in page.text
 
 
-def test_lost_envs_are_told_with_their_traceback(tmp_path: Path) -> None:
+def test_lost_envs_are_shown_with_their_traceback(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "a")
     (folder / "faults.log").write_text("2026-11-16 env 3 died\nTraceback <here>\n")
     text = Page(report_page(read_run(folder))).text
@@ -120,7 +120,7 @@ def test_lost_envs_are_told_with_their_traceback(tmp_path: Path) -> None:
     assert "Traceback <here>" in text
 
 
-def test_a_folder_that_is_no_run_is_refused_and_left_alone(tmp_path: Path) -> None:
+def test_a_folder_without_a_run_is_refused_and_left_alone(tmp_path: Path) -> None:
     with pytest.raises(FlatoutError, match="is not a run"):
         write_report(tmp_path)
     assert list(tmp_path.iterdir()) == []

@@ -39,7 +39,7 @@ FULL: dict[str, Any] = {
 }
 
 
-def test_a_finished_run_tells_what_it_reached_and_where_the_time_went() -> None:
+def test_a_finished_run_shows_its_result_and_where_the_time_went() -> None:
     lines = summary_text(FULL).splitlines()
     assert len(lines) <= 12
     assert lines[0] == "finished      500,000 env steps in 27.4 s, 18,222 steps/s, after 1.2 s to start"
@@ -52,14 +52,14 @@ def test_a_finished_run_tells_what_it_reached_and_where_the_time_went() -> None:
     assert lines[-1] == "folder        runs/x"
 
 
-def test_nothing_known_is_no_error() -> None:
+def test_an_empty_summary_is_no_error() -> None:
     assert summary_text({}) == "ended         0 env steps\nreturn        not known: no episode ended"
     nulls = dict.fromkeys(FULL)
     assert "None" not in summary_text(nulls)
     assert "nan" not in summary_text({**FULL, "return_mean": float("nan"), "wall_seconds": float("nan")})
 
 
-def test_a_missed_target_and_repairs_are_told() -> None:
+def test_a_missed_target_and_restarts_are_shown() -> None:
     text = summary_text(
         {
             **FULL,

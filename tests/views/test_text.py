@@ -54,7 +54,7 @@ def test_a_killed_run_shows_what_is_there_and_says_what_is_missing(tmp_path: Pat
     assert "spans.jsonl ends in an incomplete line" in text.replace("\n              ", " ")
 
 
-def test_a_run_that_goes_on_is_no_fault(tmp_path: Path) -> None:
+def test_a_running_run_is_reported_as_running(tmp_path: Path) -> None:
     folder = write_killed_run(tmp_path / "a")
     progress = json.loads((folder / "progress.json").read_text()) | {"pid": os.getpid()}
     (folder / "progress.json").write_text(json.dumps(progress))
@@ -70,7 +70,7 @@ def test_the_summary_before_a_resume_is_not_the_end(tmp_path: Path) -> None:
     assert report_text(folder).startswith("Killed: 31,000 env steps")
 
 
-def test_without_summary_and_progress_the_metrics_tell(tmp_path: Path) -> None:
+def test_without_summary_and_progress_the_metrics_are_used(tmp_path: Path) -> None:
     folder = write_killed_run(tmp_path / "a")
     (folder / "progress.json").unlink()
     os.utime(folder / "samples.jsonl", (1, 1))  # a fresh one would mean that it is running
@@ -93,7 +93,7 @@ def test_an_empty_run_folder_says_what_is_missing(tmp_path: Path) -> None:
     assert records.idle == {}
 
 
-def test_without_spans_the_summarys_phases_tell_where_the_time_went(tmp_path: Path) -> None:
+def test_without_spans_the_summarys_phases_are_used(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "a")
     (folder / "spans.jsonl").unlink()
     assert (
@@ -106,7 +106,7 @@ def test_without_spans_the_summarys_phases_tell_where_the_time_went(tmp_path: Pa
     "name", ["config.json", "summary.json", "system.json", "metrics.csv", "samples.jsonl"]
 )
 @pytest.mark.parametrize("content", [b"", b"\xff\x00{", b"[]", b'{"a": 1}\n{"t": "x"}\n'])
-def test_no_broken_file_ends_in_an_error(tmp_path: Path, name: str, content: bytes) -> None:
+def test_broken_files_never_raise(tmp_path: Path, name: str, content: bytes) -> None:
     folder = write_run(tmp_path / "a")
     (folder / name).write_bytes(content)
     text = report_text(folder)
@@ -116,6 +116,6 @@ def test_no_broken_file_ends_in_an_error(tmp_path: Path, name: str, content: byt
     assert "None" not in text
 
 
-def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FlatoutError, match=r"is not a run: it has no config\.json"):
         report_text(tmp_path)
