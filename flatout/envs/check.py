@@ -20,8 +20,7 @@ import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-from flatout.envs.batched import BatchedEnvs, BatchedKind
-from flatout.envs.make import EnvFactory
+from flatout.envs.make import BatchedEnvs, BatchedKind, EnvFactory
 from flatout.envs.spaces import MASK_KEY, logit_sizes
 from flatout.envs.wrappers import Blocking, MaskFromInfo, blocking
 from flatout.errors import EnvError, is_engine_file, one_line

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from flatout.envs.batched import BatchedEnvs, BatchedKind, batched_kind
 from flatout.envs.check import (
     EnvInfo,
     call,
@@ -24,7 +23,7 @@ from flatout.envs.check import (
     simple_parts,
     validate_spaces,
 )
-from flatout.envs.make import EnvFactory
+from flatout.envs.make import BatchedEnvs, BatchedKind, EnvFactory, batched_kind
 from flatout.envs.spaces import MASK_KEY
 from flatout.envs.wrappers import blocking
 from flatout.errors import EnvError

@@ -16,8 +16,7 @@ import torch
 from gymnasium.vector import VectorEnv
 from torch import Tensor
 
-from flatout.envs.batched import TensorEnvs, batched_kind
-from flatout.envs.make import EnvFactory
+from flatout.envs.make import EnvFactory, TensorEnvs, batched_kind
 from flatout.envs.spaces import Array, ObsLayout
 from flatout.errors import EnvError, FlatoutError, one_line
 from flatout.executors.base import EnvSet, Executor, Step, alloc_step

@@ -76,11 +76,11 @@ def read(path: Path) -> Checkpoint:
     return Checkpoint(tensors, json.loads(state), SavedArrays(replay) if replay.exists() else None)
 
 
+@dataclass(frozen=True, slots=True)
 class CheckpointFolder:
     """A run's checkpoints: the last two by env steps, and the best."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    path: Path
 
     def save(self, checkpoint: Checkpoint, env_steps: int) -> Path:
         """Write the checkpoint of `env_steps`; keep it and the one before it, delete the other steps."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -37,8 +38,8 @@ class TrainState:
     best_return: float | None = None
     target_reached_seconds: float | None = None
     target_reached_steps: int | None = None
-    returns: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
-    lengths: deque[int] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    returns: deque[float] = field(default_factory=partial(deque, maxlen=WINDOW))
+    lengths: deque[int] = field(default_factory=partial(deque, maxlen=WINDOW))
 
     @property
     def return_mean(self) -> float | None:
