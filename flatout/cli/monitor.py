@@ -69,12 +69,12 @@ def _watch(monitor: Monitor, stream: SafeStream, interval: float) -> None:
         with Live(console=console, screen=True, auto_refresh=False, vertical_overflow="crop") as live:
             while True:
                 console.size = ConsoleDimensions(*stream.columns_and_lines())
-                moment = monitor.read(cells_for(console.width))
-                if monitor.has_ended(moment):
+                state = monitor.read(cells_for(console.width))
+                if monitor.has_ended(state):
                     break
-                live.update(screen(moment, console.width, console.height, waits=True), refresh=True)
+                live.update(screen(state, console.width, console.height, waits=True), refresh=True)
                 time.sleep(interval)
-        console.print(screen(moment, console.width))
+        console.print(screen(state, console.width))
     except KeyboardInterrupt:
         pass
 

@@ -325,7 +325,7 @@ def idle_gpu(case: Case) -> Finding | None:
 def copies(case: Case) -> Finding | None:
     """Rollouts that take long to reach the device."""
     share = case.phases.get(Phase.STAGE, 0.0)
-    if share < 0.1:
+    if share < 0.1 or not case.settings.on_device:
         return None
     return case.finding(
         "copies",

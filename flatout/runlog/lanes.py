@@ -21,7 +21,7 @@ WAITS: dict[str, str] = {
 
 CAUSES: dict[str, str] = WAITS | {
     Phase.WAIT: "waiting for data",
-    Phase.STAGE: "copying to the device",
+    Phase.STAGE: "staging data",
     Phase.RECORD: "writing records",
     Phase.COMPILE: "compiling",
     Phase.EVALUATE: "evaluating",

@@ -43,7 +43,7 @@ class Strip:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """A run at one moment; None for what is not known."""
+    """The state of a run; None for what is not known."""
 
     name: str
     status: str
@@ -213,7 +213,7 @@ def _float(text: str) -> float | None:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Moment:
+class MonitorState:
     """The machine and its runs at one time."""
 
     cores: list[float]
@@ -241,7 +241,7 @@ class Monitor:
         self._no_gpu: str | None = None
         self._loads: list[float] = []
 
-    def read(self, n_cells: int = 60) -> Moment:
+    def read(self, n_cells: int = 60) -> MonitorState:
         """The machine and its runs now, each strip with `n_cells` cells."""
         if not self._is_named:
             self._find()
@@ -251,7 +251,7 @@ class Monitor:
         memory = psutil.virtual_memory()
         interval = None if self._loads else _FIRST_SECONDS
         self._loads = psutil.cpu_percent(interval, percpu=True)
-        return Moment(
+        return MonitorState(
             cores=[load / 100 for load in self._loads],
             memory=memory.total - memory.available,
             memory_total=memory.total,
@@ -261,9 +261,9 @@ class Monitor:
             note="" if any(job.status == "running" for job in jobs) else self._note(),
         )
 
-    def has_ended(self, moment: Moment) -> bool:
+    def has_ended(self, state: MonitorState) -> bool:
         """Whether all named runs have ended."""
-        return self._is_named and not any(job.status == "running" for job in moment.jobs)
+        return self._is_named and not any(job.status == "running" for job in state.jobs)
 
     def _find(self) -> None:
         """Add running runs; a run stays until its folder is removed."""

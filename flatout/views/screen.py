@@ -14,7 +14,7 @@ from flatout.runlog.jsonl import number
 from flatout.timing import Phase
 from flatout.views.figures import count, duration, mean_and_std, percent, rate, share_done
 from flatout.views.live import FIRST_ROLLOUT, LEVELS, bar, figure, fitting, framed, sparkline, steps_row
-from flatout.views.monitor import Job, Moment, Strip
+from flatout.views.monitor import Job, MonitorState, Strip
 
 WIDEST = 140
 _SILENT_SECONDS = 10.0
@@ -58,18 +58,20 @@ def cells_for(columns: int) -> int:
     return max(8, min(_LONGEST, _inner(columns) - LABEL_CELLS - _BUSY_CELLS))
 
 
-def screen(moment: Moment, columns: int, lines: int | None = None, waits: bool = False) -> RenderableType:
+def screen(
+    state: MonitorState, columns: int, lines: int | None = None, waits: bool = False
+) -> RenderableType:
     """The whole screen in at most `lines` lines; `waits`: the monitor keeps looking for runs."""
     width = min(columns, WIDEST)
-    top = gauges(moment, width)
-    if moment.note:
-        top.append(Text(f"{moment.note}{'; waiting' if waits else ''}", "bold"))
+    top = gauges(state, width)
+    if state.note:
+        top.append(Text(f"{state.note}{'; waiting' if waits else ''}", "bold"))
     for most in _LANES:
-        jobs = [_lines(job, _inner(columns), most) for job in moment.jobs]
+        jobs = [_lines(job, _inner(columns), most) for job in state.jobs]
         if lines is None or len(top) + sum(len(job) + 2 for job in jobs) <= lines:
-            panels = [_panel(job, body, width) for job, body in zip(moment.jobs, jobs, strict=True)]
+            panels = [_panel(job, body, width) for job, body in zip(state.jobs, jobs, strict=True)]
             return Group(*top, *panels)
-    return Group(*top, *_briefly(moment.jobs, width, max(1, (lines or 0) - len(top))))
+    return Group(*top, *_briefly(state.jobs, width, max(1, (lines or 0) - len(top))))
 
 
 def _inner(columns: int) -> int:
@@ -224,15 +226,15 @@ def _explained(phase: str, meanings: Mapping[str, str]) -> Text:
     return Text.assemble(_PHASES.get(phase, _OTHER), f" {meanings.get(phase, phase)}")
 
 
-def gauges(moment: Moment, width: int) -> list[Text]:
+def gauges(state: MonitorState, width: int) -> list[Text]:
     """The machine in a few lines."""
-    share = share_done(moment.memory, moment.memory_total)
-    used = f"{_gigabytes(moment.memory)} of {_gigabytes(moment.memory_total)} ({percent(share)})"
+    share = share_done(state.memory, state.memory_total)
+    used = f"{_gigabytes(state.memory)} of {_gigabytes(state.memory_total)} ({percent(share)})"
     return [
-        *_cores(moment.cores, width),
+        *_cores(state.cores, width),
         _gauge("memory", share, Text(used), width),
-        *([Text(moment.no_gpu, "dim", no_wrap=True, overflow="ellipsis")] if moment.no_gpu else []),
-        *(line for device, gpu in moment.gpus.items() for line in _gpu(device, gpu, width)),
+        *([Text(state.no_gpu, "dim", no_wrap=True, overflow="ellipsis")] if state.no_gpu else []),
+        *(line for device, gpu in state.gpus.items() for line in _gpu(device, gpu, width)),
     ]
 
 

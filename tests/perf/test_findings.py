@@ -88,7 +88,7 @@ CASES: list[tuple[str, Case, tuple[str, ...]]] = [
     ),
     ("memory near the limit", case(CARTPOLE, CHILD, memory_share=0.95), ("--n-steps", "16")),
     ("throttled", case(CARTPOLE, CHILD, throttled=("power cap",)), ()),
-    ("copies", case(CARTPOLE, SETTINGS, phases={"stage": 0.2}), ("--overlap", "on")),
+    ("copies", case(CARTPOLE, replace(SETTINGS, on_device=True), phases={"stage": 0.2}), ("--overlap", "on")),
     (
         "GPU slower than CPU",
         case(

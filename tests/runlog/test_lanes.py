@@ -52,7 +52,7 @@ def test_the_learners_waiting_is_split_by_what_the_collectors_did(tmp_path: Path
     )
     assert next(iter(causes)) == "waiting for envs"
     slow = idle_causes(read_spans(write_lines(tmp_path / "t", overlap())))
-    assert slow["copying to the device"] == pytest.approx(24 * 0.02)
+    assert slow["staging data"] == pytest.approx(24 * 0.02)
     assert slow["waiting for envs"] > slow["waiting for inference"] > 0
     assert "waiting for data" not in slow
 

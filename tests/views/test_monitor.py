@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from flatout.views.monitor import Job, JobReader, Moment, Monitor
+from flatout.views.monitor import Job, JobReader, Monitor, MonitorState
 from flatout.views.screen import cells_for, screen
 
 HEADER = {"began": 1_700_000_000.0, "offset": 0.0, "version": 1}
@@ -69,14 +69,14 @@ def make_run(path: Path, **progress: Any) -> Path:
     return path
 
 
-def look(*named: Path, runs_dir: Path = Path("nowhere")) -> Moment:
+def look(*named: Path, runs_dir: Path = Path("nowhere")) -> MonitorState:
     return Monitor(runs_dir, named).read()
 
 
-def text_of(moment: Moment, columns: int = 80, lines: int | None = None, waits: bool = False) -> str:
+def text_of(state: MonitorState, columns: int = 80, lines: int | None = None, waits: bool = False) -> str:
     console = Console(width=columns, color_system=None, highlight=False, force_terminal=False)
     with console.capture() as captured:
-        console.print(screen(moment, columns, lines, waits))
+        console.print(screen(state, columns, lines, waits))
     return captured.get()
 
 
@@ -98,8 +98,8 @@ def test_a_running_run_is_found_and_shown_completely(tmp_path: Path) -> None:
 @pytest.mark.parametrize("columns", [60, 80, 120])
 def test_its_screen_is_complete_without_colours(columns: int, tmp_path: Path) -> None:
     make_run(tmp_path / "first")
-    moment = Monitor(tmp_path).read(cells_for(columns))
-    text = text_of(moment, columns)
+    state = Monitor(tmp_path).read(cells_for(columns))
+    text = text_of(state, columns)
     assert max(map(len, text.splitlines())) == columns
     for words in (
         "first · running · CartPole-v1 · PPO · cpu",
@@ -118,11 +118,11 @@ def test_its_screen_is_complete_without_colours(columns: int, tmp_path: Path) ->
 
 def test_cores_memory_and_no_gpu(tmp_path: Path) -> None:
     make_run(tmp_path / "first")
-    moment = look(runs_dir=tmp_path)
-    assert len(moment.cores) == os.cpu_count()
-    assert 0 < moment.memory < moment.memory_total
-    assert moment.gpus == {}
-    text = text_of(replace(moment, cores=[0.0, 1.0] * 32, no_gpu="no NVIDIA GPU: no driver answers"))
+    state = look(runs_dir=tmp_path)
+    assert len(state.cores) == os.cpu_count()
+    assert 0 < state.memory < state.memory_total
+    assert state.gpus == {}
+    text = text_of(replace(state, cores=[0.0, 1.0] * 32, no_gpu="no NVIDIA GPU: no driver answers"))
     assert "cores    ▁█▁█" in text
     assert "memory   ━" in text
     assert "no NVIDIA GPU: no driver answers\n" in text
@@ -161,12 +161,12 @@ def test_a_killed_run_is_shown_when_it_is_named(tmp_path: Path) -> None:
         deadline = time.monotonic() + 10
         while look(run).jobs[0].status == "running" and time.monotonic() < deadline:
             time.sleep(0.05)
-    moment = look(run)
-    assert moment.jobs[0].status == "killed"
-    assert moment.jobs[0].seconds_left is None
-    assert "first · killed" in text_of(moment)
+    state = look(run)
+    assert state.jobs[0].status == "killed"
+    assert state.jobs[0].seconds_left is None
+    assert "first · killed" in text_of(state)
     # All of it, not just the last minute.
-    assert set(moment.jobs[0].strips[0].cells) == {"wait", "update"}
+    assert set(state.jobs[0].strips[0].cells) == {"wait", "update"}
     assert look(runs_dir=tmp_path).jobs == []
 
 
@@ -218,10 +218,10 @@ def test_a_named_run_is_over_when_its_folder_goes(tmp_path: Path) -> None:
     monitor = Monitor(tmp_path, [run])
     assert not monitor.has_ended(monitor.read())
     run.rename(tmp_path / "elsewhere")
-    moment = monitor.read()
-    assert monitor.has_ended(moment)
-    assert "first · gone" in text_of(moment)
-    assert "125,000 of 500,000" in text_of(moment)
+    state = monitor.read()
+    assert monitor.has_ended(state)
+    assert "first · gone" in text_of(state)
+    assert "125,000 of 500,000" in text_of(state)
 
 
 @pytest.mark.parametrize(
@@ -260,13 +260,13 @@ def test_text_from_a_folder_cannot_control_the_terminal(tmp_path: Path) -> None:
 def test_a_low_terminal_shows_less_of_each_run(tmp_path: Path) -> None:
     for nth in range(12):
         make_run(tmp_path / f"run{nth:02d}")
-    moment = look(runs_dir=tmp_path)
+    state = look(runs_dir=tmp_path)
     for lines in (200, 60, 24, 10, 6):
-        text = text_of(moment, 80, lines)
+        text = text_of(state, 80, lines)
         assert len(text.splitlines()) <= lines
         assert "run00 · running" in text
-    assert "run11 · running" in text_of(moment, 80, 24)
-    assert "… 10 more" in text_of(moment, 80, 6)
+    assert "run11 · running" in text_of(state, 80, 24)
+    assert "… 10 more" in text_of(state, 80, 6)
 
 
 def test_many_collectors_are_summed_up(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ def test_the_page_holds_verdict_findings_figures_and_nothing_from_elsewhere(tmp_
         "--overlap on",
         "predicted: 1.6 × the speed, 8,200 steps/s, learner busy 80 %",
         "waiting for envs",
-        "copying to the device",
+        "staging data",
         "ppo.learning_rate",
         "AMD EPYC",
         "any kernel ran; not how full",
