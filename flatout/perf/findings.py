@@ -127,9 +127,10 @@ def env_computes(case: Case) -> Finding | None:
             settings=case.best,
         )
     all_at_work = settings.starts_processes or min(settings.n_cores, settings.n_envs) < 2
-    if case.now.collect_rate > 0.8 * case.now.learn_rate or not all_at_work:
-        return None
     most = settings.n_cores / costs.step_seconds
+    env_is_most = most < 2 * case.now.collect_rate  # of the time of collecting
+    if case.now.collect_rate > 0.8 * case.now.learn_rate or not all_at_work or not env_is_most:
+        return None
     return case.finding(
         "env computes",
         "the env's own computing is the limit, and every core is at it",

@@ -134,6 +134,13 @@ def test_a_short_run_is_not_told_to_start_processes() -> None:
     assert "env computes" not in [f.kind for f in diagnose(case(BURNS, SETTINGS, timesteps=2_000))]
 
 
+def test_a_cheaper_step_is_advised_only_if_steps_are_most_of_collecting() -> None:
+    both = replace(SETTINGS, in_subprocesses=True, n_collectors=2)
+    slow_policy = replace(CARTPOLE, act=((1, 5e-3), (32, 5e-3)))
+    assert "make a step cheaper" in diagnose(case(BURNS, both))[0].change
+    assert not any("make a step cheaper" in finding.change for finding in diagnose(case(slow_policy, both)))
+
+
 def test_an_env_that_cannot_be_pickled_is_not_told_to_use_processes() -> None:
     assert "env computes" not in [f.kind for f in diagnose(case(BURNS, SETTINGS, picklable=False))]
 
