@@ -166,7 +166,7 @@ def parse_what_if(text: str) -> dict[str, str]:
         if name == "gpu":
             card_teraflops(value)
         elif not _is_positive(value):
-            raise FlatoutError(f"--what-if {name}={value}: a number above 0 is wanted")
+            raise FlatoutError(f"--what-if {name}={value}: it must be a number above 0")
         wishes[name] = value
     return wishes
 

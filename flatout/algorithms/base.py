@@ -76,11 +76,12 @@ class AlgorithmConfig:
     def arithmetic(self, n_envs: int) -> str:
         """The batch arithmetic in one line."""
         total = n_envs * self.n_steps
-        n_minibatches = total // self.batch_size
+        n_minibatches, n_epochs = total // self.batch_size, self.epochs
+        n_updates = n_minibatches * n_epochs
         return (
             f"{n_envs} envs × {self.n_steps} steps = {total:,} total batch, "
             f"{n_minibatches} {'minibatch' if n_minibatches == 1 else 'minibatches'} of {self.batch_size} "
-            f"× {self.epochs} epochs = {n_minibatches * self.epochs} updates per iteration"
+            f"× {n_epochs} epoch{'s' * (n_epochs != 1)} = {n_updates} update{'s' * (n_updates != 1)} per iteration"
         )
 
 

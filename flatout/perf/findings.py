@@ -133,7 +133,7 @@ def env_computes(case: Case) -> Finding | None:
         return None
     return case.finding(
         "env computes",
-        "the env's own computing is the limit, and every core is at it",
+        "the env's own computing is the limit, and all cores are busy with it",
         evidence,
         f"make a step cheaper: {settings.n_cores} cores cannot step it more than {_rate(most)}",
     )
@@ -254,7 +254,7 @@ def useless_epochs(case: Case) -> Finding | None:
         return None
     settled = metrics.get("train/kl_settled", 0.0)
     if clipped >= MUCH_CLIPPED:
-        why = "much of what they push is clipped"
+        why = "much of their change is clipped"
     elif kl < NO_CHANGE:
         why = "they hardly move the policy"
     elif settled >= SETTLED:

@@ -63,7 +63,7 @@ def test_it_solves_cartpole_from_the_command_line(tmp_path: Path) -> None:
 def test_its_settings_are_flags_and_json() -> None:
     before = config(gae_lambda=0.5)
     assert before.n_envs == 16  # its recipe
-    assert before.arithmetic().endswith("1 minibatch of 128 × 1 epochs = 1 updates per iteration")
+    assert before.arithmetic().endswith("1 minibatch of 128 × 1 epoch = 1 update per iteration")
     assert RunConfig.from_json(json.loads(json.dumps(before.to_json())), "test") == before
     with pytest.raises(FlatoutError, match="--clip-range is a setting of PPO, not of A2C"):
         config(clip_range=0.1)

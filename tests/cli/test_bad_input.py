@@ -101,7 +101,7 @@ def assert_refused(
         ("doctor", "no env given"),
         ("doctor CartPol-v1", "did you mean 'CartPole-v1'"),
         ("doctor CartPole-v1 --what-if core=4", "did you mean 'cores'"),
-        ("doctor CartPole-v1 --what-if cores=none", "--what-if cores=none: a number above 0 is wanted"),
+        ("doctor CartPole-v1 --what-if cores=none", "--what-if cores=none: it must be a number above 0"),
         ("doctor CartPole-v1 --what-if gpu=rtx4080x", "unknown card; did you mean 'rtx"),
         ("tune CartPole-v1 --budget 1", "--budget is 1"),
         ("tune CartPole-v1 --out nowhere/x.json", "there is no folder nowhere"),
