@@ -206,7 +206,6 @@ class RaggedCollection:
         ready = np.flatnonzero(~writer.unfinished & ~self._away & following.unfinished)
         new = ready[following.cursor[ready] == 0]
         if len(new):
-            self._executor.remember(new)
             following.begin(self._executor.current, new)
         if len(ready):
             self._act_some(following, ready)

@@ -95,9 +95,9 @@ class EnvSet:
     _: KW_ONLY
     action: ActionLayout | None = None
     """Needed by executors that allocate memory for actions."""
-    replayable: bool | None = None
-    """Whether actions are logged, so that `restore` can replay each env. If not, callers may choose seeds. None: only
-    where envs compute; those that wait depend on the outside world."""
+    replayable: bool = True
+    """Whether actions are logged, so that `restore` can replay each env; if not, callers may choose seeds. Envs that
+    wait are never replayed, because they depend on the outside world."""
     infos: bool = False
     """Whether `infos` and `final_infos` are needed."""
     budget: RestartBudget | None = None
@@ -186,10 +186,6 @@ class Executor(Protocol):
 
     def mark(self) -> None:
         """Remember the current state as the one that `snapshot` describes."""
-        return
-
-    def remember(self, env_indices: Array) -> None:  # noqa: ARG002
-        """Let the next mark describe these envs as they are now, even if they have been sent on by then."""
         return
 
     def snapshot(self) -> dict[str, Array]:

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import math
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from queue import SimpleQueue
@@ -27,11 +26,9 @@ Doing = Literal["constructor", "reset", "step"]
 
 
 class Reset(NamedTuple):
-    """Command: begin a seeded episode and replay actions, if there are any."""
+    """Command: begin an episode; None: unseeded."""
 
     seed: int | None
-    actions: Iterable[Any] = ()
-    give_up_at: float = math.inf
     options: dict[str, Any] | None = None
 
 
@@ -39,8 +36,6 @@ class Act(NamedTuple):
     """Command: take one step."""
 
     action: Any
-    reset_seed: int | None
-    """The seed of the next episode if this step ends one; None: unseeded."""
 
 
 class Apply(NamedTuple):
@@ -61,7 +56,7 @@ class Outcome(NamedTuple):
     """Counts the envs that this index has had, so that reports of an abandoned env are ignored."""
     done: Doing
     obs: Any = None
-    """The env's own object; None after `constructor`, and after a replay that took too long."""
+    """The env's own object; None after `constructor`."""
     reward: Any = 0.0
     terminated: Any = False
     truncated: Any = False
@@ -101,7 +96,7 @@ class EnvWorker:
                     continue
                 if isinstance(command, Reset):
                     doing = "reset"
-                    obs, info = await self._replay(env, command)
+                    obs, info = await self._reset(env, command.seed, command.options)
                     self._report(Outcome(i, generation, doing, obs, info=info))
                     continue
                 doing = "step"
@@ -111,7 +106,7 @@ class EnvWorker:
                 final_obs = final_info = None
                 if terminated or truncated:
                     final_obs, final_info, doing = self._copy(obs), info, "reset"
-                    obs, info = await self._reset(env, command.reset_seed)
+                    obs, info = await self._reset(env)
                 seconds = perf_counter() - started
                 flags = reward, terminated, truncated
                 self._report(
@@ -136,22 +131,10 @@ class EnvWorker:
         return env
 
     async def _reset(
-        self, env: gym.Env[Any, Any], seed: int | None, options: dict[str, Any] | None = None
+        self, env: gym.Env[Any, Any], seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Any, dict[str, Any]]:
         result = env.reset(seed=seed, options=options) if options else env.reset(seed=seed)
         return await result if self._awaits else result  # type: ignore[misc]
-
-    async def _replay(self, env: gym.Env[Any, Any], command: Reset) -> tuple[Any, dict[str, Any]]:
-        """The observation and info after a reset and its actions; no observation when that took too long."""
-        obs, info = await self._reset(env, command.seed, command.options)
-        for action in command.actions:
-            if perf_counter() > command.give_up_at:
-                return None, {}
-            result = env.step(action)
-            obs, _, terminated, truncated, info = await result if self._awaits else result  # type: ignore[misc]
-            if terminated or truncated:
-                obs, info = await self._reset(env, None)
-        return obs, info
 
     async def _apply(self, env: gym.Env[Any, Any], command: Apply) -> None:
         """Answer the command; the caller gets what the function raises, and the env lives on."""

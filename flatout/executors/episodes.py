@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import numpy as np
 
@@ -22,8 +20,6 @@ from flatout.executors.base import Episode, Step
 RESEED_STEPS = 1_000
 MAX_LOG = 20_000
 """Steps kept for replay; an env whose episode is longer begins a new one after a resume."""
-ALL = -1
-"""In the action log: an entry with the actions of all envs."""
 
 
 def env_seed(seed: int, env_id: int, count: int) -> int:
@@ -112,163 +108,77 @@ def _all_finite() -> Callable[[Array, Array], bool]:
     return all_finite
 
 
-@dataclass(slots=True)
-class _EnvMark:
-    """One env at the moment that a mark should describe."""
-
-    values: dict[str, Any]
-    span: tuple[int, int]
-
-
 class ActionLog:
-    """How to replay each env: its last seed and, if `replayable`, the actions since.
-
-    All envs may step together (`add`) or each at its own pace (`add_one`).
-    """
+    """How to replay each env: its last seed and, if `replayable`, the actions since. All envs step together."""
 
     def __init__(self, env_ids: Array, seed: int, *, replayable: bool) -> None:
-        n_envs = len(env_ids)
         self.replayable = replayable
         self._env_ids, self._seed = env_ids, seed
-        self._seed_counts = [-1] * n_envs
-        self._next_seeds: dict[int, int] = {}
-        self._entries: list[tuple[int, Any]] = []
-        """(env index, its action), or (ALL, actions of all envs)."""
+        self._seed_counts = [-1] * len(env_ids)
+        self._actions: list[Array] = []
+        """The actions of all envs, by step."""
         self._n_dropped = 0
-        """Entries dropped from the front; positions in the log count them."""
-        self._n_together = 0
-        self._n_alone = [0] * n_envs
-        self._seeded_at = [0] * n_envs
-        """Position of each env's first entry since it was seeded."""
-        self._steps_before = [0] * n_envs
-        """Steps that each env had taken when it was seeded."""
+        """Steps dropped from the front of the log."""
+        self._seeded_at = [0] * len(env_ids)
+        """Steps taken, of those logged, when each env was seeded."""
         self._mark: dict[str, Array] = {}
-        self._spans: list[tuple[int, int]] = []
-        """Positions of the marked entries of each env: first, and one after the last."""
-        self._remembered: dict[int, _EnvMark] = {}
+        self._marked_at = 0
+
+    @property
+    def _n_steps(self) -> int:
+        return self._n_dropped + len(self._actions)
 
     def next_seed(self, i: int) -> int:
         """The seed of a new episode of env i that begins now."""
         self._seed_counts[i] += 1
-        self._seeded_at[i] = self._position
-        self._steps_before[i] = self._n_together + self._n_alone[i]
-        self._next_seeds.pop(i, None)
-        return self._seed_of(i, self._seed_counts[i])
+        self._seeded_at[i] = self._n_steps
+        return self._seed_of(i)
 
-    def is_due(self, i: int, n_coming: int = 0) -> bool:
-        """Whether env i should be seeded when its episode ends, after `n_coming` more steps."""
-        return self.replayable and self._age(i) + n_coming >= RESEED_STEPS
-
-    def seed_at_end(self, i: int) -> int | None:
-        """The seed of env i's next reset if its coming step ends the episode; None for most steps."""
-        if not self.is_due(i, 1):
-            return None
-        if i not in self._next_seeds:
-            self._next_seeds[i] = self._seed_of(i, self._seed_counts[i] + 1)
-        return self._next_seeds[i]
+    def is_due(self, i: int) -> bool:
+        """Whether env i, whose episode ends now, should be seeded again."""
+        return self.replayable and self._n_steps - self._seeded_at[i] >= RESEED_STEPS
 
     def add(self, actions: Array) -> None:
         """All envs take these actions."""
         if self.replayable:
-            self._entries.append((ALL, actions.copy()))
-            self._n_together += 1
-
-    def add_one(self, i: int, action: Any, *, ended: bool) -> None:
-        """Env i has taken this action; where it ended an episode, `seed_at_end` was used."""
-        if ended and self.seed_at_end(i) is not None:
-            self.next_seed(i)
-        else:
-            self._entries.append((i, action))
-            self._n_alone[i] += 1
+            self._actions.append(actions.copy())
 
     def mark(self, obs: ObsArrays, statistics: EpisodeStatistics) -> None:
-        """Remember the current state; entries are only appended, so positions are enough."""
-        n_envs, end = len(self._seeded_at), self._position
-        # Without actions no env may seem to be zero steps away from its seed.
-        ages = [self._age(i) if self.replayable else 1 for i in range(n_envs)]
+        """Remember the current state; actions are only appended, so a position is enough."""
+        self._marked_at = self._n_steps
+        ages = self._marked_at - np.array(self._seeded_at)
+        if not self.replayable:  # without actions no env may seem to be zero steps away from its seed
+            ages[:] = 1
         self._mark = {f"obs.{k}": array.copy() for k, array in enumerate(obs)}
         self._mark |= {"returns": statistics.returns.copy(), "lengths": statistics.lengths.copy()}
-        self._mark |= {"seed_counts": np.array(self._seed_counts), "ages": np.array(ages)}
-        self._spans = [(start, end) for start in self._seeded_at]
-        for i, then in self._remembered.items():
-            for name, value in then.values.items():
-                self._mark[name][i] = value
-            self._spans[i] = then.span
-        self._remembered = {}
-        self._trim()
-
-    def remember(self, env_indices: Array, obs: ObsArrays, statistics: EpisodeStatistics) -> None:
-        """Let the next mark describe these envs as they are now; the first call for an env counts."""
-        for i in env_indices.tolist():
-            if i not in self._remembered:
-                values: dict[str, Any] = {f"obs.{k}": array[i].copy() for k, array in enumerate(obs)}
-                values |= {"returns": statistics.returns[i], "lengths": statistics.lengths[i]}
-                values |= {"seed_counts": self._seed_counts[i]}
-                values |= {"ages": self._age(i)} if self.replayable else {}
-                self._remembered[i] = _EnvMark(values, (self._seeded_at[i], self._position))
+        self._mark |= {"seed_counts": np.array(self._seed_counts), "ages": ages}
+        oldest = self._marked_at - int(np.max(ages, where=ages <= MAX_LOG, initial=0))
+        if oldest - self._n_dropped > RESEED_STEPS:  # no env needs what came before
+            del self._actions[: oldest - self._n_dropped]
+            self._n_dropped = oldest
 
     def snapshot(self) -> dict[str, Array]:
-        """The last mark; the envs' actions (time, env, …) are aligned at their end."""
+        """The last mark, with the actions (time, env, …) that led to it."""
         assert self._mark, "call reset first"
         ages = self._mark["ages"]
-        n_envs, longest = len(ages), int(np.max(ages, where=ages <= MAX_LOG, initial=0))
-        actions: Array = np.zeros((0, n_envs))
-        if self.replayable and longest and not any(self._n_alone):
-            end = self._spans[0][1] - self._n_dropped
-            actions = np.stack([row for _, row in self._entries[end - longest : end]])
-        elif self.replayable and longest:
-            actions = self._align([self._actions_of(i) for i in range(n_envs)], longest)
-        return {**self._mark, "actions": actions}
+        longest, end = int(np.max(ages, where=ages <= MAX_LOG, initial=0)), self._marked_at - self._n_dropped
+        kept = self._actions[end - longest : end]
+        return {**self._mark, "actions": np.stack(kept) if kept else np.zeros((0, len(ages)))}
 
     def restore(self, snapshot: Mapping[str, Array]) -> list[tuple[int, Array] | None]:
         """Go on from a snapshot; returns each env's seed and actions, None where it must begin a new episode."""
         actions, n_kept = snapshot["actions"], len(snapshot["actions"])
-        self._entries, self._n_dropped = [(ALL, row) for row in actions], 0
-        self._n_together, self._n_alone = n_kept, [0] * len(self._n_alone)
-        self._next_seeds = {}
+        self._actions, self._n_dropped = list(actions) if self.replayable else [], 0
         replays: list[tuple[int, Array] | None] = []
         for i, (count, age) in enumerate(zip(snapshot["seed_counts"], snapshot["ages"], strict=True)):
             self._seed_counts[i] = int(count)
-            if not self.replayable or age > n_kept or count < 0:
-                replays.append(None)
-                continue
-            self._seeded_at[i] = self._steps_before[i] = n_kept - int(age)
-            replays.append((self._seed_of(i, int(count)), actions[n_kept - age :, i]))
+            self._seeded_at[i] = n_kept - int(age)
+            can_replay = self.replayable and age <= n_kept and count >= 0
+            replays.append((self._seed_of(i), actions[n_kept - age :, i]) if can_replay else None)
         return replays
 
-    @property
-    def _position(self) -> int:
-        return self._n_dropped + len(self._entries)
-
-    def _age(self, i: int) -> int:
-        """Steps that env i has taken since it was seeded."""
-        return self._n_together + self._n_alone[i] - self._steps_before[i]
-
-    def _actions_of(self, i: int) -> list[Any]:
-        if self._mark["ages"][i] > MAX_LOG:
-            return []
-        start, end = (position - self._n_dropped for position in self._spans[i])
-        return [a[i] if who == ALL else a for who, a in self._entries[start:end] if who in (ALL, i)]
-
-    def _align(self, by_env: list[list[Any]], longest: int) -> Array:
-        one = np.asarray(next(actions[0] for actions in by_env if actions))
-        out = np.zeros((longest, len(by_env), *one.shape), one.dtype)
-        for i, actions in enumerate(by_env):
-            if actions:
-                out[longest - len(actions) :, i] = actions
-        return out
-
-    def _trim(self) -> None:
-        """Drop entries that no env needs for its replay, now or at the mark."""
-        ages = self._mark["ages"]
-        starts = [start for (start, _), age in zip(self._spans, ages, strict=True) if age <= MAX_LOG]
-        oldest = min(starts, default=self._position)
-        if oldest - self._n_dropped > RESEED_STEPS:
-            del self._entries[: oldest - self._n_dropped]
-            self._n_dropped = oldest
-
-    def _seed_of(self, i: int, count: int) -> int:
-        return env_seed(self._seed, int(self._env_ids[i]), count)
+    def _seed_of(self, i: int) -> int:
+        return env_seed(self._seed, int(self._env_ids[i]), self._seed_counts[i])
 
 
 def merge_snapshots(parts: list[dict[str, Array]]) -> dict[str, Array]:

@@ -86,7 +86,7 @@ class ProcessExecutor(Executor):
         self.infos: list[dict[str, Any]] = [{} for _ in range(n_envs)]
         self.final_infos: dict[int, dict[str, Any]] = {}
         self._had_infos: set[int] = set()
-        self._is_open = envs.replayable is False
+        self._is_open = not envs.replayable
         self._obs_before = tuple(a.copy() for a in self._step.obs) if self._is_open else self._step.obs
         self._job_envs = replace(envs, budget=None)
         self.budget = envs.budget or RestartBudget(max_restarts, window_seconds)

@@ -38,7 +38,7 @@ class SerialExecutor(Executor):
         self._actions: Array = np.zeros(0)
         self._n_steps = 0
         self._statistics = EpisodeStatistics(envs.env_ids)
-        self._log = ActionLog(envs.env_ids, envs.seed, replayable=envs.replayable is not False)
+        self._log = ActionLog(envs.env_ids, envs.seed, replayable=envs.replayable)
         self._check = StepCheck(self._step, envs.env_ids)
 
     @property

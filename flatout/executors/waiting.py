@@ -47,7 +47,6 @@ from flatout.executors.episodes import ActionLog, EpisodeStatistics, StepCheck
 
 T = TypeVar("T")
 
-REPLAY_SECONDS = 60.0
 HOLD_SHARE = 0.025
 """How long the first env of a batch is held back when nobody set it, as a share of a step's duration."""
 MEMORY_STEPS = 500
@@ -76,7 +75,7 @@ class WaitingExecutor(Executor):
         self.env_ids, self._layout = envs.env_ids, envs.obs
         self._step = alloc_step(envs.obs, n_envs)
         self._statistics = EpisodeStatistics(envs.env_ids)
-        self._log = ActionLog(envs.env_ids, envs.seed, replayable=bool(envs.replayable))
+        self._log = ActionLog(envs.env_ids, envs.seed, replayable=False)
         self._check = StepCheck(self._step, envs.env_ids)
         self.budget = envs.budget or RestartBudget(max_restarts, window_seconds)
         self.infos: list[dict[str, Any]] = [{} for _ in range(n_envs)]
@@ -85,7 +84,6 @@ class WaitingExecutor(Executor):
         self._generations = [0] * n_envs
         self._asked: dict[int, Reset] = {}
         """The caller's resets under way; an env that is replaced meanwhile is reset in the same way."""
-        self._actions: list[Any] = [None] * n_envs
         self._due = [math.inf] * n_envs
         self._next_due = math.inf
         self._n_away = 0
@@ -126,7 +124,6 @@ class WaitingExecutor(Executor):
 
     def reset_envs(self, seeds: Seeds, options: Options = None, env_indices: EnvIndices = None) -> Step:
         """Begin new episodes in these envs, or in all, with the caller's seeds (None: unseeded) and options."""
-        assert not self._log.replayable, "a replay needs the executor's own seeds"
         self._wait_for_all()
         indices = list(range(self.n_envs) if env_indices is None else env_indices)
         self._asked = {i: Reset(seeds[i], options=options[i] if options else None) for i in indices}
@@ -165,12 +162,7 @@ class WaitingExecutor(Executor):
         by_env = dict(zip(env_indices.tolist(), actions.copy(), strict=True))
         if self.final_infos:
             self.final_infos = {i: info for i, info in self.final_infos.items() if i not in by_env}
-        if self._log.replayable:
-            for i, action in by_env.items():
-                self._actions[i] = action
-            self._send({i: Act(action, self._log.seed_at_end(i)) for i, action in by_env.items()})
-        else:
-            self._send({i: Act(action, None) for i, action in by_env.items()})
+        self._send({i: Act(action) for i, action in by_env.items()})
 
     def recv(self) -> Step:
         """Wait for a batch of envs that are ready; one that was lost is ready when it has begun a new episode."""
@@ -197,33 +189,15 @@ class WaitingExecutor(Executor):
         """Remember the current state as the one that `snapshot` describes; steps under way come after it."""
         self._log.mark(self._step.obs, self._statistics)
 
-    def remember(self, env_indices: Array) -> None:
-        """Let the next mark describe these envs as they are now, even if they have been sent on by then."""
-        self._log.remember(env_indices, self._step.obs, self._statistics)
-
     def snapshot(self) -> dict[str, Array]:
-        """Each env's seed and, if replayable, the actions from then to the last mark."""
+        """How often each env was seeded, so that a resumed run does not repeat episodes."""
         return self._log.snapshot()
 
-    def restore(self, snapshot: Mapping[str, Array], max_seconds: float = REPLAY_SECONDS) -> list[int]:
-        """Replay all envs to the snapshot at the same time; returns those that began a new episode instead."""
-        self._wait_for_all()
-        self._statistics.restore(snapshot)
-        give_up_at = perf_counter() + max_seconds
-        replays, before = self._log.restore(snapshot), list(self._generations)
-        commands = {i: Reset(*replay, give_up_at) for i, replay in enumerate(replays) if replay is not None}
-        self._send(commands, extra_seconds=max_seconds)
-        replayed = self._receive_resets() & {i for i in commands if self._generations[i] == before[i]}
-        pairs = [(array, snapshot[f"obs.{k}"]) for k, array in enumerate(self._step.obs)]
-        kept = {i for i in replayed if all(np.array_equal(now[i], then[i]) for now, then in pairs)}
-        fresh = [i for i in range(self.n_envs) if i not in kept]
-        # Those that were lost meanwhile have already begun a new episode.
-        self._send({i: Reset(self._log.next_seed(i)) for i in fresh if self._generations[i] == before[i]})
-        self._receive_resets()
-        self._statistics.clear(fresh)
-        self._begun()
-        self.mark()
-        return fresh
+    def restore(self, snapshot: Mapping[str, Array]) -> list[int]:
+        """Begin new episodes in all envs, with seeds that the run has not used before."""
+        self._log.restore(snapshot)
+        self.reset()
+        return list(range(self.n_envs))
 
     def close(self) -> None:
         """Close every env; one that hangs is left behind."""
@@ -246,8 +220,8 @@ class WaitingExecutor(Executor):
                 env_id = self.env_ids[min(missing)]
                 raise EnvError(f"env {env_id} hangs in its constructor: not made within {self._timeout:g} s")
 
-    def _send(self, commands: Mapping[int, Command], extra_seconds: float = 0.0) -> None:
-        due = perf_counter() + self._timeout + extra_seconds
+    def _send(self, commands: Mapping[int, Command]) -> None:
+        due = perf_counter() + self._timeout
         for i in commands:
             assert self._due[i] == math.inf, "an env takes an action when its last step was received"
             self._due[i] = due
@@ -302,13 +276,12 @@ class WaitingExecutor(Executor):
         while self._n_away:
             self.recv()
 
-    def _receive_resets(self) -> set[int]:
-        """Wait for all envs that were told to reset; returns those that did."""
+    def _receive_resets(self) -> None:
+        """Wait for all envs that were told to reset."""
         begun = []
         while self._n_away:
-            begun += [outcome for outcome in self._arrivals() if outcome.obs is not None]
+            begun += self._arrivals()
         self._check.check_some(self._write(begun), self._n_steps)
-        return {outcome.env_index for outcome in begun}
 
     def _begun(self, env_indices: Array | slice = slice(None)) -> Step:
         """The state after resets of these envs."""
@@ -345,8 +318,6 @@ class WaitingExecutor(Executor):
         if not math.isfinite(reward):
             raise EnvError(nan_message("reward", int(self.env_ids[i]), self._n_steps[i]))
         self._statistics.add_some(i, reward)
-        if self._log.replayable:
-            self._log.add_one(i, self._actions[i], ended=ended)
         return self._statistics.end([i]) if ended else []
 
     def _failure(self, i: int, doing: Doing, error: BaseException) -> EnvError:

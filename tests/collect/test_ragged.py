@@ -87,28 +87,6 @@ def test_no_env_starts_the_next_rollout_before_it_is_offered() -> None:
     assert taken == [N_STEPS, 2 * N_STEPS, 3 * N_STEPS]
 
 
-def test_a_mark_describes_the_end_of_the_rollout_even_if_envs_have_gone_on() -> None:
-    script = Script(length=100, on_step=lambda made, t: 0.02 if made == N_ENVS - 1 else 0.0)
-    executor = ThreadExecutor(EnvSet(lambda: Counter(script), OBS, np.arange(N_ENVS), 7, replayable=True))
-    made, rollouts = collector(executor)
-    made.reset()
-    try:
-        made.publish()
-        made.offer_next(rollouts[1])
-        made.collect(rollouts[0])
-        assert script.made[0].n_steps > N_STEPS
-        snapshot = made.snapshot()
-        assert (snapshot["ages"] == N_STEPS).all()
-        assert (snapshot["obs.0"] == N_STEPS).all()
-        assert np.array_equal(snapshot["actions"], rollouts[0].action[..., 0])
-        assert made.restore(snapshot) == []
-        made.publish()
-        made.collect(rollouts[1])
-        assert (np.arange(N_STEPS, 2 * N_STEPS + 1) == rollouts[1].obs[0][:, :, 0].T).all()
-    finally:
-        made.close()
-
-
 class Dawdling(gym.Wrapper[Any, Any, Any, Any]):
     """CartPole whose steps take one to four milliseconds, at random."""
 

@@ -148,7 +148,7 @@ class Kind:
     def make(
         self, factory: Make, n_envs: int, layout: ObsLayout = LAYOUT, **settings: Any
     ) -> WaitingExecutor:
-        given = {name: settings.pop(name) for name in ("replayable", "budget") if name in settings}
+        given = {name: settings.pop(name) for name in ("budget",) if name in settings}
         made = self.executor(EnvSet(factory, layout, np.arange(n_envs), 5, **given), **settings)
         self._open.append(made)
         return made

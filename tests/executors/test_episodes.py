@@ -48,19 +48,16 @@ def test_an_episode_is_the_sum_of_its_rewards_and_the_next_starts_from_zero() ->
     assert statistics.end([]) == []
 
 
-def test_actions_added_together_or_one_by_one_give_the_same_snapshot() -> None:
-    together, alone = started_log(), started_log()
+def test_the_actions_since_an_envs_last_seed_are_in_the_snapshot() -> None:
+    log = started_log()
     for t in range(5):
-        actions = np.arange(3) + 10 * t
-        together.add(actions)
-        for i in (2, 0, 1):
-            alone.add_one(i, actions[i], ended=False)
+        log.add(np.arange(3) + 10 * t)
         if t == 2:
-            assert together.next_seed(1) == alone.next_seed(1) == env_seed(7, 5, 1)
-    a, b = marked(together), marked(alone)
-    assert a["ages"].tolist() == b["ages"].tolist() == [5, 2, 5]
-    assert a["actions"][:, [0, 2]].tolist() == b["actions"][:, [0, 2]].tolist()
-    assert a["actions"][3:, 1].tolist() == b["actions"][3:, 1].tolist() == [31, 41]
+            assert log.next_seed(1) == env_seed(7, 5, 1)
+    snapshot = marked(log)
+    assert snapshot["ages"].tolist() == [5, 2, 5]
+    assert snapshot["actions"][:, [0, 2]].tolist() == [[10 * t, 10 * t + 2] for t in range(5)]
+    assert snapshot["actions"][3:, 1].tolist() == [31, 41]
 
 
 def test_a_restored_log_replays_what_the_first_one_logged() -> None:
@@ -72,18 +69,21 @@ def test_a_restored_log_replays_what_the_first_one_logged() -> None:
         assert replay is not None
         assert replay[0] == env_seed(7, 4 + i, 0)
         assert replay[1].tolist() == [i, 10 + i, 20 + i, 30 + i]
-    second.add_one(1, 99, ended=False)
+    second.add(np.array([0, 99, 0]))
     assert marked(second)["actions"][:, 1].tolist() == [1, 11, 21, 31, 99]
 
 
 def test_an_env_is_seeded_again_at_the_first_end_after_enough_steps() -> None:
     log = started_log()
     for _ in range(RESEED_STEPS - 1):
-        log.add_one(0, 1, ended=True)
-    assert log.seed_at_end(1) is None
-    assert log.seed_at_end(0) == env_seed(7, 4, 1)
-    log.add_one(0, 1, ended=True)
-    assert marked(log)["ages"].tolist() == [0, 0, 0]
+        log.add(np.ones(3))
+    assert not log.is_due(0)
+    log.add(np.ones(3))
+    assert log.is_due(0)
+    assert log.next_seed(0) == env_seed(7, 4, 1)
+    assert not log.is_due(0)
+    assert log.is_due(1)
+    assert marked(log)["ages"].tolist() == [0, RESEED_STEPS, RESEED_STEPS]
     assert marked(log)["seed_counts"].tolist() == [1, 0, 0]
 
 

@@ -58,13 +58,11 @@ def test_each_env_keeps_its_order_and_ends_its_episodes(kind: Kind) -> None:
     assert all(len(set(flags)) == 2 for flags in seen.flags)
 
 
-@pytest.mark.parametrize(("n_steps", "replayable"), [(150, False), (RESEED_STEPS + 200, True)])
-def test_each_envs_trajectory_is_that_of_the_serial_executor(
-    kind: Kind, n_steps: int, replayable: bool
-) -> None:
-    envs = kind.make(kind.cart_pole, 3, CART_POLE, replayable=replayable)
+@pytest.mark.parametrize("n_steps", [150, RESEED_STEPS + 200])
+def test_each_envs_trajectory_is_that_of_the_serial_executor(kind: Kind, n_steps: int) -> None:
+    envs = kind.make(kind.cart_pole, 3, CART_POLE)
     assert envs.reset().env_indices.tolist() == [0, 1, 2]
-    serial = SerialExecutor(EnvSet(CartPoleEnv, CART_POLE, np.arange(3), 5, replayable=replayable))
+    serial = SerialExecutor(EnvSet(CartPoleEnv, CART_POLE, np.arange(3), 5, replayable=False))
     assert np.array_equal(serial.reset().obs[0], envs.current.obs[0])
     got, want = play(envs, n_steps, actions_of), play(serial, n_steps, actions_of)
     for part in ("obs", "rewards", "flags", "finals", "ended"):
@@ -283,28 +281,7 @@ def test_reset_begins_new_episodes_also_while_envs_step(kind: Kind) -> None:
     assert play(envs, 3).obs == [[[1], [2], [3]]] * 4
 
 
-@pytest.mark.parametrize("n_before", [0, 40, RESEED_STEPS + 100])
-def test_replayable_envs_are_restored_to_the_mark(kind: Kind, n_before: int) -> None:
-    first = kind.make(kind.cart_pole, 3, CART_POLE, replayable=True)
-    first.reset()
-    if n_before:
-        play(first, n_before, actions_of)
-    first.mark()
-    want = play(first, 60, actions_of)
-    snapshot = first.snapshot()
-    second = kind.make(kind.cart_pole, 3, CART_POLE, replayable=True)
-    serial = SerialExecutor(EnvSet(CartPoleEnv, CART_POLE, np.arange(3), 5))
-    for envs in (second, serial):
-        assert envs.restore(snapshot) == []
-        got = play(envs, 60, actions_of)
-        assert (got.obs, got.ended) == (want.obs, want.ended)
-    third = kind.make(kind.cart_pole, 3, CART_POLE, replayable=True)
-    serial.mark()
-    assert third.restore(serial.snapshot()) == []
-    assert np.array_equal(third.current.obs[0], serial.current.obs[0])
-
-
-def test_envs_that_cannot_be_replayed_begin_new_episodes_with_their_next_seeds(kind: Kind) -> None:
+def test_restored_envs_begin_new_episodes_with_their_next_seeds(kind: Kind) -> None:
     first = kind.counters(Script(), 3)
     play(first, 7)
     first.mark()
@@ -317,29 +294,6 @@ def test_envs_that_cannot_be_replayed_begin_new_episodes_with_their_next_seeds(k
     carts = kind.make(kind.cart_pole, 3, CART_POLE)
     carts.reset()
     assert serial.restore(carts.snapshot()) == [0, 1, 2]
-
-
-def test_an_env_whose_replay_differs_raises_or_takes_too_long_begins_a_new_episode(kind: Kind) -> None:
-    first = kind.counters(Script(length=1000), 3, replayable=True)
-    play(first, 20)
-    first.mark()
-    snapshot = first.snapshot()
-    snapshot["obs.0"][0] = 7
-
-    def on_step(made: int, t: int) -> None:
-        if made == 0 and t == 5:
-            raise OSError("gone")
-
-    second = kind.make(lambda: kind.counter(Script(length=1000)), 3, replayable=True)
-    assert second.restore(snapshot) == [0]
-    assert second.current.obs[0].tolist() == [[0], [20], [20]]
-    script = Script(length=1000, on_step=on_step)
-    third = kind.make(lambda: kind.counter(script), 3, replayable=True)
-    assert 1 <= len(third.restore(snapshot)) <= 2
-    assert third.n_restarts == 1
-    fourth = kind.make(lambda: kind.counter(Script(seconds=(0.02, 0.02))), 3, replayable=True)
-    assert fourth.restore(snapshot, max_seconds=0.1) == [0, 1, 2]
-    assert play(fourth, 2).obs == [[[1], [2]]] * 3
 
 
 def test_close_closes_every_env_and_may_be_called_twice(kind: Kind) -> None:
