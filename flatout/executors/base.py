@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from time import perf_counter
 from typing import Any, Protocol, TypeAlias, TypeVar
@@ -121,11 +121,18 @@ class Step:
     truncated: Array
     final_obs: ObsArrays
     """Written only where an episode ended."""
-    ended: list[Episode]
+    ended: list[Episode] = field(default_factory=list)
     """The episodes that ended in this step."""
-    restarted: list[int]
+    restarted: list[int] = field(default_factory=list)
     """Indices (also in `env_indices`) of envs that were lost during the step and replaced: the step did not happen,
     the episode ends before it, and `obs` is the first observation of a new episode."""
+
+    def begin(self, env_indices: Array | list[int] | slice = slice(None)) -> Step:
+        """The state of all envs after a reset of these: no reward, and no episode has ended."""
+        for array in (self.reward, self.terminated, self.truncated):
+            array[env_indices] = 0
+        self.env_indices, self.ended, self.restarted = np.arange(len(self.reward)), [], []
+        return self
 
 
 def alloc_step(layout: ObsLayout, n_envs: int) -> Step:
@@ -137,8 +144,6 @@ def alloc_step(layout: ObsLayout, n_envs: int) -> Step:
         terminated=np.zeros(n_envs, np.bool_),
         truncated=np.zeros(n_envs, np.bool_),
         final_obs=layout.alloc(n_envs),
-        ended=[],
-        restarted=[],
     )
 
 
@@ -158,6 +163,8 @@ class Executor(Protocol):
     n_envs: int
     env_ids: Array
     """The envs' numbers in the whole run."""
+    current: Step
+    """The current state of all envs, as the last `reset`, `recv` or `restore` left it."""
     steps_together: bool = False
     """Whether every `send` must name all envs, because they cannot be stepped apart."""
     waits: bool = False
@@ -166,6 +173,8 @@ class Executor(Protocol):
     """The info of each env's last step, or of its last reset where an episode has just begun."""
     final_infos: Mapping[int, dict[str, Any]] = {}  # nobody writes to it
     """By env index, the info of the last step of an episode that has ended, until the env is sent an action."""
+    notes: Sequence[str] = ()
+    """One line for each env or worker that was lost and replaced."""
 
     def reset(self) -> Step:
         """Begin a new episode in every env; rewards are zero."""
@@ -177,11 +186,6 @@ class Executor(Protocol):
 
     def recv(self) -> Step:
         """Wait for envs to finish their step."""
-        ...
-
-    @property
-    def current(self) -> Step:
-        """The current state of all envs, as the last `reset`, `recv` or `restore` left it."""
         ...
 
     def mark(self) -> None:
@@ -206,11 +210,6 @@ class Executor(Protocol):
     def apply(self, function: EnvCall[T], env_indices: Iterable[int] | None = None) -> list[T]:  # noqa: ARG002
         """What `function` returns for each of these envs, or of all, called where the env lives."""
         raise FlatoutError(f"{type(self).__name__} has no apply: attributes of its envs cannot be reached")
-
-    @property
-    def notes(self) -> list[str]:
-        """One line for each env or worker that was lost and replaced."""
-        return []
 
     def close(self) -> None:
         """Close every env; never raises for an env's own failure."""

@@ -19,7 +19,69 @@ from flatout.executors.base import Executor, Step, alloc_step
 from flatout.executors.episodes import EpisodeStatistics, StepCheck, env_seed
 
 
-class BatchedExecutor(Executor):
+class WrappedEnvs:
+    """A batched env in NumPy or tensors: its seeds, its failures, and the shapes of what it returns."""
+
+    def __init__(
+        self, envs: Any, layout: ObsLayout, env_ids: Array, seed: int, *, keep_open: bool = False
+    ) -> None:
+        assert envs.num_envs == len(env_ids), "a batched env comes with its number of envs"
+        self.n_envs, self.env_ids = len(env_ids), env_ids
+        self._envs, self._layout, self._seed = envs, layout, seed
+        self._keep_open = keep_open
+        self.n_steps = 0
+        """Steps taken so far by each env."""
+        self._seed_count = -1
+
+    def snapshot(self) -> dict[str, Array]:
+        """How often the envs were seeded, so that a resumed run does not repeat the first episodes."""
+        return {"seed_counts": np.full(self.n_envs, self._seed_count)}
+
+    def restore(self, snapshot: Mapping[str, Array]) -> list[int]:
+        """Begin new episodes in all envs, because a batched env cannot be replayed."""
+        self._seed_count = int(snapshot["seed_counts"][0])
+        self.reset()
+        return list(range(self.n_envs))
+
+    def reset(self) -> Any:
+        """Begin a seeded episode in every env; rewards are zero."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Close the batched env, unless it belongs to the user."""
+        if not self._keep_open:
+            with suppress(Exception):  # not every one has it
+                self._envs.close()
+
+    def _reset(self, **kwargs: Any) -> Any:
+        """The first observations; with the next seed, unless there are options."""
+        if not kwargs:
+            self._seed_count += 1
+            kwargs = {"seed": env_seed(self._seed, int(self.env_ids[0]), self._seed_count)}
+        try:
+            return self._envs.reset(**kwargs)[0]
+        except Exception as error:
+            raise self._failure("reset", error) from error
+
+    def _step(self, actions: Any) -> Any:
+        self.n_steps += 1
+        try:
+            return self._envs.step(actions)
+        except Exception as error:
+            raise self._failure("step", error) from error
+
+    def _check_shape(self, what: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
+        if shape != expected:
+            raise EnvError(
+                f"the batched env's {what} has shape {tuple(shape)} at step {self.n_steps}; "
+                f"its {self.n_envs} envs make {expected}"
+            )
+
+    def _failure(self, doing: str, error: Exception) -> EnvError:
+        return EnvError(f"the batched env raised in {doing} at step {self.n_steps}: {one_line(error)}")
+
+
+class BatchedExecutor(WrappedEnvs, Executor):
     """A VectorEnv; no Python loop over its envs, one copy of its observations."""
 
     steps_together = True
@@ -33,13 +95,10 @@ class BatchedExecutor(Executor):
         *,
         keep_open: bool = False,
     ) -> None:
-        assert envs.num_envs == len(env_ids), "a batched env comes with its number of envs"
-        self.n_envs, self.env_ids = envs.num_envs, env_ids
-        self._envs, self._layout, self._seed = envs, layout, seed
-        self._keep_open = keep_open
-        self._step = alloc_step(layout, self.n_envs)
+        WrappedEnvs.__init__(self, envs, layout, env_ids, seed, keep_open=keep_open)
+        self.current = alloc_step(layout, self.n_envs)
         self._statistics = EpisodeStatistics(env_ids)
-        self._check = StepCheck(self._step, env_ids)
+        self._check = StepCheck(self.current, env_ids)
         mode = AutoresetMode(envs.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP))
         # Gymnasium's own classes reset by mask in any mode; of others only DISABLED promises that they can.
         known = isinstance(envs.unwrapped, SyncVectorEnv | AsyncVectorEnv)
@@ -49,19 +108,15 @@ class BatchedExecutor(Executor):
         self._actions: Array = np.zeros(0)
         self._late: Array | None = None
         """Mask of the envs that the next step only resets, if there are any."""
-        self._n_steps, self._seed_count = 0, -1
 
     def reset(self) -> Step:
         """Begin a seeded episode in every env."""
-        out = self._step
-        self._seed_count += 1
-        self._write_obs(self._reset(seed=env_seed(self._seed, int(self.env_ids[0]), self._seed_count)))
-        for array in (out.reward, out.terminated, out.truncated):
-            array[:] = 0
+        self._write_obs(self._reset())
+        self.current.begin()
         self._statistics.clear()
-        out.ended, out.restarted, self._late = [], [], None
-        self._check.check_all(self._n_steps)
-        return out
+        self._late = None
+        self._check.check_all(self.n_steps)
+        return self.current
 
     def send(self, actions: Array, env_indices: Array) -> None:
         """Take the actions of all envs; `recv` steps them."""
@@ -70,8 +125,15 @@ class BatchedExecutor(Executor):
 
     def recv(self) -> Step:
         """Step all envs once; where an episode ends, keep its last observation and begin the next."""
-        out, late = self._step, self._late
-        obs, infos = self._step_envs()
+        out, late = self.current, self._late
+        obs, reward, terminated, truncated, infos = self._step(self._actions)
+        for name, array, values in (
+            ("reward", out.reward, reward),
+            ("terminated", out.terminated, terminated),
+            ("truncated", out.truncated, truncated),
+        ):
+            self._check_shape(name, np.shape(values), array.shape)
+            array[:] = values
         self._write_obs(obs)
         ended = out.terminated | out.truncated
         self._statistics.add(out.reward)
@@ -84,61 +146,13 @@ class BatchedExecutor(Executor):
                 self._take_final_obs(infos, ended)
             else:
                 self._keep_final_obs(ended)
-        self._check.check_all(self._n_steps, bool(out.ended))
+        self._check.check_all(self.n_steps, bool(out.ended))
         return out
 
-    def snapshot(self) -> dict[str, Array]:
-        """How often the envs were seeded, so that a resumed run does not repeat the first episodes."""
-        return {"seed_counts": np.full(self.n_envs, self._seed_count)}
-
-    def restore(self, snapshot: Mapping[str, Array]) -> list[int]:
-        """Begin new episodes in all envs."""
-        self._seed_count = int(snapshot["seed_counts"][0])
-        self.reset()
-        return list(range(self.n_envs))
-
-    @property
-    def current(self) -> Step:
-        """The current state of all envs."""
-        return self._step
-
-    def close(self) -> None:
-        """Close the batched env, unless it belongs to the user."""
-        if self._keep_open:
-            return
-        with suppress(Exception):
-            self._envs.close()
-
-    def _reset(self, **kwargs: Any) -> Any:
-        try:
-            obs, _ = self._envs.reset(**kwargs)
-        except Exception as error:
-            raise self._failure("reset", error) from error
-        return obs
-
-    def _step_envs(self) -> tuple[Any, dict[str, Any]]:
-        """Step the wrapped env and take its rewards and flags; returns the rest."""
-        out = self._step
-        self._n_steps += 1
-        try:
-            obs, reward, terminated, truncated, infos = self._envs.step(self._actions)
-        except Exception as error:
-            raise self._failure("step", error) from error
-        for name, array, values in (
-            ("reward", out.reward, reward),
-            ("terminated", out.terminated, terminated),
-            ("truncated", out.truncated, truncated),
-        ):
-            if np.shape(values) != array.shape:
-                raise self._wrong_shape(name, values, array)
-            array[:] = values
-        return obs, infos
-
     def _write_obs(self, obs: Any) -> None:
-        for spec, array in zip(self._layout.specs, self._step.obs, strict=True):
+        for spec, array in zip(self._layout.specs, self.current.obs, strict=True):
             values = spec.pick(obs)
-            if np.shape(values) != array.shape:
-                raise self._wrong_shape("observation", values, array)
+            self._check_shape("observation", np.shape(values), array.shape)
             array[...] = values
 
     def _leave_out(self, late: Array, ended: Array) -> None:
@@ -146,19 +160,19 @@ class BatchedExecutor(Executor):
         if (ended & late).any():
             raise EnvError("the batched env ended an episode in the very step that began it (NEXT_STEP)")
         self._statistics.clear(late)
-        self._step.reward[late] = 0.0
-        self._step.restarted = np.flatnonzero(late).tolist()
+        self.current.reward[late] = 0.0
+        self.current.restarted = np.flatnonzero(late).tolist()
 
     def _keep_final_obs(self, ended: Array) -> None:
         """Keep the current observations as final ones; reset these envs now, unless the next step does."""
-        for array, final in zip(self._step.obs, self._step.final_obs, strict=True):
+        for array, final in zip(self.current.obs, self.current.final_obs, strict=True):
             final[ended] = array[ended]
         if self._resets_late:
             self._late = ended
             return
         # Its own copy, as Gymnasium takes it out of the options.
         first = self._reset(options={"reset_mask": ended.copy()})
-        for spec, array in zip(self._layout.specs, self._step.obs, strict=True):
+        for spec, array in zip(self._layout.specs, self.current.obs, strict=True):
             values = np.asarray(spec.pick(first))
             if not self._mask_is_proven:
                 self._prove_mask(values, array, ~ended)
@@ -181,16 +195,7 @@ class BatchedExecutor(Executor):
             )
         if isinstance(final, np.ndarray) and final.dtype == np.object_:
             for i in np.flatnonzero(ended).tolist():
-                self._layout.write(self._step.final_obs, i, final[i])
+                self._layout.write(self.current.final_obs, i, final[i])
             return
-        for spec, array in zip(self._layout.specs, self._step.final_obs, strict=True):
+        for spec, array in zip(self._layout.specs, self.current.final_obs, strict=True):
             array[ended] = spec.pick(final)[ended]
-
-    def _wrong_shape(self, what: str, values: Any, array: Array) -> EnvError:
-        return EnvError(
-            f"the batched env's {what} has shape {np.shape(values)} at step {self._n_steps}; "
-            f"its {self.n_envs} envs make {array.shape}"
-        )
-
-    def _failure(self, doing: str, error: Exception) -> EnvError:
-        return EnvError(f"the batched env raised in {doing} at step {self._n_steps}: {one_line(error)}")

@@ -80,16 +80,17 @@ class ProcessExecutor(Executor):
         n_workers = min(n_workers or WORKERS_PER_CORE * n_cores, n_envs)
         self._spin = SPIN_SECONDS if n_workers < n_cores else 0.0
         self._shared = SharedArrays(_spec(envs.obs, envs.action, n_envs))
-        self._step = _step_of(self._shared, len(envs.obs.specs), 0, n_envs)
+        self.current = _step_of(self._shared, len(envs.obs.specs), 0, n_envs)
         self._statistics = EpisodeStatistics(envs.env_ids)
         self._busy: set[int] = set()
         self.infos: list[dict[str, Any]] = [{} for _ in range(n_envs)]
         self.final_infos: dict[int, dict[str, Any]] = {}
         self._had_infos: set[int] = set()
         self._is_open = not envs.replayable
-        self._obs_before = tuple(a.copy() for a in self._step.obs) if self._is_open else self._step.obs
+        self._obs_before = tuple(a.copy() for a in self.current.obs) if self._is_open else self.current.obs
         self._job_envs = replace(envs, budget=None)
         self.budget = envs.budget or RestartBudget(max_restarts, window_seconds)
+        self.notes = self.budget.notes
         self._pool = WorkerPool(
             "worker", n_workers, envs.env_ids, self._start, timeout=step_timeout, budget=self.budget
         )
@@ -97,16 +98,6 @@ class ProcessExecutor(Executor):
         self._worker_of = np.repeat(np.arange(n_workers), sizes)
         self._indices = [np.arange(first, end) for first, end in self._pool.shares]
         self._pool.open()
-
-    @property
-    def current(self) -> Step:
-        """The current state of all envs."""
-        return self._step
-
-    @property
-    def notes(self) -> list[str]:
-        """One line for each worker that was replaced."""
-        return self.budget.notes
 
     @property
     def pids(self) -> list[int]:
@@ -117,10 +108,8 @@ class ProcessExecutor(Executor):
         """Begin a seeded episode in every env."""
         self._wait_for_all()
         self._take_begun(self._pool.ask_all(Command.RESET))
-        for array in (self._step.reward, self._step.terminated, self._step.truncated):
-            array[:] = 0
         self._statistics.clear()
-        return replace(self._step, env_indices=np.arange(self.n_envs))
+        return self.current.begin()
 
     def reset_envs(self, seeds: Seeds, options: Options = None, env_indices: EnvIndices = None) -> Step:
         """Begin new episodes in these envs, or in all, with the caller's seeds (None: unseeded) and options."""
@@ -135,7 +124,7 @@ class ProcessExecutor(Executor):
         answers = self._pool.ask(messages)
         self._take_begun([answers[i] for i in range(len(messages))])
         self._statistics.clear(sorted(named))
-        return replace(self._step, env_indices=np.arange(self.n_envs), ended=[], restarted=[])
+        return self.current.begin(sorted(named))
 
     def apply(self, function: EnvCall[T], env_indices: Iterable[int] | None = None) -> list[T]:
         """What `function` returns for each env, called in the env's process; function and results are pickled."""
@@ -186,9 +175,9 @@ class ProcessExecutor(Executor):
                 restarted += self._indices[i].tolist()
             else:
                 ended += self._count(*self._pool.shares[i])
-        self._step.env_indices = np.concatenate([self._indices[i] for i in ready])
-        self._step.ended, self._step.restarted = ended, restarted
-        return self._step
+        self.current.env_indices = np.concatenate([self._indices[i] for i in ready])
+        self.current.ended, self.current.restarted = ended, restarted
+        return self.current
 
     def mark(self) -> None:
         """Remember the current state as the one that `snapshot` describes."""
@@ -223,7 +212,7 @@ class ProcessExecutor(Executor):
 
     def _count(self, first: int, end: int) -> list[Episode]:
         """Count a step of one worker's envs; returns the episodes that ended."""
-        step, part = self._step, slice(first, end)
+        step, part = self.current, slice(first, end)
         self._statistics.add_some(part, step.reward[part])
         return self._statistics.end(np.flatnonzero(step.terminated[part] | step.truncated[part]) + first)
 
@@ -238,7 +227,7 @@ class ProcessExecutor(Executor):
         stepped = np.isin(self._worker_of, self._worker_of[env_indices])
         if len(env_indices) < self.n_envs and stepped.sum() > len(env_indices):
             raise FlatoutError("a worker steps all its envs at once: send actions for all that recv returned")
-        for kept, obs in zip(self._obs_before, self._step.obs, strict=True):
+        for kept, obs in zip(self._obs_before, self.current.obs, strict=True):
             kept[env_indices] = obs[env_indices]
 
     def _take_infos(self, i: int, packed: bytes) -> None:
@@ -249,7 +238,7 @@ class ProcessExecutor(Executor):
             self.infos[first:end] = [infos.get(n, {}) for n in range(end - first)]
             (self._had_infos.add if infos else self._had_infos.discard)(i)
         part = slice(first, end)
-        for n in np.flatnonzero(self._step.terminated[part] | self._step.truncated[part]).tolist():
+        for n in np.flatnonzero(self.current.terminated[part] | self.current.truncated[part]).tolist():
             self.final_infos[first + n] = finals.get(n, {})
 
     def _take_begun(self, answers: list[bytes]) -> None:
@@ -263,8 +252,8 @@ class ProcessExecutor(Executor):
     def _start(self, i: int, generation: int) -> tuple[Callable[..., None], tuple[Job], SharedArrays]:
         first, end = self._pool.shares[i]
         if generation > 0:  # now, because the new worker overwrites the last observations
-            source = self._obs_before if i in self._busy else self._step.obs
-            for final, obs in zip(self._step.final_obs, source, strict=True):
+            source = self._obs_before if i in self._busy else self.current.obs
+            for final, obs in zip(self.current.final_obs, source, strict=True):
                 final[first:end] = obs[first:end]
         envs = replace(self._job_envs, env_ids=self.env_ids[first:end])
         job = Job(envs=envs, first=first, end=end, index=i, generation=generation)
@@ -338,8 +327,6 @@ def _step_of(shared: SharedArrays, n_arrays: int, first: int, end: int) -> Step:
         terminated=shared["terminated"][first:end],
         truncated=shared["truncated"][first:end],
         final_obs=tuple(shared[f"final_obs.{i}"][first:end] for i in range(n_arrays)),
-        ended=[],
-        restarted=[],
     )
 
 

@@ -29,22 +29,17 @@ class SerialExecutor(Executor):
         self.env_ids = envs.env_ids
         self._factory, self._layout, self._budget = envs.factory, envs.obs, envs.budget
         self._envs = [fast_contains(envs.factory()) for _ in range(n_envs)]
-        self._step = envs.out or alloc_step(envs.obs, n_envs)
+        self.current = envs.out or alloc_step(envs.obs, n_envs)
         # Views made once: writing through them costs half of an indexed write, which matters for cheap envs.
         plain = len(envs.obs.specs) == 1 and not envs.obs.specs[0].path
-        self._obs_rows = [self._step.obs[0][i, ...] for i in range(n_envs)] if plain else None
+        self._obs_rows = [self.current.obs[0][i, ...] for i in range(n_envs)] if plain else None
         self.infos: list[dict[str, Any]] = [{} for _ in range(n_envs)]
         self.final_infos: dict[int, dict[str, Any]] = {}
         self._actions: Array = np.zeros(0)
         self._n_steps = 0
         self._statistics = EpisodeStatistics(envs.env_ids)
         self._log = ActionLog(envs.env_ids, envs.seed, replayable=envs.replayable)
-        self._check = StepCheck(self._step, envs.env_ids)
-
-    @property
-    def current(self) -> Step:
-        """The current state of all envs."""
-        return self._step
+        self._check = StepCheck(self.current, envs.env_ids)
 
     def reset(self) -> Step:
         """Begin a seeded episode in every env."""
@@ -72,7 +67,7 @@ class SerialExecutor(Executor):
 
     def recv(self) -> Step:
         """Step every env once; where an episode ends, keep its last observation and begin the next."""
-        out, infos = self._step, self.infos
+        out, infos = self.current, self.infos
         obs_out, final_out, reward_out = out.obs, out.final_obs, out.reward
         write, obs_rows = self._layout.write, self._obs_rows
         out.terminated.fill(False)
@@ -112,7 +107,7 @@ class SerialExecutor(Executor):
 
     def mark(self) -> None:
         """Remember the current state as the one that `snapshot` describes."""
-        self._log.mark(self._step.obs, self._statistics)
+        self._log.mark(self.current.obs, self._statistics)
 
     def snapshot(self) -> dict[str, Array]:
         """Each env's seed, and the actions from then to the last mark."""
@@ -147,36 +142,33 @@ class SerialExecutor(Executor):
                 obs, _, terminated, truncated, _ = env.step(action)
                 if terminated or truncated:
                     obs, _ = env.reset()
-            self._layout.write(self._step.obs, i, obs)
+            self._layout.write(self.current.obs, i, obs)
         except Exception:  # an env that cannot be replayed begins a new episode, and the caller reports it
             return False
         return all(
-            np.array_equal(array[i], snapshot[f"obs.{k}"][i]) for k, array in enumerate(self._step.obs)
+            np.array_equal(array[i], snapshot[f"obs.{k}"][i]) for k, array in enumerate(self.current.obs)
         )
 
     def _begin(self, i: int, seed: int | None, options: dict[str, Any] | None = None) -> None:
         extra = {"options": options} if options else {}
         try:
             obs, self.infos[i] = self._envs[i].reset(seed=seed, **extra)
-            self._layout.write(self._step.obs, i, obs)
+            self._layout.write(self.current.obs, i, obs)
         except Exception as error:
             self._rebuild(i, "reset", error)
 
     def _begun(self, env_indices: Array) -> Step:
         """The state after resets of these envs."""
-        out = self._step
         self._statistics.clear(env_indices)
         self.final_infos = {}
-        for array in (out.reward, out.terminated, out.truncated):
-            array[env_indices] = 0
-        out.ended = []
+        self.current.begin(env_indices)
         self._check.check_all(self._n_steps)
         self.mark()
-        return out
+        return self.current
 
     def _rebuild(self, i: int, doing: str, error: Exception) -> None:
         """Replace an env that raised by a new one in a new episode, while the budget lasts."""
-        for obs, final in zip(self._step.obs, self._step.final_obs, strict=True):
+        for obs, final in zip(self.current.obs, self.current.final_obs, strict=True):
             final[i] = obs[i]
         while True:
             what = f"env {self.env_ids[i]} raised in {doing} at step {self._n_steps + 1}: {one_line(error)}"
@@ -190,7 +182,7 @@ class SerialExecutor(Executor):
                     self._envs[i].close()
                 self._envs[i] = fast_contains(self._factory())
                 obs, self.infos[i] = self._envs[i].reset(seed=self._log.next_seed(i))
-                self._layout.write(self._step.obs, i, obs)
+                self._layout.write(self.current.obs, i, obs)
                 return
             except Exception as again:
                 error, doing = again, "reset"

@@ -73,11 +73,12 @@ class WaitingExecutor(Executor):
     ) -> None:
         n_envs = self.n_envs = len(envs.env_ids)
         self.env_ids, self._layout = envs.env_ids, envs.obs
-        self._step = alloc_step(envs.obs, n_envs)
+        self.current = alloc_step(envs.obs, n_envs)
         self._statistics = EpisodeStatistics(envs.env_ids)
         self._log = ActionLog(envs.env_ids, envs.seed, replayable=False)
-        self._check = StepCheck(self._step, envs.env_ids)
+        self._check = StepCheck(self.current, envs.env_ids)
         self.budget = envs.budget or RestartBudget(max_restarts, window_seconds)
+        self.notes = self.budget.notes
         self.infos: list[dict[str, Any]] = [{} for _ in range(n_envs)]
         self.final_infos: dict[int, dict[str, Any]] = {}
         self._timeout = step_timeout
@@ -98,21 +99,6 @@ class WaitingExecutor(Executor):
             self._workers.close()
             raise
 
-    @property
-    def notes(self) -> list[str]:
-        """One line for each env that was replaced."""
-        return self.budget.notes
-
-    @property
-    def n_restarts(self) -> int:
-        """How many envs were replaced so far."""
-        return self.budget.n_restarts
-
-    @property
-    def current(self) -> Step:
-        """The current state of all envs."""
-        return self._step
-
     def reset(self) -> Step:
         """Begin a seeded episode in every env, after all steps under way are received."""
         self._wait_for_all()
@@ -120,7 +106,8 @@ class WaitingExecutor(Executor):
         self._receive_resets()
         self._statistics.clear()
         self.mark()
-        return self._begun()
+        self.final_infos = {}
+        return self.current.begin()
 
     def reset_envs(self, seeds: Seeds, options: Options = None, env_indices: EnvIndices = None) -> Step:
         """Begin new episodes in these envs, or in all, with the caller's seeds (None: unseeded) and options."""
@@ -132,7 +119,8 @@ class WaitingExecutor(Executor):
         self._asked = {}
         self._statistics.clear(indices)
         self.mark()
-        return self._begun(np.array(indices, np.intp))
+        self.final_infos = {}
+        return self.current.begin(np.array(indices, np.intp))
 
     def apply(self, function: EnvCall[T], env_indices: Iterable[int] | None = None) -> list[T]:
         """What `function` returns for each env, called in the env's thread or on the loop, and awaited there."""
@@ -170,7 +158,7 @@ class WaitingExecutor(Executor):
         outcomes: list[Outcome] = []
         while not outcomes:
             outcomes = self._arrivals()
-        out = self._step
+        out = self.current
         # An env that was sent an action and has been reset instead was lost during the step.
         out.restarted = [o.env_index for o in outcomes if o.done == "reset"]
         if out.restarted:
@@ -187,7 +175,7 @@ class WaitingExecutor(Executor):
 
     def mark(self) -> None:
         """Remember the current state as the one that `snapshot` describes; steps under way come after it."""
-        self._log.mark(self._step.obs, self._statistics)
+        self._log.mark(self.current.obs, self._statistics)
 
     def snapshot(self) -> dict[str, Array]:
         """How often each env was seeded, so that a resumed run does not repeat episodes."""
@@ -283,18 +271,9 @@ class WaitingExecutor(Executor):
             begun += self._arrivals()
         self._check.check_some(self._write(begun), self._n_steps)
 
-    def _begun(self, env_indices: Array | slice = slice(None)) -> Step:
-        """The state after resets of these envs."""
-        out = self._step
-        for array in (out.reward, out.terminated, out.truncated):
-            array[env_indices] = 0
-        self.final_infos = {}
-        out.env_indices, out.ended, out.restarted = np.arange(self.n_envs), [], []
-        return out
-
     def _write(self, outcomes: list[Outcome]) -> Array:
         """Copy outcomes to the arrays; returns their env indices."""
-        out, write = self._step, self._layout.write
+        out, write = self.current, self._layout.write
         for outcome in outcomes:
             i = outcome.env_index
             try:
@@ -313,7 +292,7 @@ class WaitingExecutor(Executor):
     def _count(self, outcome: Outcome) -> list[Episode]:
         """Count a step of one env; returns the episode that it ended, if any."""
         i, ended = outcome.env_index, outcome.final_obs is not None
-        reward = float(self._step.reward[i])
+        reward = float(self.current.reward[i])
         self._n_steps[i] += 1
         if not math.isfinite(reward):
             raise EnvError(nan_message("reward", int(self.env_ids[i]), self._n_steps[i]))

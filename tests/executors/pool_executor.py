@@ -18,31 +18,24 @@ class PoolExecutor(Executor):
         self.n_envs, self.env_ids = len(envs.env_ids), envs.env_ids
         self._layout, self._seed = envs.obs, envs.seed
         self._envs = [envs.factory() for _ in envs.env_ids]
-        self._now = alloc_step(envs.obs, self.n_envs)
+        self.current = alloc_step(envs.obs, self.n_envs)
         self._statistics = EpisodeStatistics(envs.env_ids)
         self._pool = ThreadPoolExecutor(n_threads)
         self._steps: list[Future[None]] = []
 
-    @property
-    def current(self) -> Step:
-        return self._now
-
     def reset(self) -> Step:
-        now = self._now
         for i, env in enumerate(self._envs):
             obs, _ = env.reset(seed=env_seed(self._seed, int(self.env_ids[i]), 0))
-            self._layout.write(now.obs, i, obs)
-        now.reward[:], now.terminated[:], now.truncated[:] = 0.0, False, False
-        now.ended = []
+            self._layout.write(self.current.obs, i, obs)
         self._statistics.clear()
-        return now
+        return self.current.begin()
 
     def send(self, actions: Any, env_indices: Any) -> None:
         pairs = zip(env_indices.tolist(), actions, strict=True)
         self._steps = [self._pool.submit(self._step, i, action) for i, action in pairs]
 
     def recv(self) -> Step:
-        now = self._now
+        now = self.current
         for step in self._steps:
             step.result()
         self._statistics.add(now.reward)
@@ -50,7 +43,7 @@ class PoolExecutor(Executor):
         return now
 
     def _step(self, i: int, action: Any) -> None:
-        env, now = self._envs[i], self._now
+        env, now = self._envs[i], self.current
         obs, reward, terminated, truncated, _ = env.step(action)
         if terminated or truncated:
             self._layout.write(now.final_obs, i, obs)

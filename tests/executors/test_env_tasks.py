@@ -58,7 +58,7 @@ def test_an_env_that_blocks_the_loop_is_named(kind: Kind) -> None:
     envs.reset()
     with pytest.raises(EnvError, match=r"env 2 blocks all others at test_env_tasks.py:\d+: await there"):
         play(envs, 3)
-    assert envs.n_restarts == 0
+    assert envs.budget.n_restarts == 0
 
 
 def test_a_hanging_step_is_cancelled_and_its_env_closed(kind: Kind) -> None:

@@ -52,7 +52,7 @@ def test_the_late_result_of_a_hung_reset_is_ignored() -> None:
     kind = Kind("thread")
     script = Script(on_reset=lambda made: time.sleep(0.6) if made == 0 else None)
     envs = kind.counters(script, 2, step_timeout=0.2)
-    assert envs.n_restarts == 1
+    assert envs.budget.n_restarts == 1
     assert play(envs, 3).obs == [[[1], [2], [3]]] * 2
     time.sleep(0.6)
     envs.send(np.zeros(2, np.int64), np.arange(2))

@@ -139,7 +139,7 @@ def test_an_env_that_raises_in_step_is_rebuilt(kind: Kind, where: str) -> None:
     assert seen.rewards[lost] == [2.0] * 3 + [0.0] + [2.0] * 7
     for i in {0, 1, 2} - {lost}:
         assert seen.obs[i] == [[t] for t in range(1, 11)]
-    assert envs.n_restarts == 1
+    assert envs.budget.n_restarts == 1
     cause = "KeyError: 'x'" if where == "step" else "SystemExit: 3"
     (note,) = envs.notes
     assert note.startswith(f"env {lost} was rebuilt: {cause} (test_waiting.py:")
@@ -158,7 +158,7 @@ def test_statistics_of_an_episode_that_was_lost_are_dropped(kind: Kind) -> None:
 
 def test_an_env_that_raises_in_its_first_reset_is_rebuilt(kind: Kind) -> None:
     envs = kind.counters(raise_once("reset"), 3)
-    assert envs.n_restarts == 1
+    assert envs.budget.n_restarts == 1
     assert envs.current.restarted == []
     assert play(envs, 4).obs == [[[1], [2], [3], [4]]] * 3
 
@@ -195,7 +195,7 @@ def test_too_many_restarts_end_the_run_cleanly(kind: Kind) -> None:
         play(envs, 100)
     assert "\n" not in str(error.value)
     assert isinstance(error.value.__cause__, RuntimeError)
-    assert envs.n_restarts == 4
+    assert envs.budget.n_restarts == 4
 
 
 def test_a_budget_may_be_shared_with_others(kind: Kind) -> None:
@@ -223,7 +223,7 @@ def test_two_hundred_restarts_leave_nothing_behind(kind: Kind) -> None:
 
     envs = kind.counters(Script(on_step=on_step), 4, max_restarts=1000)
     n_threads, n_fds = threading.active_count(), psutil.Process().num_fds()
-    while envs.n_restarts < 200:
+    while envs.budget.n_restarts < 200:
         play(envs, 9)
     assert threading.active_count() <= n_threads + 2, "the last ones may be just ending"
     assert psutil.Process().num_fds() <= n_fds + 1
@@ -266,7 +266,7 @@ def test_an_env_that_breaks_the_api_ends_the_run_without_a_restart(kind: Kind, o
     with pytest.raises(EnvError, match=words) as error:
         play(envs, 10)
     assert "\n" not in str(error.value)
-    assert envs.n_restarts == 0
+    assert envs.budget.n_restarts == 0
 
 
 def test_reset_begins_new_episodes_also_while_envs_step(kind: Kind) -> None:
