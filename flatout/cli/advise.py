@@ -4,33 +4,27 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from flatout.cli.parser import Parser, add_env, add_settings, settings
-from flatout.config.run_config import read_file, resolve
-from flatout.device.machine import usable_cores
+from flatout.cli.parser import Parser, add_settings, check_settings, env_parser
+from flatout.config.run_config import read_file
 from flatout.errors import FlatoutError
 
 
 def doctor(argv: Sequence[str]) -> int:
     """Measure and print a diagnosis; returns the exit code."""
-    parser = Parser(
-        prog="flatout doctor",
-        usage="flatout doctor ENV [flags]",
-        description="Measure the env, the policy and the learner for 10 to 20 s, and report where the time would go "
-        "and what to change.",
+    parser = env_parser(
+        "doctor",
+        "Measure the env, the policy and the learner for 10 to 20 s, and report where the time would go and what to "
+        "change.",
     )
-    add_env(parser)
-    parser.add_argument(
-        "--what-if",
-        metavar="gpu=a100,cores=32,n_envs=256",
-        help="predict the speed on another machine or with other settings",
-    )
-    parser.add_argument("--json", action="store_true", help="print the diagnosis as JSON")
-    add_settings(parser, argv)
+    text = "predict the speed on another machine or with other settings"
+    parser.flag("--what-if", text, metavar="gpu=a100,cores=32,n_envs=256")
+    parser.flag("--json", "print the diagnosis as JSON")
     env, given, args = _parse(parser, argv)
 
     from flatout.advice.doctor import doctor, parse_what_if
@@ -40,36 +34,29 @@ def doctor(argv: Sequence[str]) -> int:
 
     def tell(what: str) -> None:
         if sys.stderr.isatty():
-            print(f"\r\x1b[Kdoctor: {what} …", end="", file=sys.stderr, flush=True)
+            print(f"\r\x1b[K{what}", end="", file=sys.stderr, flush=True)
 
-    found = doctor(env, what_if=args.what_if, tell=tell, **given)
-    if sys.stderr.isatty():
-        print("\r\x1b[K", end="", file=sys.stderr)
+    found = doctor(env, what_if=args.what_if, tell=lambda what: tell(f"doctor: {what} …"), **given)
+    tell("")
     print(json.dumps(found.to_json()) if args.json else str(found))
     return 0
 
 
 def tune(argv: Sequence[str]) -> int:
     """Find the fastest settings, print and save them; returns the exit code."""
-    parser = Parser(
-        prog="flatout tune",
-        usage="flatout tune ENV [flags]",
-        description="Find the fastest settings for an env on this machine: predict all of them, measure the best, "
-        "and save the fastest.",
+    parser = env_parser(
+        "tune",
+        "Find the fastest settings for an env on this machine: predict all of them, measure the best, and save the "
+        "fastest.",
     )
-    add_env(parser)
-    parser.add_argument("--budget", type=float, default=60.0, metavar="SECONDS", help="time to spend (60)")
-    parser.add_argument("--out", type=Path, metavar="FILE.json", help="file to save to (tuned-ENV.json)")
-    parser.add_argument(
-        "--allow-learning-changes",
-        action="store_true",
-        help="also try other minibatch sizes, which changes what is learned",
-    )
-    add_settings(parser, argv)
+    parser.flag("--budget", "time to spend (60)", type=float, default=60.0, metavar="SECONDS")
+    parser.flag("--out", "file to save to (tuned-ENV.json)", type=Path, metavar="FILE.json")
+    parser.flag("--allow-learning-changes", "also try other minibatch sizes, which changes what is learned")
     env, given, args = _parse(parser, argv)
     if args.budget < 10:
         raise FlatoutError(f"--budget is {args.budget:g}; a trial takes some seconds, give at least 10")
-    out = args.out or Path(f"tuned-{_file_name(env)}.json")
+    file_name = re.sub(r"[^\w.-]", "-", env.rpartition("/")[2])
+    out = args.out or Path(f"tuned-{file_name}.json")
     if not out.parent.is_dir():
         raise FlatoutError(f"--out {out}: there is no folder {out.parent}")
 
@@ -79,9 +66,8 @@ def tune(argv: Sequence[str]) -> int:
     from flatout.advice.tune import save, tune
 
     columns = (BarColumn(30), TimeElapsedColumn(), TextColumn("{task.description}"))
-    with Progress(
-        *columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()
-    ) as bar:
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not sys.stderr.isatty()) as bar:
         task = bar.add_task("starting", total=1.0)
         tuned = tune(
             env,
@@ -97,14 +83,10 @@ def tune(argv: Sequence[str]) -> int:
 
 
 def _parse(parser: Parser, argv: Sequence[str]) -> tuple[str, dict[str, Any], argparse.Namespace]:
-    """The env and the settings, from the command line and --config; refused here, before torch is loaded."""
+    """The env and the settings, from the command line and --config."""
+    add_settings(parser, argv)
     args = parser.parse(argv)
-    given = settings(args)
-    config = resolve(args.env, given, device="cpu", n_cores=usable_cores(), file=args.config)
+    config, given = check_settings(args)
     if args.config is not None:
         given = {name: value for name, value in read_file(args.config).items() if name != "env"} | given
     return args.env or config.env, given, args
-
-
-def _file_name(env: str) -> str:
-    return "".join(c if c.isalnum() or c in "-_." else "-" for c in env.rpartition("/")[2])

@@ -12,7 +12,7 @@ from flatout.errors import FlatoutError, did_you_mean
 VERBS = {
     "train": ("train", "train an agent"),
     "resume": ("train", "continue a run from its newest checkpoint"),
-    "evaluate": ("evaluate", "mean return of a trained agent over whole episodes"),
+    "evaluate": ("train", "mean return of a trained agent over whole episodes"),
     "doctor": ("advise", "measure an env: where the time would go and what to change"),
     "tune": ("advise", "find and save the fastest settings for an env on this machine"),
     "report": ("report", "what a run learned and where its time went, as a page and as text"),

@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import TextIO, cast
 
 from rich.console import Console, ConsoleDimensions
@@ -25,39 +24,29 @@ from flatout.views.stream import SafeStream
 def monitor(argv: Sequence[str]) -> int:
     """Show the machine and its runs until they end or Ctrl-C; returns the exit code."""
     parser = Parser(
-        prog="flatout monitor",
-        description="Show this machine and the runs on it, live in the terminal. Ctrl-C ends the monitor, not the runs.",
+        "monitor",
+        "Show this machine and the runs on it, live in the terminal. Ctrl-C ends the monitor, not the runs.",
     )
-    text = "runs to show, also ended ones (all that are running)"
-    parser.add_argument("runs", nargs="*", metavar="RUN", help=text)
+    parser.flag("runs", "runs to show, also ended ones (all that are running)", nargs="*", metavar="RUN")
     add_runs_dir(parser)
-    text = "time between updates (0.5)"
-    parser.add_argument("--interval", type=float, default=0.5, metavar="SECONDS", help=text)
-    text = "print one screen and exit; the default without a terminal"
-    parser.add_argument("--once", action="store_true", help=text)
-    parser.add_argument("--json", action="store_true", help="print the figures of one screen as JSON")
+    parser.flag("--interval", "time between updates (0.5)", type=float, default=0.5, metavar="SECONDS")
+    parser.flag("--once", "print one screen and exit; the default without a terminal")
+    parser.flag("--json", "print the figures of one screen as JSON")
     args = parser.parse(argv)
     if not 0.05 <= args.interval <= 3600:
         raise FlatoutError(f"--interval is {args.interval:g}; it must be from 0.05 to 3600 seconds")
-    named = [_existing(run_path(name, args.runs_dir)) for name in args.runs]
+    paths = [run_path(name, args.runs_dir) for name in args.runs]
+    named = [path if path.is_dir() else RunFolder.open(path).path for path in paths]
     stream = SafeStream(sys.stdout)
     watched = Monitor(args.runs_dir, named)
     if args.json:
         print(json.dumps(asdict(watched.read())))
     elif args.once or not stream.isatty():
-        _print(watched, stream)
+        console = _console(stream)
+        console.print(screen(watched.read(cells_for(console.width)), console.width))
     else:
         _watch(watched, stream, args.interval)
     return 0
-
-
-def _existing(path: Path) -> Path:
-    return path if path.is_dir() else RunFolder.open(path).path
-
-
-def _print(monitor: Monitor, stream: SafeStream) -> None:
-    console = _console(stream)
-    console.print(screen(monitor.read(cells_for(console.width)), console.width))
 
 
 def _watch(monitor: Monitor, stream: SafeStream, interval: float) -> None:

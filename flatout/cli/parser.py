@@ -5,12 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Collection, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 from flatout.algorithms import base as algorithms
 from flatout.config.fields import Field, all_fields
-from flatout.config.run_config import RunConfig, read_file
+from flatout.config.run_config import RunConfig, read_file, resolve
+from flatout.device.machine import usable_cores
+from flatout.envs.make import env_factory
 from flatout.errors import FlatoutError, did_you_mean
 
 THE_RUN, EVERY_ALGORITHM = "the run", "every algorithm"
@@ -19,11 +22,17 @@ THE_RUN, EVERY_ALGORITHM = "the run", "every algorithm"
 class Parser(argparse.ArgumentParser):
     """An ArgumentParser that raises FlatoutError with one line instead of printing its usage."""
 
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(allow_abbrev=False, formatter_class=_Formatter, **kwargs)
+    def __init__(self, verb: str, description: str | None = None, **kwargs: Any) -> None:
+        wide = partial(argparse.HelpFormatter, max_help_position=34, width=100)
+        prog = f"flatout {verb}"
+        super().__init__(prog, description=description, allow_abbrev=False, formatter_class=wide, **kwargs)
 
     def error(self, message: str) -> NoReturn:
         raise FlatoutError(message)
+
+    def flag(self, name: str, text: str, **kwargs: Any) -> None:
+        """Add a flag with its help text; a switch unless `kwargs` describe its value."""
+        self.add_argument(name, help=text, **(kwargs or {"action": "store_true"}))
 
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
         """The parsed arguments; an unknown flag is refused with the nearest one."""
@@ -36,30 +45,37 @@ class Parser(argparse.ArgumentParser):
         return args
 
 
-class _Formatter(argparse.HelpFormatter):
-    """Help in one column layout, wide enough for the longest flags."""
-
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=34, width=100)
-
-
-def add_env(parser: Parser) -> None:
-    """ENV and --config."""
-    text = "Gymnasium id, module:Id, or path/to/file.py:factory"
-    parser.add_argument("env", nargs="?", metavar="ENV", help=text)
-    parser.add_argument("--config", type=Path, metavar="FILE.json", help="read settings from a config.json")
+def env_parser(verb: str, description: str) -> Parser:
+    """A parser with ENV and --config."""
+    parser = Parser(verb, description, usage=f"flatout {verb} ENV [flags]")
+    parser.flag("env", "Gymnasium id, module:Id, or path/to/file.py:factory", nargs="?", metavar="ENV")
+    parser.flag("--config", "read settings from a config.json", type=Path, metavar="FILE.json")
+    return parser
 
 
-def add_run(parser: Parser, text: str = "a run's folder, or its name in --runs-dir") -> None:
-    """RUN and --runs-dir."""
-    parser.add_argument("run", metavar="RUN", help=text)
+def check_settings(args: argparse.Namespace) -> tuple[RunConfig, dict[str, Any]]:
+    """The config for ENV and the settings given; mistakes are refused here, before torch costs two seconds."""
+    given = settings(args)
+    config = resolve(args.env, given, device="cpu", n_cores=usable_cores(), file=args.config)
+    env_factory(config.env)
+    return config, given
+
+
+def run_parser(
+    verb: str, description: str, text: str = "a run's folder, or its name in --runs-dir"
+) -> Parser:
+    """A parser with RUN and --runs-dir."""
+    parser = Parser(verb, description)
+    parser.flag("run", text, metavar="RUN")
     add_runs_dir(parser)
+    return parser
 
 
 def add_runs_dir(parser: Parser) -> None:
     """--runs-dir."""
-    text = "folder that contains the runs (runs)"
-    parser.add_argument("--runs-dir", type=Path, default=Path("runs"), metavar="DIR", help=text)
+    parser.flag(
+        "--runs-dir", "folder that contains the runs (runs)", type=Path, default=Path("runs"), metavar="DIR"
+    )
 
 
 def run_path(run: str, runs_dir: Path) -> Path:
@@ -86,7 +102,7 @@ def add_settings(parser: Parser, argv: Sequence[str], only: Collection[str] | No
 
 
 def _load_algorithm(argv: Sequence[str]) -> None:
-    first = Parser(add_help=False)
+    first = Parser("", add_help=False)
     first.add_argument("--algo")
     first.add_argument("--config", type=Path)
     args, _ = first.parse_known_args(argv)
@@ -120,22 +136,18 @@ def settings(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _add_flag(group: argparse._ArgumentGroup, field: Field) -> None:
-    text = field.help.replace("%", "%%")
+    value: dict[str, Any] = {"metavar": _metavar(field)}
     if field.type is bool:
-        group.add_argument(
-            field.flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text
-        )
-        return
-    group.add_argument(field.flag, metavar=_metavar(field), default=argparse.SUPPRESS, help=text)
+        value = {"action": argparse.BooleanOptionalAction}
+    group.add_argument(field.flag, default=argparse.SUPPRESS, help=field.help.replace("%", "%%"), **value)
 
 
 def _metavar(field: Field) -> str:
-    if field.name == "batch_size":
-        return "N|auto"
+    special = {"batch_size": "N|auto", "buffer_size": "N|50GB"}
+    if field.name in special:
+        return special[field.name]
     if field.name == "algo":
         return "|".join([*algorithms.names(), "FILE.py:NAME"])
-    if field.name == "buffer_size":
-        return "N|50GB"
     if field.choices:
         return "|".join(field.choices)
     text = str(field.type)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from flatout.cli.parser import Parser, add_run, run_path
+from flatout.cli.parser import run_parser, run_path
 from flatout.errors import FlatoutError
 from flatout.runlog.folder import RunFolder, write_text
 from flatout.runlog.records import read_run
@@ -21,14 +21,12 @@ from flatout.views.text import report_text, run_findings, verdict
 
 def report(argv: Sequence[str]) -> int:
     """Write the report page and print the text; returns the exit code."""
-    parser = Parser(
-        prog="flatout report",
-        description="Report what a run learned, where its time went and what to change, as a page and as text.",
+    parser = run_parser(
+        "report", "Report what a run learned, where its time went and what to change, as a page and as text."
     )
-    add_run(parser)
-    parser.add_argument("--text", action="store_true", help="print the text, write no page")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="file for the page (RUN/report.html)")
-    parser.add_argument("--json", action="store_true", help="print the report as JSON instead of text")
+    parser.flag("--text", "print the text, write no page")
+    parser.flag("--out", "file for the page (RUN/report.html)", type=Path, metavar="FILE")
+    parser.flag("--json", "print the report as JSON instead of text")
     args = parser.parse(argv)
     records = read_run(run_path(args.run, args.runs_dir))
     findings = run_findings(records)
@@ -52,12 +50,10 @@ def report(argv: Sequence[str]) -> int:
 
 def trace(argv: Sequence[str]) -> int:
     """Write the trace and print where it is; returns the exit code."""
-    parser = Parser(
-        prog="flatout trace",
-        description="Write a timeline of the learner and the collectors as a Perfetto/Chrome trace.",
+    parser = run_parser(
+        "trace", "Write a timeline of the learner and the collectors as a Perfetto/Chrome trace."
     )
-    add_run(parser)
-    parser.add_argument("--out", type=Path, metavar="FILE", help="file for the trace (RUN/trace.json)")
+    parser.flag("--out", "file for the trace (RUN/trace.json)", type=Path, metavar="FILE")
     args = parser.parse(argv)
     folder = RunFolder.open(run_path(args.run, args.runs_dir))
     spans = read_spans(folder.spans)

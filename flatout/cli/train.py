@@ -1,18 +1,25 @@
-"""`flatout train ENV` and `flatout resume RUN`."""
+"""`flatout train ENV`, `flatout resume RUN` and `flatout evaluate RUN`."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from flatout.cli.parser import Parser, add_env, add_run, add_runs_dir, add_settings, run_path, settings
-from flatout.config.run_config import resolve
-from flatout.device.machine import usable_cores
+from flatout.cli.parser import (
+    Parser,
+    add_runs_dir,
+    add_settings,
+    check_settings,
+    env_parser,
+    run_parser,
+    run_path,
+    settings,
+)
 from flatout.errors import FlatoutError
 from flatout.runlog.folder import RunFolder
 
@@ -25,22 +32,16 @@ RESUMABLE = ("timesteps", "target_return", "eval_every", "eval_episodes", "check
 
 def train(argv: Sequence[str]) -> int:
     """Train an agent; returns the exit code."""
-    parser = Parser(
-        prog="flatout train",
-        usage="flatout train ENV [flags]",
-        description="Train an agent. Settings that you do not give come from the recipe of the env, or from --preset.",
+    parser = env_parser(
+        "train",
+        "Train an agent. Settings that you do not give come from the recipe of the env, or from --preset.",
     )
-    add_env(parser)
-    parser.add_argument("--run-name", metavar="NAME", help="name of the run's folder (ENV-ALGO-seedN-DATE)")
+    parser.flag("--run-name", "name of the run's folder (ENV-ALGO-seedN-DATE)", metavar="NAME")
     add_runs_dir(parser)
-    parser.add_argument("--resume", action="store_true", help="resume the run if it exists")
-    parser.add_argument("--overwrite", action="store_true", help="replace the run if it exists")
-    _add_output_flags(parser)
-    add_settings(parser, argv)
-    args = parser.parse(argv)
-    given = settings(args)
-    # Refuse what can be refused before torch is loaded: a typo should not cost two seconds.
-    resolve(args.env, given, device="cpu", n_cores=usable_cores(), file=args.config)
+    parser.flag("--resume", "resume the run if it exists")
+    parser.flag("--overwrite", "replace the run if it exists")
+    args = _parse(parser, argv)
+    _, given = check_settings(args)
     if args.resume and args.overwrite:
         raise FlatoutError("--resume and --overwrite exclude each other; pass one of them")
     if args.resume and not args.run_name:
@@ -63,11 +64,7 @@ def train(argv: Sequence[str]) -> int:
 
 def resume(argv: Sequence[str]) -> int:
     """Resume a run; returns the exit code."""
-    parser = Parser(prog="flatout resume", description="Continue a run from its newest checkpoint.")
-    add_run(parser)
-    _add_output_flags(parser)
-    add_settings(parser, argv, only=RESUMABLE)
-    args = parser.parse(argv)
+    args = _parse(run_parser("resume", "Continue a run from its newest checkpoint."), argv, RESUMABLE)
     return _resume(run_path(args.run, args.runs_dir), settings(args), args)
 
 
@@ -100,9 +97,11 @@ def _differs(before: Any, after: Any, name: str) -> bool:
     return any(getattr(a, name, None) != getattr(b, name, None) for a, b in parts)
 
 
-def _add_output_flags(parser: Parser) -> None:
-    parser.add_argument("--quiet", action="store_true", help="print only errors")
-    parser.add_argument("--json", action="store_true", help="print the summary as JSON on the last line")
+def _parse(parser: Parser, argv: Sequence[str], only: Collection[str] | None = None) -> argparse.Namespace:
+    parser.flag("--quiet", "print only errors")
+    parser.flag("--json", "print the summary as JSON on the last line")
+    add_settings(parser, argv, only)
+    return parser.parse(argv)
 
 
 def _learn(agent: Agent, args: argparse.Namespace) -> int:
@@ -114,3 +113,42 @@ def _learn(agent: Agent, args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(agent.summary))
     return 128 + agent.stop_signal if agent.stop_signal is not None else 0
+
+
+def evaluate(argv: Sequence[str]) -> int:
+    """Play episodes with a trained agent and print their mean return; returns the exit code."""
+    parser = run_parser(
+        "evaluate",
+        "Mean return of a trained agent over whole episodes.",
+        "a run's folder, its name in --runs-dir, or a .flatout file",
+    )
+    parser.flag("--episodes", "number of episodes (100)", type=int, default=100, metavar="N")
+    parser.flag("--seed", "seed of the envs (differs from training)", type=int, metavar="N")
+    text = "keywords for the env that differ from training"
+    parser.flag("--env-kwargs", text, metavar="JSON", default=argparse.SUPPRESS)
+    parser.flag("--best", "load the best checkpoint, not the newest")
+    parser.flag("--stochastic", "sample actions instead of taking the most likely one")
+    parser.flag("--json", "print the result as JSON")
+    args = parser.parse(argv)
+    if args.episodes < 1:
+        raise FlatoutError(f"--episodes is {args.episodes}; it must be at least 1")
+    env_kwargs = settings(args).get("env_kwargs")
+    path = run_path(args.run, args.runs_dir)
+    if args.best:
+        path = path / "checkpoints" / "best.flatout"
+
+    from flatout.agent import load
+
+    agent = load(path)
+    result = agent.evaluate(
+        args.episodes, deterministic=not args.stochastic, seed=args.seed, env_kwargs=env_kwargs
+    )
+    if args.json:
+        keys = {"return_mean": result.return_mean, "return_std": result.return_std}
+        print(json.dumps(keys | {"length_mean": result.length_mean, "episodes": len(result.returns)}))
+    else:
+        print(
+            f"{agent.config.env}: return {result.return_mean:,.1f} ± {result.return_std:,.1f} over "
+            f"{len(result.returns)} episodes, {result.length_mean:,.1f} steps each"
+        )
+    return 0
