@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from enum import StrEnum
 from time import perf_counter
 from typing import Any, NamedTuple, Protocol
@@ -89,32 +90,27 @@ class Lane(Protocol):
         ...
 
 
+@dataclass(slots=True, eq=False)
 class PhaseClock:
     """The host clock of one lane: adds the time since the last `enter` to the phase that was running."""
 
-    __slots__ = (
-        "_began",
-        "_fold",
-        "_fold_began",
-        "_n_kept",
-        "_room",
-        "current",
-        "lane",
-        "n_spans",
-        "seconds",
-        "since",
-        "spans",
-        "traced",
-    )
+    lane: str = "learner"
+    traced: bool = False
+    """Whether spans are kept."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    current: Phase = Phase.START
+    since: float = 0.0
+    """When the current phase began."""
+    spans: deque[Span] = field(default_factory=lambda: deque(maxlen=MAX_WAITING))
+    n_spans: int = 0
+    _began: float = 0.0
+    _n_kept: int = 0
+    _room: int = 0
+    """Fine spans that may still be kept before the next `cut`."""
+    _fold: dict[str, float] = field(default_factory=dict)
+    _fold_began: float = 0.0
 
-    def __init__(self, lane: str = "learner") -> None:
-        self.lane = lane
-        self.traced = False
-        """Whether spans are kept."""
-        self.since = 0.0
-        """When the current phase began."""
-        self.spans: deque[Span] = deque(maxlen=MAX_WAITING)
-        self.n_spans = 0
+    def __post_init__(self) -> None:
         self.restart({})
 
     def restart(self, seconds: dict[str, float], phase: Phase = Phase.START) -> None:
@@ -122,10 +118,9 @@ class PhaseClock:
         self.seconds = dict(seconds)
         self.current = phase
         self.since = self._began = perf_counter()
-        self._n_kept = self._room = 0
-        self._begin_fold()
-        if self.traced:
-            self._room = self._free_room()
+        self._n_kept = 0
+        self._fold, self._fold_began = dict(seconds), self.since
+        self._room = self._free_room() if self.traced else 0
 
     def enter(self, phase: Phase) -> None:
         """End the current phase and begin `phase`."""
@@ -154,12 +149,11 @@ class PhaseClock:
             elapsed = self.since - self._fold_began
             if elapsed < max(FOLD_SECONDS, (self.since - self._began) / FOLDS):
                 return
-            fold = self._fold
-            phases = {name: s - fold.get(name, 0.0) for name, s in self.seconds.items()}
+            phases = {name: s - self._fold.get(name, 0.0) for name, s in self.seconds.items()}
             spent = {name: s for name, s in phases.items() if s > 0}
             self._add(Span(self._fold_began, self.since, spent))
         self._room = self._free_room()
-        self._begin_fold()
+        self._fold, self._fold_began = dict(self.seconds), self.since
 
     def _keep(self, now: float) -> None:
         self._room -= 1
@@ -171,9 +165,6 @@ class PhaseClock:
     def _add(self, span: Span) -> None:
         self.n_spans += 1
         self.spans.append(span)
-
-    def _begin_fold(self) -> None:
-        self._fold, self._fold_began = dict(self.seconds), self.since
 
     def _free_room(self) -> int:
         elapsed = self.since - self._began

@@ -65,7 +65,10 @@ class HostMeter:
     def read(self) -> HostSample:
         """The machine and the run now, without processes that end meanwhile."""
         now = perf_counter()
-        self._list_processes(now)
+        if now - self._walked >= TREE_SECONDS:
+            self._walked, self._processes = now, []
+            with suppress(psutil.Error):
+                self._processes = [self._root, *self._root.children(recursive=True)]
         memory = psutil.virtual_memory()
         run_memory, seconds = 0, {}
         for process in self._processes:
@@ -81,15 +84,6 @@ class HostMeter:
             run_cpu=self._load(seconds, now),
             n_processes=len(seconds),
         )
-
-    def _list_processes(self, now: float) -> None:
-        if now - self._walked < TREE_SECONDS:
-            return
-        try:
-            self._processes = [self._root, *self._root.children(recursive=True)]
-        except psutil.Error:
-            self._processes = []
-        self._walked = now
 
     def _load(self, seconds: dict[int, float], now: float) -> float | None:
         """Percent of one core since the last read, over processes present both times."""
@@ -139,7 +133,14 @@ class GpuMeter:
         rates = self._ask(nvml.nvmlDeviceGetUtilizationRates)
         memory = self._ask(nvml.nvmlDeviceGetMemoryInfo)
         processes = self._ask(nvml.nvmlDeviceGetComputeRunningProcesses)
-        power = self._power()
+        power, sensor = self._power(), nvml.NVML_TEMPERATURE_GPU
+        # Drivers before 2025 have only the older call for temperature, those before 535 for throttling.
+        temperature = self._ask(nvml.nvmlDeviceGetTemperatureV, sensor)
+        if temperature is None:
+            temperature = self._ask(nvml.nvmlDeviceGetTemperature, sensor)
+        bits = self._ask(nvml.nvmlDeviceGetCurrentClocksEventReasons)
+        if bits is None:
+            bits = self._ask(nvml.nvmlDeviceGetCurrentClocksThrottleReasons)
         sample = GpuSample(
             utilization=None if rates is None else rates.gpu / 100,
             memory=None if memory is None else memory.used,
@@ -147,8 +148,8 @@ class GpuMeter:
             power=power,
             energy=self._energy(power),
             sm_clock=self._ask(nvml.nvmlDeviceGetClockInfo, nvml.NVML_CLOCK_SM),
-            temperature=self._temperature(),
-            throttled=self._throttled(),
+            temperature=temperature,
+            throttled=None if bits is None else throttle_words(bits),
             n_processes=None if processes is None else len(processes),
         )
         known = (getattr(sample, name) for name in GpuSample.__slots__ if name != "energy")
@@ -181,19 +182,6 @@ class GpuMeter:
         self._joules += (power + power_then) / 2 * (now - then)
         self._last_power = now, power
         return self._joules
-
-    def _temperature(self) -> int | None:
-        # Drivers before 2025 have only the older call.
-        nvml, sensor = self._nvml, self._nvml.NVML_TEMPERATURE_GPU
-        value: int | None = self._ask(nvml.nvmlDeviceGetTemperatureV, sensor)
-        return self._ask(nvml.nvmlDeviceGetTemperature, sensor) if value is None else value
-
-    def _throttled(self) -> list[str] | None:
-        # Drivers before 535 have the same bits under the older name.
-        bits = self._ask(self._nvml.nvmlDeviceGetCurrentClocksEventReasons)
-        if bits is None:
-            bits = self._ask(self._nvml.nvmlDeviceGetCurrentClocksThrottleReasons)
-        return None if bits is None else throttle_words(bits)
 
 
 def throttle_words(bits: int) -> list[str]:
@@ -247,10 +235,7 @@ def _by_index(nvml: ModuleType, index: int) -> tuple[Any, str]:
     # CUDA orders cards by speed unless told otherwise, NVML by bus: the same only for equal cards.
     models = {nvml.nvmlDeviceGetName(card) for card in cards}
     if len(models) > 1 and os.environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
-        return (
-            None,
-            f"{len(cards)} different GPUs and an unknown order; set CUDA_DEVICE_ORDER=PCI_BUS_ID",
-        )
+        return None, f"{len(cards)} different GPUs and an unknown order; set CUDA_DEVICE_ORDER=PCI_BUS_ID"
     return cards[index], f"GPU {index} of the driver"
 
 

@@ -22,34 +22,16 @@ PROGRESS_SECONDS = 1.0
 """Time between two writes of progress.json."""
 GPU_HERTZ, HOST_HERTZ = 5, 2
 """Samples a second; a GPU's load comes in bursts."""
-COLUMNS = (
-    "time/total_timesteps",
-    "time/iterations",
-    "time/time_elapsed",
-    "time/fps",
-    "rollout/ep_rew_mean",
-    "rollout/ep_len_mean",
-    "rollout/episodes",
-    "train/n_updates",
-    "train/learning_rate",
-    "train/loss",
-    "train/policy_gradient_loss",
-    "train/value_loss",
-    "train/entropy_loss",
-    "train/approx_kl",
-    "train/clip_fraction",
-    "train/kl_settled",
-    "train/clip_range",
-    "train/explained_variance",
-    "train/grad_norm",
-    "train/q_mean",
-    "train/td_error",
-    "rollout/exploration_rate",
-    "train/buffer_fill",
-    "train/updates_per_step",
-    "eval/mean_reward",
-    "eval/mean_ep_length",
-    "learner_busy",
+COLUMNS = tuple(
+    """
+    time/total_timesteps time/iterations time/time_elapsed time/fps
+    rollout/ep_rew_mean rollout/ep_len_mean rollout/episodes
+    train/n_updates train/learning_rate train/loss
+    train/policy_gradient_loss train/value_loss train/entropy_loss train/approx_kl train/clip_fraction
+    train/kl_settled train/clip_range train/explained_variance train/grad_norm
+    train/q_mean train/td_error rollout/exploration_rate train/buffer_fill train/updates_per_step
+    eval/mean_reward eval/mean_ep_length learner_busy
+    """.split()
 )
 """Columns of metrics.csv, under Stable-Baselines3's names; an algorithm may add its own."""
 
@@ -205,7 +187,9 @@ class MetricsLog:
     def __init__(self, path: Path, resume_at: int | None = None, more: Sequence[str] = ()) -> None:
         """`more`: columns besides COLUMNS."""
         self._columns = (*COLUMNS, *more)
-        kept = [] if resume_at is None else _rows_up_to(path, resume_at)
+        rows = read_rows(path) if resume_at is not None and path.exists() else []
+        # A resumed run repeats the later rows.
+        kept = [row for row in rows if cell_value(row.get(COLUMNS[0])) <= (resume_at or 0)]
         part = path.with_name(f".{path.name}.part")
         with part.open("w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file, lineterminator="\n")
@@ -233,18 +217,17 @@ def _cell(value: float | None) -> str:
     return str(value) if isinstance(value, int) else f"{value:.8g}"
 
 
-def _rows_up_to(path: Path, env_steps: int) -> list[Mapping[str, str]]:
-    """The complete rows up to `env_steps`; a resumed run repeats the later ones."""
-    try:
-        text = path.read_text(encoding="utf-8", errors="replace")
-    except FileNotFoundError:
-        return []
-    whole_lines = text[: text.rfind("\n") + 1].splitlines()
-    return [row for row in csv.DictReader(whole_lines, restval="") if _steps_of(row) <= env_steps]
+def read_rows(path: Path) -> list[dict[str, str]]:
+    """The complete rows of metrics.csv, as text."""
+    text = path.read_text(encoding="utf-8", errors="replace")
+    # A row is complete once its newline is there.
+    whole_lines = text[: text.rfind("\n") + 1].replace("\0", "").splitlines()
+    return list(csv.DictReader(whole_lines, restval=""))
 
 
-def _steps_of(row: Mapping[str, str]) -> float:
+def cell_value(text: str | None) -> float:
+    """A cell of metrics.csv as a number; NaN for anything else."""
     try:
-        return float(row.get("time/total_timesteps", "inf"))
+        return float(text or "nan")
     except ValueError:
-        return float("inf")
+        return float("nan")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ import psutil
 from flatout.runlog.folder import RunFolder
 from flatout.runlog.jsonl import json_object, number
 from flatout.runlog.lanes import cause_of, idle_causes, is_idle, lane_use
+from flatout.runlog.recorder import cell_value, read_rows
 from flatout.runlog.samples import Samples, read_samples
 from flatout.runlog.spans import Floats, Spans, read_spans
 
@@ -36,10 +36,10 @@ def run_status(path: Path) -> tuple[str, dict[str, Any]]:
     """`running`, `ended`, `killed` or `unknown`, and the content of progress.json or summary.json."""
     progress, summary = path / "progress.json", path / "summary.json"
     # A resumed run has the summary of its earlier part beside its progress; one that just ended may still have both.
-    if _written(progress) > _written(summary) and (record := _json(progress)):
+    if _written(progress) > _written(summary) and (record := read_json(progress)):
         return "running" if is_alive(record) else "killed", record
     if _written(summary) > 0:
-        return "ended", _json(summary)
+        return "ended", read_json(summary)
     is_fresh = time() - _written(path / "samples.jsonl") < _FRESH_SECONDS
     return "running" if is_fresh else "unknown", {}
 
@@ -145,13 +145,14 @@ def _summary(
 
 
 def _read_json(path: Path, problems: list[str]) -> dict[str, Any]:
-    value = _json(path)
+    value = read_json(path)
     if not value:
         problems.append(f"{path.name} {'cannot be read' if path.exists() else 'is missing'}")
     return value
 
 
-def _json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; empty if there is none."""
     try:
         return json_object(path.read_bytes()) or {}
     except OSError:
@@ -160,23 +161,14 @@ def _json(path: Path) -> dict[str, Any]:
 
 def _read_metrics(path: Path, problems: list[str]) -> dict[str, Floats]:
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        rows = read_rows(path)
     except OSError:
         problems.append(f"{path.name} is missing: no learning curve")
         return {}
-    # A row is complete once its newline is there.
-    rows = list(csv.DictReader(text[: text.rfind("\n") + 1].replace("\0", "").splitlines(), restval=""))
     if not rows:
         problems.append(f"{path.name} has no row yet: no learning curve")
         return {}
-    return {name: np.array([_cell(row.get(name)) for row in rows]) for name in rows[0] if name}
-
-
-def _cell(text: str | None) -> float:
-    try:
-        return float(text or "nan")
-    except ValueError:
-        return float("nan")
+    return {name: np.array([cell_value(row.get(name)) for row in rows]) for name in rows[0] if name}
 
 
 def _written(path: Path) -> float:

@@ -20,6 +20,8 @@ from flatout.runlog.spans import Floats
 
 VERSION = 1
 CLOSE_SECONDS = 0.3
+_MEANS = ("device_utilization", "cores_percent")
+"""Figures that are means; the others are peaks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,48 +42,31 @@ class Figures:
     """Mean load of the machine's cores."""
 
 
-@dataclass(slots=True)
 class _Totals:
-    """Means and peaks of the samples so far."""
+    """Count, sum and peak of each figure's samples so far."""
 
-    sums: dict[str, tuple[int, float]] = field(default_factory=dict)
-    peaks: dict[str, float] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self._seen: dict[str, tuple[int, float, float]] = {}
 
     def add(self, row: Record) -> None:
         gpu = _gpu_of(row)
-        for load in _core_loads(row):
-            self._sum("cores", load)
-        self._sum("utilization", _value(gpu.get("utilization")))
         for name, value in (
-            ("device_memory", gpu.get("memory")),
-            ("energy", gpu.get("energy")),
-            ("memory", row.get("memory")),
-            ("run_memory", row.get("run_memory")),
+            ("device_utilization", gpu.get("utilization")),
+            ("device_energy_joules", gpu.get("energy")),
+            ("device_memory_bytes", gpu.get("memory")),
+            ("memory_bytes", row.get("memory")),
+            ("run_memory_bytes", row.get("run_memory")),
+            *(("cores_percent", load) for load in _core_loads(row)),
         ):
             if (known := number(value)) is not None:
-                self.peaks[name] = max(known, self.peaks.get(name, known))
+                n, total, peak = self._seen.get(name, (0, 0.0, known))
+                self._seen[name] = n + 1, total + known, max(peak, known)
 
     def figures(self) -> Figures:
-        return Figures(
-            device_utilization=self._mean("utilization"),
-            device_energy_joules=self.peaks.get("energy"),
-            device_memory_bytes=self._bytes("device_memory"),
-            memory_bytes=self._bytes("memory"),
-            run_memory_bytes=self._bytes("run_memory"),
-            cores_percent=self._mean("cores"),
-        )
-
-    def _sum(self, name: str, value: float) -> None:
-        if math.isfinite(value):
-            n, total = self.sums.get(name, (0, 0.0))
-            self.sums[name] = n + 1, total + value
-
-    def _mean(self, name: str) -> float | None:
-        n, total = self.sums.get(name, (0, 0.0))
-        return total / n if n else None
-
-    def _bytes(self, name: str) -> int | None:
-        return int(self.peaks[name]) if name in self.peaks else None
+        seen = self._seen.items()
+        means = {name: total / n for name, (n, total, _) in seen if name in _MEANS}
+        peaks: dict[str, Any] = {name: int(peak) if "bytes" in name else peak for name, (_, _, peak) in seen}
+        return Figures(**(peaks | means))
 
 
 class Sampler:
@@ -141,29 +126,25 @@ class Sampler:
         for row in _read_rows(self._path)[0]:
             if row["t"] <= self._header["offset"]:
                 self._totals.add(row)
-        self._joules_before = self._totals.peaks.get("energy", 0.0)
         self._figures = self._totals.figures()
+        self._joules_before = self._figures.device_energy_joules or 0.0
 
     def _sample(self, file: BinaryIO, host: HostMeter, gpu: GpuMeter | None) -> None:
         while not self._ending.wait(self._period):
-            row = self._row(host, gpu)
+            now, card = host.read(), gpu.read() if gpu is not None else None
+            if gpu is not None and card is None:
+                self.problem = "the GPU does not answer any more"
+            row: Record = {
+                "t": round(time.perf_counter() - self._zero, 3),
+                **asdict(now),
+                "run_cpu": None if now.run_cpu is None else round(now.run_cpu, 1),
+                "gpu": None if card is None else asdict(card),
+            }
             file.write(_line(row))
-            if (card := row["gpu"]) is not None and card["energy"] is not None:
-                row["gpu"] = {**card, "energy": self._joules_before + card["energy"]}
+            if card is not None and card.energy is not None:
+                row["gpu"]["energy"] = self._joules_before + card.energy
             self._totals.add(row)
             self._figures = self._totals.figures()
-
-    def _row(self, host: HostMeter, gpu: GpuMeter | None) -> Record:
-        now = host.read()
-        card = gpu.read() if gpu is not None else None
-        if gpu is not None and card is None:
-            self.problem = "the GPU does not answer any more"
-        return {
-            "t": round(time.perf_counter() - self._zero, 3),
-            **asdict(now),
-            "run_cpu": None if now.run_cpu is None else round(now.run_cpu, 1),
-            "gpu": None if card is None else asdict(card),
-        }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -198,19 +179,18 @@ def read_samples(path: Path) -> Samples:
     rows, problems = _read_rows(path)
     gpus = [_gpu_of(row) for row in rows]
     names = ("utilization", "memory", "memory_total", "power", "energy")
+    told = [reasons for gpu in gpus if isinstance(reasons := gpu.get("throttled"), list)]
+    throttled = Counter(str(reason) for reasons in told for reason in reasons)
+    loads = [_core_loads(row) for row in rows]
+    n_cores = max(map(len, loads), default=0)
+    cores = [[*map(_value, row), *[math.nan] * (n_cores - len(row))] for row in loads]
     return Samples(
         **{name: _column(rows, name) for name in ("t", "memory", "run_memory", "run_cpu")},
-        cores=_cores(rows),
+        cores=np.array(cores, dtype=np.float64).reshape(len(rows), n_cores),
         gpu={name: _column(gpus, name) for name in names} if any(gpus) else {},
         problems=problems,
-        throttled=_throttled(gpus),
+        throttled={reason: n / len(told) for reason, n in throttled.items()},
     )
-
-
-def _throttled(gpus: list[Record]) -> dict[str, float]:
-    told = [reasons for gpu in gpus if isinstance(reasons := gpu.get("throttled"), list)]
-    counts = Counter(str(reason) for reasons in told for reason in reasons)
-    return {reason: n / len(told) for reason, n in counts.items()}
 
 
 def _read_rows(path: Path) -> tuple[list[Record], list[str]]:
@@ -251,9 +231,9 @@ def _gpu_of(row: Mapping[str, Any]) -> dict[str, Any]:
     return gpu if isinstance(gpu, dict) else {}
 
 
-def _core_loads(row: Mapping[str, Any]) -> list[float]:
+def _core_loads(row: Mapping[str, Any]) -> list[object]:
     cores = row.get("cores")
-    return [_value(load) for load in cores] if isinstance(cores, list) else []
+    return cores if isinstance(cores, list) else []
 
 
 def _value(value: object) -> float:
@@ -263,11 +243,3 @@ def _value(value: object) -> float:
 
 def _column(rows: Iterable[Mapping[str, Any]], name: str) -> Floats:
     return np.array([_value(row.get(name)) for row in rows], dtype=np.float64)
-
-
-def _cores(rows: list[Record]) -> Floats:
-    loads = [_core_loads(row) for row in rows]
-    table = np.full((len(rows), max(map(len, loads), default=0)), np.nan)
-    for nth, row in enumerate(loads):
-        table[nth, : len(row)] = row
-    return table

@@ -10,7 +10,6 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from time import perf_counter
 from typing import TextIO, cast
 
@@ -100,25 +99,51 @@ class LiveDisplay:
     def _render(self) -> RenderableType:
         # Each time, as windows are resized; of our own stream, as rich asks the standard ones.
         self._console.size = ConsoleDimensions(*self._stream.columns_and_lines())
+        width = min(self._console.width, WIDEST)
         try:
-            return panel(self._snapshot(), self._console.width)
+            return framed(self._lines(width - 4), Text(self._title(), "cyan"), width)
         except Exception as error:  # a display problem must not end a run
             return Text(f"display: {error}", no_wrap=True)
 
-    def _snapshot(self) -> Snapshot:
+    def _title(self) -> str:
+        """The learner's current phase, or how the run ended."""
+        if not self._stopped:
+            return f"now: {self._phase()}"
         progress = self._progress
+        return "done" if progress and progress.env_steps >= progress.total_steps else "stopped"
+
+    def _lines(self, width: int) -> list[Text]:
+        progress = self._progress
+        # Seconds since the latest figures, or since the start.
         waited = 0.0 if self._stopped and progress else perf_counter() - self._since
-        if self._stopped:
-            title = "done" if progress and progress.env_steps >= progress.total_steps else "stopped"
-        else:
-            title = f"now: {self._phase()}"
-        return Snapshot(
-            progress=progress,
-            waited=waited,
-            title=title,
-            returns=self._returns.values,
-            evaluated=self._evaluated,
-        )
+        if progress is None:
+            return [Text(f"{FIRST_ROLLOUT}: {fmt.duration(waited)}")]
+        steps, total = progress.env_steps, progress.total_steps
+        left = fmt.seconds_left(steps, total, progress.steps_per_second) - waited
+        gap = "   " if width >= _ROOMY else "  "
+        rows = {
+            "return": self._return_figures(progress, width),
+            "speed": _speed_figures(progress),
+            "update": _update_figures(progress, width),
+        }
+        if width >= _ROOMY:
+            # Align the rows in columns, so that they do not move as figures grow.
+            for first in (figures[0] for figures in rows.values() if figures):
+                first.pad_right(max(0, _FIRST_CELLS - first.cell_len))
+        elapsed = progress.seconds + waited
+        return [
+            steps_row(steps, total, left if steps < total else None, elapsed, width, gap),
+            *(row(label, figures, width, gap, _LABEL_CELLS) for label, figures in rows.items()),
+        ]
+
+    def _return_figures(self, progress: Progress, width: int) -> list[Text]:
+        cells = min(20, width // 4)
+        figures = return_figures(progress.return_mean, progress.return_std, self._returns.values, cells)
+        if self._evaluated is not None:
+            figures.append(figure("evaluated", fmt.number(self._evaluated)))
+        if progress.length_mean is not None:
+            figures.append(figure("length", fmt.number(progress.length_mean)))
+        return [*figures, figure("episodes", fmt.count(progress.episodes))]
 
     def leave_child(self) -> None:
         """In a forked child, print directly: the view's lock may be held by a thread of the parent."""
@@ -127,36 +152,13 @@ class LiveDisplay:
 
 
 _displays: weakref.WeakSet[LiveDisplay] = weakref.WeakSet()
-
-
-def _leave_child() -> None:
-    for display in _displays:
-        display.leave_child()
-
-
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_leave_child)
+    os.register_at_fork(after_in_child=lambda: [display.leave_child() for display in _displays])
 
 
 def _is_terminal(stream: TextIO | None) -> bool:
     # None without a console, as under pythonw.
     return stream is not None and stream.isatty()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Snapshot:
-    """What the view shows at one moment."""
-
-    progress: Progress | None
-    """The latest figures; None until the first iteration ends."""
-    waited: float
-    """Seconds since those figures, or since the start."""
-    title: str
-    """The learner's current phase, or how the run ended."""
-    returns: Sequence[float]
-    """Mean return over the run, evenly spaced."""
-    evaluated: float | None
-    """Mean return of the last evaluation."""
 
 
 class History:
@@ -179,31 +181,10 @@ class History:
         self._seen += 1
 
 
-def panel(snapshot: Snapshot, columns: int) -> Panel:
-    """The view, as wide as the terminal up to a limit."""
-    width = min(columns, WIDEST)
-    return framed(_lines(snapshot, width - 4), Text(snapshot.title, "cyan"), width)
-
-
 def framed(lines: Sequence[Text], title: Text, width: int) -> Panel:
     """Lines in a frame with a title."""
     text = Text("\n", no_wrap=True, overflow="crop").join(lines)
     return Panel(text, title=title, title_align="left", box=box.ROUNDED, border_style="dim", width=width)
-
-
-def _lines(snapshot: Snapshot, width: int) -> list[Text]:
-    progress = snapshot.progress
-    if progress is None:
-        return [Text(f"{FIRST_ROLLOUT}: {fmt.duration(snapshot.waited)}")]
-    steps, total = progress.env_steps, progress.total_steps
-    left = fmt.seconds_left(steps, total, progress.steps_per_second) - snapshot.waited
-    elapsed = progress.seconds + snapshot.waited
-    return [
-        steps_row(steps, total, left if steps < total else None, elapsed, width, _gap(width)),
-        _return_row(progress, snapshot, width),
-        _row("speed", _speed_figures(progress), width),
-        _row("update", _update_figures(progress, width), width),
-    ]
 
 
 def steps_row(
@@ -222,16 +203,12 @@ def steps_row(
     return Text(gap).join([bar(share, max(bar_cells, 4)), *shown])
 
 
-def _return_row(progress: Progress, snapshot: Snapshot, width: int) -> Text:
-    figures = [Text(fmt.mean_and_std(progress.return_mean, progress.return_std), "bold green")]
-    if curve := sparkline(snapshot.returns, min(20, width // 4)):
-        figures.append(Text(curve, "green"))
-    if snapshot.evaluated is not None:
-        figures.append(figure("evaluated", fmt.number(snapshot.evaluated)))
-    if progress.length_mean is not None:
-        figures.append(figure("length", fmt.number(progress.length_mean)))
-    figures.append(figure("episodes", fmt.count(progress.episodes)))
-    return _row("return", figures, width)
+def return_figures(mean: float | None, std: float | None, curve: Sequence[float], cells: int) -> list[Text]:
+    """The mean return, and its curve over the run."""
+    figures = [Text(fmt.mean_and_std(mean, std), "bold green")]
+    if blocks := sparkline(curve, cells):
+        figures.append(Text(blocks, "green"))
+    return figures
 
 
 def _speed_figures(progress: Progress) -> list[Text]:
@@ -284,17 +261,10 @@ def figure(label: str, value: str, style: str = "") -> Text:
     return Text.assemble((f"{label} ", "dim"), (value, style))
 
 
-def _row(label: str, figures: Sequence[Text], width: int) -> Text:
-    if width >= _ROOMY and figures:
-        # Align the rows in columns, so that they do not move as figures grow.
-        figures[0].pad_right(max(0, _FIRST_CELLS - figures[0].cell_len))
-    gap = _gap(width)
-    shown = fitting(figures, width - _LABEL_CELLS, gap)
-    return Text.assemble((f"{label:<{_LABEL_CELLS}}", "dim"), Text(gap).join(shown))
-
-
-def _gap(width: int) -> str:
-    return "   " if width >= _ROOMY else "  "
+def row(label: str, figures: Sequence[Text], width: int, gap: str, label_cells: int) -> Text:
+    """A label and as many figures as fit beside it."""
+    shown = fitting(figures, width - label_cells, gap)
+    return Text.assemble((f"{label:<{label_cells}}"[:label_cells], "dim"), Text(gap).join(shown))
 
 
 def fitting(figures: Sequence[Text], width: int, gap: str) -> list[Text]:

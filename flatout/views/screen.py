@@ -13,7 +13,17 @@ from rich.text import Text
 from flatout.runlog.jsonl import number
 from flatout.timing import Phase
 from flatout.views.figures import count, duration, mean_and_std, percent, rate, share_done
-from flatout.views.live import FIRST_ROLLOUT, LEVELS, bar, figure, fitting, framed, sparkline, steps_row
+from flatout.views.live import (
+    FIRST_ROLLOUT,
+    LEVELS,
+    bar,
+    figure,
+    fitting,
+    framed,
+    return_figures,
+    row,
+    steps_row,
+)
 from flatout.views.monitor import Job, MonitorState, Strip
 
 WIDEST = 140
@@ -121,12 +131,10 @@ def _steps(job: Job, width: int) -> Text:
 
 
 def _return(job: Job, width: int) -> Text:
-    figures = [Text(mean_and_std(job.return_mean, job.return_std), "bold green")]
-    if curve := sparkline(job.returns, min(24, width // 4)):
-        figures.append(Text(curve, "green"))
+    figures = return_figures(job.return_mean, job.return_std, job.returns, min(24, width // 4))
     if job.episodes is not None:
         figures.append(figure("episodes", count(job.episodes)))
-    return _row("return", figures, width)
+    return row("return", figures, width, "   ", LABEL_CELLS)
 
 
 def _speed(job: Job, width: int) -> Text:
@@ -135,7 +143,7 @@ def _speed(job: Job, width: int) -> Text:
         figures.append(Text.assemble((rate(job.steps_per_second), "bold"), " steps/s"))
     if job.learner_busy is not None:
         figures.append(figure("learner busy", percent(job.learner_busy), "bold"))
-    return _row("speed", figures, width) if figures else Text()
+    return row("speed", figures, width, "   ", LABEL_CELLS) if figures else Text()
 
 
 def _idle(job: Job) -> str:
@@ -143,11 +151,6 @@ def _idle(job: Job) -> str:
     total = percent(sum(job.idle.values()))
     causes = [f"{percent(share)} {cause}" for cause, share in list(job.idle.items())[:2] if share >= 0.005]
     return f"{total}: {', '.join(causes)}" if causes else total
-
-
-def _row(label: str, figures: list[Text], width: int) -> Text:
-    shown = fitting(figures, width - LABEL_CELLS, "   ")
-    return Text.assemble((f"{label:<{LABEL_CELLS}}", "dim"), Text("   ").join(shown))
 
 
 def _sentence(label: str, text: str, width: int) -> list[Text]:
@@ -216,10 +219,7 @@ def _legend(job: Job, strips: Sequence[Strip], width: int) -> list[Text]:
     second = fitting(words[len(first) :], room, "  ")
     span = f"last {job.seconds_shown:.0f} s" if job.status == "running" else duration(job.seconds_shown)
     rows = [(span, first), ("", second)] if second else [(span, first)]
-    return [
-        Text.assemble((f"{label:<{LABEL_CELLS}}"[:LABEL_CELLS], "dim"), Text("  ").join(shown))
-        for label, shown in rows
-    ]
+    return [row(label, shown, width, "  ", LABEL_CELLS) for label, shown in rows]
 
 
 def _explained(phase: str, meanings: Mapping[str, str]) -> Text:
