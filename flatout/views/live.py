@@ -145,15 +145,19 @@ class LiveDisplay:
             figures.append(figure("length", fmt.number(progress.length_mean)))
         return [*figures, figure("episodes", fmt.count(progress.episodes))]
 
-    def leave_child(self) -> None:
-        """In a forked child, print directly: the view's lock may be held by a thread of the parent."""
-        if self._live.is_started:
-            sys.stdout, sys.stderr = self._streams_before
-
 
 _displays: weakref.WeakSet[LiveDisplay] = weakref.WeakSet()
+
+
+def _leave_child() -> None:
+    """In a forked child, print directly: the view's lock may be held by a thread of the parent."""
+    for display in _displays:
+        if display._live.is_started:
+            sys.stdout, sys.stderr = display._streams_before
+
+
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=lambda: [display.leave_child() for display in _displays])
+    os.register_at_fork(after_in_child=_leave_child)
 
 
 def _is_terminal(stream: TextIO | None) -> bool:
