@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,7 +18,8 @@ def check_number(name: str, value: Any, low: float, high: float, *, whole: bool 
     kinds = int if whole else int | float
     if isinstance(value, bool) or not isinstance(value, kinds) or not low <= value <= high:
         kind = "whole number" if whole else "number"
-        raise FlatoutError(f"{name} is {value!r}; it must be a {kind} from {_shown(low)} to {_shown(high)}")
+        shown = " to ".join(f"{end:,}" if isinstance(end, int) else f"{end:g}" for end in (low, high))
+        raise FlatoutError(f"{name} is {value!r}; it must be a {kind} from {shown}")
 
 
 def check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
@@ -35,6 +36,21 @@ def check_keys(owner: str, keys: Iterable[str], known: Sequence[str]) -> None:
         if key not in known:
             hint = did_you_mean(str(key), known) or f"; it takes {', '.join(known)}"
             raise FlatoutError(f"{owner} takes no '{key}'{hint}")
+
+
+def within(default: Any, low: float, high: float) -> Any:
+    """A field of a config dataclass that `check_fields` holds between `low` and `high`."""
+    return field(default=default, metadata={"range": (low, high)})
+
+
+def check_fields(config: Any, owner: str = "") -> None:
+    """Check the fields made by `within`, whole if their type has int, and those of type bool."""
+    for each in fields(config):
+        name, value, kind = f"{owner}{each.name}", getattr(config, each.name), str(each.type)
+        if kind == "bool":
+            check_choice(name, value, (True, False))
+        elif "range" in each.metadata and not (value is None and "None" in kind):
+            check_number(name, value, *each.metadata["range"], whole="int" in kind)
 
 
 def from_settings(cls: type[T], settings: Mapping[str, Any], owner: str) -> T:
@@ -54,7 +70,3 @@ def read_json(file: str | Path, name: str) -> Any:
     except json.JSONDecodeError as error:
         place = f"line {error.lineno} column {error.colno}"
         raise FlatoutError(f"{name} {file}: not JSON, {place}: {error.msg}") from error
-
-
-def _shown(number: float) -> str:
-    return f"{number:,}" if isinstance(number, int) else f"{number:g}"

@@ -14,7 +14,7 @@ import numpy as np
 from gymnasium import spaces
 
 from flatout.envs.spaces import Array
-from flatout.workloads.market.features import LONGEST, TRENDS, Tables
+from flatout.workloads.market.data import LONGEST, TRENDS, Tables
 from flatout.workloads.market.settings import MarketConfig
 
 

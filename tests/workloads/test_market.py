@@ -15,8 +15,7 @@ from flatout.config.run_config import resolve
 from flatout.envs.spaces import Array
 from flatout.errors import FlatoutError
 from flatout.workloads.market import Bars, Market, MarketAccounts
-from flatout.workloads.market.data import COLUMNS, generate
-from flatout.workloads.market.features import FEATURES, LONGEST
+from flatout.workloads.market.data import COLUMNS, FEATURES, LONGEST, generate
 from tests.workloads.plain_market import PlainAccount, plain_features
 
 SMALL: dict[str, Any] = {"bars": 1_000, "window": 40}

@@ -1,4 +1,4 @@
-"""A chart of an episode: prices, positions and equity, one above the other."""
+"""An episode as a chart (prices, positions and equity, one above the other) or as a line of text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from flatout.envs.spaces import Array
-from flatout.workloads.market.ledger import Journal
+from flatout.workloads.market.ledger import Ledger
 
 WIDTH, HEIGHT = 800, 560
 SCALE = 2
@@ -16,6 +16,44 @@ SCALE = 2
 LEFT, RIGHT, TOP, GUTTER = 64, 112, 34, 34
 PAPER, GRID, INK, FAINT = "#ffffff", "#e6e9ef", "#1f2430", "#6b7385"
 EQUITY, HELD = "#1a6dd6", "#9aa3b2"
+
+
+class Journal:
+    """One account's equity, positions and prices during an episode, relative to the initial cash and prices."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self.names, self.window = ledger.bars.names, ledger.config.window
+
+    def reset(self) -> None:
+        """Start a new episode."""
+        self.start, self.costs = int(self._ledger.bar[0]), 0.0
+        self.equity: list[float] = []
+        self.weights: list[Array] = []
+        self.record()
+
+    def record(self) -> None:
+        """Record the account at this bar."""
+        ledger = self._ledger
+        equity = max(float(ledger.equity[0]), 1e-9)
+        self.equity.append(equity / ledger.config.cash)
+        self.weights.append(ledger.holdings[:, 0] / equity)
+        self.costs += float(ledger.costs[0]) / ledger.config.cash
+
+    @property
+    def prices(self) -> Array:
+        """Close prices of the episode, (bars, assets), divided by the first."""
+        close = self._ledger.bars.close[self.start : self.start + len(self.equity)]
+        return np.asarray(close / close[:1])
+
+    def line(self) -> str:
+        """The account at this bar as one line of text."""
+        n, now = len(self.equity) - 1, self.weights[-1]
+        weights = " ".join(f"{name} {weight:+.0%}" for name, weight in zip(self.names, now, strict=True))
+        return (
+            f"bar {self.start + n} ({n}/{self.window})  equity {self.equity[-1]:.3f}  prices {self.prices[-1].mean():.3f}  "
+            f"{weights}  cash {1 - now.sum():+.0%}  costs {self.costs:.2%}"
+        )
 
 
 def draw(journal: Journal) -> Array:
@@ -28,24 +66,25 @@ def draw(journal: Journal) -> Array:
     parts = np.array([0.40, 0.22, 0.38]) * (HEIGHT - TOP - 3 * GUTTER + 12)
     tops = TOP + np.concatenate([[0], np.cumsum(parts + GUTTER)[:2]])
 
-    panel = _Panel(pen, tops[0], parts[0], journal.window, *_span(prices))
-    panel.frame("prices, starting at 1")
+    long, short = np.maximum(weights, 0), np.minimum(weights, 0)
+    spans = _span(prices), (short.sum(1).min(), max(long.sum(1).max(), 1.0)), _span(np.append(equity, held))
+    titles = (
+        "prices, starting at 1",
+        "positions, share of equity",
+        f"equity, starting at 1 (after costs of {journal.costs:.2%})",
+    )
+    top, middle, bottom = (
+        _Panel(pen, title, *place, *span, journal.window)
+        for title, *place, span in zip(titles, tops, parts, spans, strict=True)
+    )
     for column, color in zip(prices.T, colors, strict=True):
-        panel.line(column, color)
-    panel.labels(dict(zip(journal.names, prices[-1], strict=True)), colors)
-
-    low, high = min(float(np.minimum(weights, 0).sum(axis=1).min()), 0.0), 1.0
-    high = max(float(np.maximum(weights, 0).sum(axis=1).max()), high)
-    panel = _Panel(pen, tops[1], parts[1], journal.window, low, high)
-    panel.frame("positions, share of equity")
-    panel.stack(np.maximum(weights, 0), colors)
-    panel.stack(np.minimum(weights, 0), colors)
-
-    panel = _Panel(pen, tops[2], parts[2], journal.window, *_span(np.concatenate([equity, held])))
-    panel.frame(f"equity, starting at 1 (after costs of {journal.costs:.2%})")
-    panel.line(held, HELD)
-    panel.line(equity, EQUITY, 2.2)
-    panel.labels({"account": equity[-1], "all, held": held[-1]}, [EQUITY, HELD])
+        top.line(column, color)
+    top.labels(dict(zip(journal.names, prices[-1], strict=True)), colors)
+    middle.stack(long, colors)
+    middle.stack(short, colors)
+    bottom.line(held, HELD)
+    bottom.line(equity, EQUITY, 2.2)
+    bottom.labels({"account": equity[-1], "all, held": held[-1]}, [EQUITY, HELD])
     return np.asarray(image.resize((WIDTH, HEIGHT), Image.Resampling.LANCZOS)).copy()
 
 
@@ -62,28 +101,32 @@ def _span(values: Array) -> tuple[float, float]:
 
 
 class _Panel:
-    """Axes over the bars of an episode."""
+    """Axes over the bars of an episode, with grid, scale and title."""
 
     def __init__(
-        self, pen: ImageDraw.ImageDraw, top: float, height: float, window: int, low: float, high: float
+        self,
+        pen: ImageDraw.ImageDraw,
+        title: str,
+        top: float,
+        height: float,
+        low: float,
+        high: float,
+        window: int,
     ) -> None:
-        self._pen, self._top, self._height = pen, top, height
-        self._low, self._high, self._window = low, high, window
+        self._pen, self._x_scale = pen, (WIDTH - LEFT - RIGHT) / window
+        self._top, self._high, self._y_scale = top, high, height / (high - low)
+        for value in _ticks(low, high):
+            y = self._y(value)
+            pen.line([(self._x(0), y), (self._x(window), y)], GRID, SCALE)
+            text = f"{value:.2f}".rstrip("0").rstrip(".")
+            self._text(LEFT - 8, y / SCALE, text, FAINT, "rm", 12)
+        self._text(LEFT, top - 13, title, INK, "lm", 13)
 
     def _x(self, bar: float) -> float:
-        return SCALE * (LEFT + bar / self._window * (WIDTH - LEFT - RIGHT))
+        return SCALE * (LEFT + bar * self._x_scale)
 
     def _y(self, value: float) -> float:
-        return SCALE * (self._top + (self._high - value) / (self._high - self._low) * self._height)
-
-    def frame(self, title: str) -> None:
-        """Grid, scale and title."""
-        for value in _ticks(self._low, self._high):
-            y = self._y(value)
-            self._pen.line([(self._x(0), y), (self._x(self._window), y)], GRID, SCALE)
-            text = f"{value:.2f}".rstrip("0").rstrip(".")
-            self._text(self._x(0) / SCALE - 8, y / SCALE, text, FAINT, "rm", 12)
-        self._text(LEFT, self._top - 13, title, INK, "lm", 13)
+        return SCALE * (self._top + (self._high - value) * self._y_scale)
 
     def line(self, values: Array, color: str, width: float = 1.4) -> None:
         """A line with one value per bar."""
@@ -97,19 +140,17 @@ class _Panel:
         for k, color in enumerate(colors):
             for bar in range(1, len(weights)):
                 if weights[bar, k]:
-                    corners = [
-                        self._x(bar - 1),
-                        *sorted((self._y(edges[bar, k]), self._y(edges[bar, k + 1]))),
-                    ]
-                    self._pen.rectangle((corners[0], corners[1], self._x(bar), corners[2]), color)
+                    upper, lower = sorted((self._y(edges[bar, k]), self._y(edges[bar, k + 1])))
+                    self._pen.rectangle((self._x(bar - 1), upper, self._x(bar), lower), color)
 
     def labels(self, values: dict[str, float], colors: list[str]) -> None:
         """Names and last values at the right edge, without overlap."""
-        wanted = {name: self._y(value) / SCALE for name, value in values.items()}
         at = -np.inf
-        for (name, y), color in sorted(zip(wanted.items(), colors, strict=True), key=lambda item: item[0][1]):
-            at = max(y, at + 15)
-            self._text(WIDTH - RIGHT + 8, at, f"{name} {values[name]:.2f}", color, "lm", 12)
+        for (name, value), color in sorted(
+            zip(values.items(), colors, strict=True), key=lambda item: -item[0][1]
+        ):
+            at = max(self._y(value) / SCALE, at + 15)
+            self._text(WIDTH - RIGHT + 8, at, f"{name} {value:.2f}", color, "lm", 12)
 
     def _text(self, x: float, y: float, text: str, color: str, anchor: str, size: int) -> None:
         font = ImageFont.load_default(size * SCALE)

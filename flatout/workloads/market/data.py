@@ -1,4 +1,4 @@
-"""Price bars of several assets: checked, read from a CSV or Parquet file, or generated from a seed.
+"""Price bars of several assets, read from a CSV or Parquet file or generated from a seed, and their features.
 
 Files have the columns time, open, high, low, close, volume, and asset if there are several assets. Every asset has the same
 times, strictly increasing. Errors name the file and the row.
@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 
 from flatout.envs.spaces import Array
 from flatout.errors import FlatoutError
@@ -75,111 +77,106 @@ SUFFIXES = (".csv", ".parquet")
 NEEDED = ("time", *COLUMNS)
 
 
+class _RowError(Exception):
+    """The index of a row in a file, and what is wrong with it."""
+
+
 def read(path: Path, shown: str) -> Bars:
     """The bars in a file; errors call it `shown`."""
+    rows: list[int] = []
+    """The number of each row, for errors."""
     try:
-        columns, rows = _csv(path, shown) if path.suffix.lower() == ".csv" else _parquet(path, shown)
+        columns = (_csv if path.suffix.lower() == ".csv" else _parquet)(path, rows)
+        if not rows:
+            raise FlatoutError("has no rows of data")
+        values = np.stack([_numbers(columns[name], name) for name in COLUMNS], 1)
+        fault = first_fault(values)
+        if fault is not None:
+            raise _RowError(*fault)
+        assets = [str(name) for name in columns.get("asset", ["price"] * len(rows))]
+        return _panel(values, _times(columns["time"]), assets, rows)
+    except _RowError as error:
+        raise FlatoutError(f"{shown} row {rows[error.args[0]]}: {error.args[1]}") from error
+    except FlatoutError as error:
+        raise FlatoutError(f"{shown} {error}") from error
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise FlatoutError(f"{shown} cannot be read: {' '.join(str(error).split())}") from error
-    if not rows:
-        raise FlatoutError(f"{shown} has no rows of data")
-    values = np.stack([_numbers(columns[name], name, rows, shown) for name in COLUMNS], 1)
-    fault = first_fault(values)
-    if fault is not None:
-        raise FlatoutError(f"{shown} row {rows[fault[0]]}: {fault[1]}")
-    times = _times(columns["time"], rows, shown)
-    assets = [str(name) for name in columns.get("asset", ["price"] * len(rows))]
-    return _panel(values, times, assets, rows, shown)
 
 
-def _csv(path: Path, shown: str) -> tuple[dict[str, list[Any]], list[int]]:
-    """Columns by name, and the line number of each row."""
+def _csv(path: Path, rows: list[int]) -> dict[str, list[Any]]:
     with path.open(newline="", encoding="utf-8-sig") as file:
         reader = csv.reader(file)
         header = [name.strip().lower() for name in next(reader, [])]
-        places = _places(header, shown)
-        columns: dict[str, list[Any]] = {name: [] for name in places}
-        rows: list[int] = []
-        for cells in reader:
-            if not cells:
-                continue
-            if len(cells) != len(header):
-                raise FlatoutError(
-                    f"{shown} row {reader.line_num}: {len(cells)} cells, but the header has {len(header)}"
-                )
+        places = _places(header)
+        table = []
+        for cells in filter(None, reader):
             rows.append(reader.line_num)
-            for name, place in places.items():
-                columns[name].append(cells[place].strip())
-    return columns, rows
+            table.append(cells)
+            if len(cells) != len(header):
+                raise _RowError(-1, f"{len(cells)} cells, but the header has {len(header)}")
+    return {name: [cells[place].strip() for cells in table] for name, place in places.items()}
 
 
-def _parquet(path: Path, shown: str) -> tuple[dict[str, list[Any]], list[int]]:
+def _parquet(path: Path, rows: list[int]) -> dict[str, list[Any]]:
     try:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
-        raise FlatoutError(f"{shown} needs pyarrow to be read: pip install flatout[parquet]") from error
+        raise FlatoutError("needs pyarrow to be read: pip install flatout[parquet]") from error
     try:
         table = pyarrow.parquet.read_table(path)
     except pyarrow.ArrowException as error:
-        raise FlatoutError(f"{shown} is not a Parquet file: {' '.join(str(error).split())}") from error
-    places = _places([name.lower() for name in table.column_names], shown)
-    columns = {name: table.column(place).to_pylist() for name, place in places.items()}
-    return columns, list(range(1, table.num_rows + 1))
+        raise FlatoutError(f"is not a Parquet file: {' '.join(str(error).split())}") from error
+    rows += range(1, table.num_rows + 1)
+    places = _places([name.lower() for name in table.column_names])
+    return {name: table.column(place).to_pylist() for name, place in places.items()}
 
 
-def _places(header: list[str], shown: str) -> dict[str, int]:
+def _places(header: list[str]) -> dict[str, int]:
     for name in NEEDED:
         if name not in header:
             there = ", ".join(header) or "nothing"
-            raise FlatoutError(
-                f"{shown} has no column '{name}'; it has {there} and needs {', '.join(NEEDED)}"
-            )
+            raise FlatoutError(f"has no column '{name}'; it has {there} and needs {', '.join(NEEDED)}")
     return {name: header.index(name) for name in (*NEEDED, "asset") if name in header}
 
 
-def _numbers(cells: Sequence[Any], name: str, rows: list[int], shown: str) -> Array:
+def _numbers(cells: Sequence[Any], name: str) -> Array:
     try:
         return np.array(cells, np.float64)
     except (TypeError, ValueError):
-        for cell, row in zip(cells, rows, strict=True):
+        for k, cell in enumerate(cells):
             try:
                 float(cell)
             except (TypeError, ValueError):
-                raise FlatoutError(f"{shown} row {row}: {name} is {cell!r}, not a number") from None
+                raise _RowError(k, f"{name} is {cell!r}, not a number") from None
         raise
 
 
-def _times(cells: Sequence[Any], rows: list[int], shown: str) -> list[float]:
-    out = []
-    numeric = _time(cells[0])[1] if cells else False
-    for cell, row in zip(cells, rows, strict=True):
-        time, is_number = _time(cell)
-        if time is None or not np.isfinite(time) or is_number != numeric:
-            raise FlatoutError(
-                f"{shown} row {row}: time is {cell!r}; give dates such as 2024-05-31 or 2024-05-31T16:00, or numbers"
-            )
-        out.append(time)
-    return out
+def _times(cells: Sequence[Any]) -> list[float]:
+    """The times as numbers; either all cells are numbers or all are dates."""
+    times = [_time(cell) for cell in cells]
+    for k, (time, is_number) in enumerate(times):
+        if not np.isfinite(time) or is_number != times[0][1]:
+            expected = "give dates such as 2024-05-31 or 2024-05-31T16:00, or numbers"
+            raise _RowError(k, f"time is {cells[k]!r}; {expected}")
+    return [time for time, _ in times]
 
 
-def _time(cell: Any) -> tuple[float | None, bool]:
-    """The time as a number, and whether it was given as one; dates become seconds."""
+def _time(cell: Any) -> tuple[float, bool]:
+    """The time as a number, and whether it was given as one; dates become seconds, anything else NaN."""
     if isinstance(cell, date) and not isinstance(cell, datetime):
         cell = datetime(cell.year, cell.month, cell.day)
     if not isinstance(cell, datetime):
-        try:
+        with suppress(TypeError, ValueError):
             return float(cell), True
-        except (TypeError, ValueError):
-            pass
         try:
             cell = datetime.fromisoformat(cell)
         except (TypeError, ValueError):
-            return None, False
+            return float("nan"), False
     return (cell if cell.tzinfo else cell.replace(tzinfo=UTC)).timestamp(), False
 
 
-def _panel(values: Array, times: list[float], assets: list[str], rows: list[int], shown: str) -> Bars:
+def _panel(values: Array, times: list[float], assets: list[str], rows: list[int]) -> Bars:
     """The rows, assets in any order, as one (time, asset) panel without gaps."""
     places: dict[str, list[int]] = {}
     for place, name in enumerate(assets):
@@ -187,20 +184,15 @@ def _panel(values: Array, times: list[float], assets: list[str], rows: list[int]
         if before and times[place] <= times[before[-1]]:
             what = "repeats" if times[place] == times[before[-1]] else "is before"
             of = f" of '{name}'" if len(set(assets)) > 1 else ""
-            raise FlatoutError(
-                f"{shown} row {rows[place]}: time{of} {what} that of row {rows[before[-1]]}; sort rows by time"
-            )
+            raise _RowError(place, f"time{of} {what} that of row {rows[before[-1]]}; sort rows by time")
         before.append(place)
-    first, *others = places
+    first = assets[0]
     expected = [times[place] for place in places[first]]
-    for name in others:
-        own = [times[place] for place in places[name]]
-        if own != expected:
-            differs = next((k for k, (a, b) in enumerate(zip(own, expected, strict=False)) if a != b), None)
-            place = places[name][-1 if differs is None else differs]
-            raise FlatoutError(
-                f"{shown} row {rows[place]}: '{name}' and '{first}' have different times from here on"
-            )
+    for name, own in places.items():
+        if [times[place] for place in own] != expected:
+            pairs = enumerate(zip(own, expected, strict=False))
+            differs = next((k for k, (place, time) in pairs if times[place] != time), -1)
+            raise _RowError(own[differs], f"'{name}' and '{first}' have different times from here on")
     panel = values[np.array(list(places.values())).T]
     return Bars(tuple(places), *(panel[..., k] for k in range(len(COLUMNS))))
 
@@ -214,21 +206,9 @@ TRADED = 1e9
 """Money traded per bar in a quiet regime."""
 
 
-@dataclass(frozen=True, slots=True)
-class Regime:
-    """Mean and standard deviation of a bar's log return, and the mean number of bars until the regime changes."""
-
-    drift: float
-    volatility: float
-    n_bars: float
-
-
-REGIMES = (
-    Regime(0.0015, 0.008, 80.0),
-    Regime(-0.0020, 0.014, 50.0),
-    Regime(0.0, 0.010, 40.0),
-)
-"""Rising quietly, falling with high volatility, going sideways. The next one is random."""
+DRIFT, VOLATILITY, DURATION = np.array([(0.0015, 0.008, 80.0), (-0.0020, 0.014, 50.0), (0.0, 0.010, 40.0)]).T
+"""Mean and standard deviation of a bar's log return, and the mean number of bars until the regime changes, in each
+regime: rising quietly, falling with high volatility, going sideways. The next one is random."""
 
 
 def generate(kind: str, n_bars: int, n_assets: int, seed: int) -> Bars:
@@ -236,8 +216,7 @@ def generate(kind: str, n_bars: int, n_assets: int, seed: int) -> Bars:
     rng = np.random.default_rng([seed, n_assets])
     if kind == "regime":
         regimes = np.stack([_chain(rng, n_bars) for _ in range(n_assets)], 1)
-        drift = np.array([r.drift for r in REGIMES])[regimes]
-        volatility = np.array([r.volatility for r in REGIMES])[regimes]
+        drift, volatility = DRIFT[regimes], VOLATILITY[regimes]
     else:
         volatility = np.full((n_bars, n_assets), WALK_VOLATILITY)
         drift = -0.5 * volatility**2  # so that the expected price, not its logarithm, is constant
@@ -246,11 +225,11 @@ def generate(kind: str, n_bars: int, n_assets: int, seed: int) -> Bars:
 
 def _chain(rng: np.random.Generator, n_bars: int) -> Array:
     """The regime of each bar; each change goes to one of the other regimes."""
-    out, at, now = np.zeros(n_bars, np.int64), 0, int(rng.integers(len(REGIMES)))
+    out, at, now = np.zeros(n_bars, np.int64), 0, int(rng.integers(len(DURATION)))
     while at < n_bars:
-        stay = int(rng.geometric(1 / REGIMES[now].n_bars))
+        stay = int(rng.geometric(1 / DURATION[now]))
         out[at : at + stay] = now
-        at, now = at + stay, (now + int(rng.integers(1, len(REGIMES)))) % len(REGIMES)
+        at, now = at + stay, (now + int(rng.integers(1, len(DURATION)))) % len(DURATION)
     return out
 
 
@@ -270,3 +249,76 @@ def _noise(rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
     own, common = rng.standard_normal(shape), rng.standard_normal((shape[0], 1))
     out: Array = np.sqrt(SHARED) * common + np.sqrt(1 - SHARED) * own
     return out
+
+
+TRENDS = (1, 2, 5, 10, 20, 60)
+"""Horizons of the return features, in bars."""
+LONGEST = 60
+"""Features look back at most this many bars."""
+CLIP = 5.0
+FEATURES = (*(f"return_{n}" for n in TRENDS), "turbulence", "volatility", "range", "activity", "below_high")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tables:
+    """A history with everything that a step looks up."""
+
+    bars: Bars
+    observed: Array
+    """(T, A x F + A + 2) float32: the features of every asset, then space for the account's own values."""
+    moves: Array
+    """(3, A, T): open ÷ last close, close ÷ open, and volatility ÷ √money traded as of the bar before (for slippage)."""
+
+
+def tables(bars: Bars) -> Tables:
+    """The tables of a history; features are complete from bar LONGEST on."""
+    log_close = np.log(bars.close)
+    steps = np.diff(log_close, axis=0, prepend=log_close[:1])
+    long = np.maximum(_volatility(steps, LONGEST), 1e-6)
+    traded = _mean(bars.close * bars.volume, 20)
+    with np.errstate(divide="ignore"):
+        impact = np.where(traded > 0, long / np.sqrt(traded), 1.0)
+    moves = np.ones((3, bars.close.shape[1], len(bars)))
+    moves[0, :, 1:] = (bars.open[1:] / bars.close[:-1]).T
+    moves[1] = (bars.close / bars.open).T
+    moves[2, :, 1:] = impact[:-1].T
+    features = np.clip(np.stack(_features(bars, log_close, steps, long), 2), -CLIP, CLIP)
+    n_assets, n = features.shape[1], features[0].size
+    observed = np.zeros((len(bars), n + n_assets + 2), np.float32)
+    observed[:, :n] = features.reshape(len(bars), n)
+    return Tables(bars, observed, moves)
+
+
+def _features(bars: Bars, log_close: Array, steps: Array, long: Array) -> list[Array]:
+    """In the order of FEATURES, each (T, A); returns are divided by their recent standard deviation."""
+    usual = long * np.sqrt(LONGEST)
+    high = np.maximum.accumulate(log_close, axis=0)
+    if len(bars) > LONGEST:
+        high[LONGEST:] = sliding_window_view(log_close, LONGEST + 1, axis=0).max(axis=-1)
+    recent, normal = (np.maximum(_mean(bars.volume, n), 1e-12) for n in (5, LONGEST))
+    return [
+        *((log_close - _back(log_close, n)) / (long * np.sqrt(n)) for n in TRENDS),
+        np.log(np.maximum(_volatility(steps, 20), 1e-6) / long),
+        np.log(long / 0.01),
+        _mean(np.log(bars.high / bars.low), 10) / long - 1.0,
+        np.log(recent / normal),
+        (log_close - high) / usual,
+    ]
+
+
+def _back(values: Array, n: int) -> Array:
+    """The value n bars earlier, or the first one."""
+    return np.concatenate([np.repeat(values[:1], min(n, len(values)), axis=0), values[:-n]])
+
+
+def _mean(values: Array, n: int) -> Array:
+    """Mean of a bar and up to n - 1 bars before it."""
+    total = np.concatenate([np.zeros_like(values[:1]), np.cumsum(values, axis=0)])
+    upto = np.arange(1, len(values) + 1)
+    since = np.maximum(upto - n, 0)
+    out: Array = np.maximum((total[upto] - total[since]) / (upto - since)[:, None], 0.0)
+    return out
+
+
+def _volatility(steps: Array, n: int) -> Array:
+    return np.sqrt(_mean(steps**2, n))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from flatout.envs.spaces import Array
-from flatout.workloads.market.features import Tables
+from flatout.workloads.market.data import Tables
 from flatout.workloads.market.settings import MAX_COST, MarketConfig
 
 MIN_EQUITY = 1e-3
@@ -110,48 +110,3 @@ class Ledger:
         own[-1] -= 1
         out[:, -len(own) :] = np.clip(own, -BOUND, BOUND, out=own).T
         return out
-
-
-class Journal:
-    """One account's equity, positions and prices during an episode, relative to the initial cash and prices."""
-
-    def __init__(self, ledger: Ledger) -> None:
-        self._ledger = ledger
-        self.names = ledger.bars.names
-        self.window = ledger.config.window
-        self.start = 0
-        self.equity: list[float] = []
-        self.weights: list[Array] = []
-        self.costs = 0.0
-
-    def reset(self) -> None:
-        """Start a new episode."""
-        self.start, self.costs = int(self._ledger.bar[0]), 0.0
-        self.equity, self.weights = [], []
-        self.record()
-
-    def record(self) -> None:
-        """Record the account at this bar."""
-        ledger = self._ledger
-        equity = max(float(ledger.equity[0]), 1e-9)
-        self.equity.append(equity / ledger.config.cash)
-        self.weights.append(ledger.holdings[:, 0] / equity)
-        self.costs += float(ledger.costs[0]) / ledger.config.cash
-
-    @property
-    def prices(self) -> Array:
-        """Close prices of the episode, (bars, assets), divided by the first."""
-        close = self._ledger.bars.close[self.start : self.start + len(self.equity)]
-        return np.asarray(close / close[:1])
-
-    def line(self) -> str:
-        """The account at this bar as one line of text."""
-        weights = " ".join(
-            f"{name} {weight:+.0%}" for name, weight in zip(self.names, self.weights[-1], strict=True)
-        )
-        held = float(self.prices[-1].mean())
-        return (
-            f"bar {self.start + len(self.equity) - 1} ({len(self.equity) - 1}/{self.window})  "
-            f"equity {self.equity[-1]:.3f}  prices {held:.3f}  {weights}  "
-            f"cash {1 - float(self.weights[-1].sum()):+.0%}  costs {self.costs:.2%}"
-        )

@@ -13,8 +13,8 @@ from gymnasium.vector.utils import batch_space
 
 from flatout.envs.spaces import Array
 from flatout.errors import FlatoutError
-from flatout.workloads.market.chart import draw
-from flatout.workloads.market.ledger import BOUND, Journal, Ledger
+from flatout.workloads.market.chart import Journal, draw
+from flatout.workloads.market.ledger import BOUND, Ledger
 from flatout.workloads.market.settings import MarketConfig
 from flatout.workloads.validate import check_choice, from_settings
 
@@ -89,13 +89,8 @@ class Market(gym.Env[Array, Array]):
         reward, terminated, truncated = self.ledger.trade(np.asarray(action)[None])
         if self._journal is not None:
             self._journal.record()
-        return (
-            self.ledger.observe()[0],
-            float(reward[0]),
-            bool(terminated[0]),
-            bool(truncated[0]),
-            self._info(),
-        )
+        obs = self.ledger.observe()[0]
+        return obs, float(reward[0]), bool(terminated[0]), bool(truncated[0]), self._info()
 
     def render(self) -> Any:
         """The episode so far as a chart or a line of text."""

@@ -219,12 +219,10 @@ class Game:
         for unit in captured:
             self.free[unit] = False
         self.cones = [patrol.cone(self._sight) for patrol in self.patrols]
-        noticed = tuple(i for i, patrol in enumerate(self.patrols) if patrol.notice(self._seen_by(i)))
+        free = [cell for unit, cell in enumerate(self.units) if self.free[unit]]
+        seen = [[cell for cell in free if cone[cell]] for cone in self.cones]
+        noticed = tuple(i for i, patrol in enumerate(self.patrols) if patrol.notice(seen[i]))
         return captured, noticed
-
-    def _seen_by(self, patrol: int) -> list[Cell]:
-        cone = self.cones[patrol]
-        return [cell for unit, cell in enumerate(self.units) if self.free[unit] and cone[cell]]
 
     def _hold(self, *, changed: bool) -> None:
         if not self.free[CARRIER]:
@@ -246,21 +244,14 @@ class Game:
         self.known |= self.in_sight
         for sighting in self.sightings.values():
             sighting.age += 1
+        self.danger[:] = 0.0
         for i, patrol in enumerate(self.patrols):
             if self.in_sight[patrol.at]:
                 self.sightings[i] = Sighting(patrol.at, patrol.facing, patrol.alarm)
-        self._mark_danger()
-
-    def _mark_danger(self) -> None:
-        self.danger[:] = 0.0
-        in_sight = [i for i, patrol in enumerate(self.patrols) if self.in_sight[patrol.at]]
-        for i in in_sight:
-            self.danger[self.patrols[i].next_cone(self._sight)] = SOON
-        for i in in_sight:
-            self.danger[self.cones[i]] = WATCHED
-        for i in in_sight:
-            row, column = self.patrols[i].at
-            self.danger[row - 1 : row + 2, column] = self.danger[row, column - 1 : column + 2] = 1.0
+                np.maximum(self.danger, SOON * patrol.next_cone(self._sight), out=self.danger)
+                np.maximum(self.danger, WATCHED * self.cones[i], out=self.danger)
+                row, column = patrol.at
+                self.danger[row - 1 : row + 2, column] = self.danger[row, column - 1 : column + 2] = 1.0
         self.danger[~self.known] = 0.0
 
 

@@ -6,6 +6,7 @@ Every generated mission can be solved: a search has found paths that no patrol s
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -23,7 +24,7 @@ from flatout.workloads.mission.grid import (
 from flatout.workloads.mission.scenario import Route, Scenario
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Level:
     """The difficulty of generated missions."""
 
@@ -32,30 +33,20 @@ class Level:
     n_segments: int
     """Pieces of wall on the map."""
     n_patrols: int
-    patrol_sight: int
-    patience: int
-    time_limit: int
+    settings: dict[str, Any]
+    """Further fields of the scenario."""
     sealed: bool = True
     """Whether the objective is in a room without a door."""
-    known_map: bool = True
-    hold: int = 3
-    charges: int = 3
 
 
 LEVELS = {
-    1: Level(
-        size=11, n_segments=5, n_patrols=1, patrol_sight=2, patience=5, time_limit=80, sealed=False, charges=1
-    ),
-    2: Level(size=13, n_segments=8, n_patrols=2, patrol_sight=3, patience=4, time_limit=120),
+    1: Level(11, 5, 1, {"patrol_sight": 2, "patience": 5, "time_limit": 80}, sealed=False),
+    2: Level(13, 8, 2, {"patrol_sight": 3, "patience": 4, "time_limit": 120, "charges": 3}),
     3: Level(
-        size=17,
-        n_segments=14,
-        n_patrols=3,
-        patrol_sight=4,
-        patience=2,
-        time_limit=180,
-        known_map=False,
-        hold=4,
+        17,
+        14,
+        3,
+        {"patrol_sight": 4, "patience": 2, "time_limit": 180, "charges": 3, "hold": 4, "known_map": False},
     ),
 }
 ATTEMPTS = 1_000
@@ -97,23 +88,18 @@ def _draft(level: Level, name: str, rng: np.random.Generator) -> Scenario | None
         units=((row, 2), (row + 1, 2), carrier),
         objective=objective,
         routes=tuple(Route(tuple(route)) for route in routes),
-        time_limit=level.time_limit,
-        hold=level.hold,
-        charges=level.charges,
-        patrol_sight=level.patrol_sight,
-        patience=level.patience,
-        known_map=level.known_map,
         name=name,
+        **level.settings,
     )
 
 
 def _segment(walls: Walls, rng: np.random.Generator) -> None:
     length = int(rng.integers(2, 5))
-    row, column = (int(x) for x in rng.integers(1, len(walls) - 1, size=2))
+    row, column = rng.integers(1, len(walls) - 1, size=2)
     if rng.random() < 0.5:
-        walls[row : min(row + length, len(walls) - 1), column] = True
+        walls[row : row + length, column] = True
     else:
-        walls[row, column : min(column + length, len(walls) - 1)] = True
+        walls[row, column : column + length] = True
 
 
 def _route(walls: Walls, grounds: Walls, rng: np.random.Generator) -> list[Cell]:

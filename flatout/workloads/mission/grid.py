@@ -87,8 +87,7 @@ def _ahead(row: int, column: int, facing: int | None) -> bool:
     if facing is None:
         return True
     down, right = DIRECTIONS[facing]
-    forward, sideways = row * down + column * right, abs(row * right) + abs(column * down)
-    return sideways <= forward
+    return abs(row * right) + abs(column * down) <= row * down + column * right
 
 
 def distances(price: NDArray[np.integer], goal: Cell) -> Field:
@@ -118,20 +117,16 @@ def distances(price: NDArray[np.integer], goal: Cell) -> Field:
     return field
 
 
-def prices(walls: Walls, breach: int) -> Field:
-    """Prices for `distances`: floor 1, walls 1 + `breach` (FAR: blocked), the outer ring FAR."""
-    price = np.where(walls, min(1 + breach, FAR), 1).astype(np.int32)
-    price[[0, -1], :] = FAR
-    price[:, [0, -1]] = FAR
+def prices(walls: Walls, breach: int, floor: int = 1) -> Field:
+    """Prices for `distances`: those of floor, of walls (`breach` more; FAR: blocked), and FAR on the outer ring."""
+    price = np.where(walls, min(floor + breach, FAR), floor).astype(np.int32)
+    price[[0, -1], :] = price[:, [0, -1]] = FAR
     return price
 
 
 def breaches(walls: Walls, goal: Cell, start: Cell) -> int:
     """The smallest number of walls on a path between two cells."""
-    price = walls.astype(np.int32)
-    price[[0, -1], :] = FAR
-    price[:, [0, -1]] = FAR
-    return int(distances(price, goal)[start])
+    return int(distances(prices(walls, 1, floor=0), goal)[start])
 
 
 def shortest_path(walls: Walls, a: Cell, b: Cell) -> list[Cell]:

@@ -15,19 +15,13 @@ import numpy as np
 
 from flatout.errors import FlatoutError
 from flatout.workloads.mission.grid import NAMES, Cell, Walls, breaches, shortest_path
-from flatout.workloads.validate import check_choice, check_keys, check_number, read_json
+from flatout.workloads.validate import check_fields, check_keys, read_json, within
 
-SQUAD = {"S": "scout", "B": "breacher", "C": "carrier"}
+MARKS = {"S": "scout", "B": "breacher", "C": "carrier", "O": "objective"}
 SIZES = (5, 64)
 """Smallest and largest number of rows and columns of a map."""
-NUMBERS = {
-    "time_limit": (1, 10_000),
-    "hold": (1, 1_000),
-    "charges": (0, 99),
-    "patrol_sight": (1, 8),
-    "patience": (1, 99),
-}
-KEYS = ("name", "map", "patrols", "known_map", *NUMBERS)
+SETTINGS = ("known_map", "time_limit", "hold", "charges", "patrol_sight", "patience")
+KEYS = ("name", "map", "patrols", *SETTINGS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,19 +42,22 @@ class Scenario:
     """Scout, breacher, carrier."""
     objective: Cell
     routes: tuple[Route, ...] = ()
-    time_limit: int = 100
+    time_limit: int = within(100, 1, 10_000)
     """Steps until the episode is truncated."""
-    hold: int = 3
+    hold: int = within(3, 1, 1_000)
     """Consecutive steps that the carrier must stand on the objective."""
-    charges: int = 1
+    charges: int = within(1, 0, 99)
     """Number of walls that the breacher can break."""
-    patrol_sight: int = 4
+    patrol_sight: int = within(4, 1, 8)
     """How far a patrol sees, in cells."""
-    patience: int = 1
+    patience: int = within(1, 1, 99)
     """Consecutive steps that a patrol must see a unit before it chases it."""
     known_map: bool = True
     """Whether the squad knows all walls from the start. It never knows the patrols."""
     name: str = "mission"
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 def load_scenario(file: str | Path) -> Scenario:
@@ -79,86 +76,66 @@ def parse(data: Any) -> Scenario:
     check_keys("a scenario", data, KEYS)
     if "map" not in data:
         raise FlatoutError("key 'map' is missing; give the map's rows as a list of strings")
+    name = data.get("name", "mission")
+    _expect(isinstance(name, str), "name", name, "it must be a string")
     walls, places = _map(data["map"])
-    numbers = {key: data[key] for key in NUMBERS if key in data}
-    for key, value in numbers.items():
-        check_number(key, value, *NUMBERS[key], whole=True)
-    known_map, name = data.get("known_map", True), data.get("name", "mission")
-    check_choice("known_map", known_map, (True, False))
-    if not isinstance(name, str):
-        raise FlatoutError(f"name is {_short(name)}; it must be a string")
-    scout, breacher, carrier = (places[mark] for mark in SQUAD)
+    scout, breacher, carrier, objective = (places[mark] for mark in MARKS)
+    patrols = data.get("patrols", [])
+    _expect(isinstance(patrols, list), "patrols", patrols, "it must be a list")
     scenario = Scenario(
         walls=walls,
         units=(scout, breacher, carrier),
-        objective=places["O"],
-        routes=_routes(data.get("patrols", []), walls),
-        known_map=known_map,
+        objective=objective,
+        routes=tuple(_route(patrol, walls, f"patrols[{i}]") for i, patrol in enumerate(patrols)),
         name=name,
-        **numbers,
+        **{key: data[key] for key in SETTINGS if key in data},
     )
-    needed = breaches(walls, scenario.objective, carrier)
+    needed = breaches(walls, objective, carrier)
     if needed > scenario.charges:
         raise FlatoutError(
-            f"map: between C in {_place(carrier)} and O in {_place(scenario.objective)} at least {needed} "
+            f"map: between C in {_place(carrier)} and O in {_place(objective)} at least {needed} "
             f"walls must be broken; charges is {scenario.charges}"
         )
     return scenario
 
 
 def _map(rows: Any) -> tuple[Walls, dict[str, Cell]]:
-    if not isinstance(rows, list) or not all(isinstance(row, str) for row in rows):
-        raise FlatoutError(f"map is {_short(rows)}; it must be a list of strings, one per row")
-    least, most = SIZES
-    width = len(rows[0]) if rows else 0
-    if not (least <= len(rows) <= most and least <= width <= most):
+    """The walls, and the cells of the squad and the objective by their marks."""
+    are_strings = isinstance(rows, list) and all(isinstance(row, str) for row in rows)
+    _expect(are_strings, "map", rows, "it must be a list of strings, one per row")
+    n_rows, width = len(rows), len(rows[0]) if rows else 0
+    if not SIZES[0] <= min(n_rows, width) <= max(n_rows, width) <= SIZES[1]:
         raise FlatoutError(
-            f"map has {len(rows)} rows of {width} columns; it must have {least} to {most} of each"
+            f"map has {n_rows} rows of {width} columns; it must have {SIZES[0]} to {SIZES[1]} of each"
         )
     places: dict[str, Cell] = {}
     for r, row in enumerate(rows):
         if len(row) != width:
             raise FlatoutError(f"map row {r} has {len(row)} columns; row 0 has {width}")
         for c, mark in enumerate(row):
-            _mark(mark, (r, c), (len(rows), width), places)
-    for mark, who in {**SQUAD, "O": "objective"}.items():
+            here = f"map {_place((r, c))} is"
+            if mark not in "#.SBCO":
+                raise FlatoutError(f"{here} {mark!r}; use # wall, . floor, S, B, C the squad, O objective")
+            if mark != "#" and (r in (0, n_rows - 1) or c in (0, width - 1)):
+                raise FlatoutError(f"{here} {mark!r}; the outer ring must be walls, #")
+            if mark in places:
+                raise FlatoutError(f"{here} a second {mark!r}; the first is in {_place(places[mark])}")
+            if mark in MARKS:
+                places[mark] = (r, c)
+    for mark, who in MARKS.items():
         if mark not in places:
             raise FlatoutError(f"map has no '{mark}', the {who}")
     return np.array([[mark == "#" for mark in row] for row in rows]), places
 
 
-def _mark(mark: str, cell: Cell, size: Cell, places: dict[str, Cell]) -> None:
-    if mark not in "#.SBCO":
-        raise FlatoutError(
-            f"map {_place(cell)} is {mark!r}; use # wall, . floor, S, B, C the squad, O objective"
-        )
-    on_edge = cell[0] in (0, size[0] - 1) or cell[1] in (0, size[1] - 1)
-    if on_edge and mark != "#":
-        raise FlatoutError(f"map {_place(cell)} is {mark!r}; the outer ring must be walls, #")
-    if mark in "SBCO":
-        if mark in places:
-            raise FlatoutError(
-                f"map {_place(cell)} is a second {mark!r}; the first is in {_place(places[mark])}"
-            )
-        places[mark] = cell
-
-
-def _routes(patrols: Any, walls: Walls) -> tuple[Route, ...]:
-    if not isinstance(patrols, list):
-        raise FlatoutError(f"patrols is {_short(patrols)}; it must be a list")
-    return tuple(_route(patrol, walls, f"patrols[{i}]") for i, patrol in enumerate(patrols))
-
-
 def _route(patrol: Any, walls: Walls, where: str) -> Route:
-    if not isinstance(patrol, dict) or "route" not in patrol or set(patrol) - {"route", "facing"}:
-        raise FlatoutError(
-            f'{where} is {_short(patrol)}; it must be {{"route": [[row, column], …]}}, with "facing" if you like'
-        )
+    is_patrol = isinstance(patrol, dict) and {"route"} <= set(patrol) <= {"route", "facing"}
+    expected = 'it must be {"route": [[row, column], …]}, with "facing" if you like'
+    _expect(is_patrol, where, patrol, expected)
     points, facing = patrol["route"], patrol.get("facing", "S")
-    if not isinstance(facing, str) or len(facing) != 1 or facing not in NAMES:
-        raise FlatoutError(f"{where}.facing is {_short(facing)}; it must be N, E, S or W")
-    if not isinstance(points, list) or not points:
-        raise FlatoutError(f"{where}.route is {_short(points)}; it must be a list of [row, column]")
+    _expect(facing in tuple(NAMES), f"{where}.facing", facing, "it must be N, E, S or W")
+    is_list = isinstance(points, list) and len(points) > 0
+    _expect(is_list, f"{where}.route", points, "it must be a list of [row, column]")
     cells = [_point(point, walls, f"{where}.route[{i}]") for i, point in enumerate(points)]
     path = cells[:1]
     for i, (a, b) in enumerate(pairwise(cells)):
@@ -170,14 +147,12 @@ def _route(patrol: Any, walls: Walls, where: str) -> Route:
 
 
 def _point(point: Any, walls: Walls, where: str) -> Cell:
-    whole = isinstance(point, list) and all(type(x) is int for x in point)
-    if not whole or len(point) != 2:
-        raise FlatoutError(f"{where} is {_short(point)}; it must be [row, column]")
+    is_pair = isinstance(point, list) and [type(x) for x in point] == [int, int]
+    _expect(is_pair, where, point, "it must be [row, column]")
     row, column = point
-    if not (0 <= row < walls.shape[0] and 0 <= column < walls.shape[1]):
-        raise FlatoutError(
-            f"{where} is {point}; the map has rows 0 to {len(walls) - 1}, columns 0 to {walls.shape[1] - 1}"
-        )
+    n_rows, n_columns = walls.shape
+    is_inside = 0 <= row < n_rows and 0 <= column < n_columns
+    _expect(is_inside, where, point, f"the map has rows 0 to {n_rows - 1}, columns 0 to {n_columns - 1}")
     if walls[row, column]:
         raise FlatoutError(f"{where} is {point}, a wall; patrols walk on floor")
     return row, column
@@ -185,6 +160,11 @@ def _point(point: Any, walls: Walls, where: str) -> Cell:
 
 def _place(cell: Cell) -> str:
     return f"row {cell[0]} column {cell[1]}"
+
+
+def _expect(is_valid: bool, name: str, value: Any, expected: str) -> None:
+    if not is_valid:
+        raise FlatoutError(f"{name} is {_short(value)}; {expected}")
 
 
 def _short(value: Any) -> str:

@@ -72,12 +72,11 @@ class State:
     def alloc(n_games: int, rules: Rules, device: torch.device) -> State:
         """N games of zeros."""
 
-        def zeros() -> Tensor:
-            return torch.zeros(n_games, dtype=torch.int64, device=device)
+        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
 
-        board = torch.zeros(n_games, rules.n_cells + 1, dtype=torch.int32, device=device)
-        n_step = torch.zeros((), dtype=torch.int64, device=device)
-        return State(zeros(), n_step, board, zeros(), zeros(), zeros(), zeros(), zeros(), zeros())
+        board = zeros(n_games, rules.n_cells + 1, dtype=torch.int32)
+        return State(zeros(n_games), zeros(), board, *(zeros(n_games) for _ in range(6)))
 
 
 class TensorSteps:
@@ -183,7 +182,7 @@ class SnakeGames:
         self.device = torch.device(device)
         self.single_observation_space: gym.Space[Any] = self.rules.observation_space
         self.single_action_space: gym.Space[Any] = spaces.Discrete(4)
-        tables = Tables.of(self.rules)
+        tables = Tables(self.rules)
         self.state = State.alloc(num_envs, self.rules, self.device)
         self._steps = TensorSteps(self.rules, tables, self.device)
         self._seeded = False
@@ -245,17 +244,17 @@ class _Results:
     """The results of a step: `given` as tensors for the caller, `arrays` as the kernel's view of the same memory."""
 
     def __init__(self, state: State, rules: Rules) -> None:
-        n = len(state.head)
-        planes = rules.obs == "planes"
-        space = rules.observation_space["view"]  # type: ignore[index]
-        kind = torch.uint8 if planes else torch.float32
-        views = [torch.zeros(n, *space.shape, dtype=kind) for _ in range(2)]
+        n, is_planes = len(state.head), rules.obs == "planes"
+        kind = torch.uint8 if is_planes else torch.float32
+        shape = rules.observation_space["view"].shape  # type: ignore[index]
+        views = [torch.zeros(n, *shape, dtype=kind) for _ in range(2)]
         masks = [torch.zeros(n, 4, dtype=torch.bool) for _ in range(2)]
         reward, food = torch.zeros(n), torch.zeros(n, dtype=torch.int64)
         ended, never = (torch.zeros(n, dtype=torch.bool) for _ in range(2))
         obs, final = ({MASK_KEY: mask, "view": view} for mask, view in zip(masks, views, strict=True))
         self.given = obs, reward, ended, never, {"final_obs": final, "food": food}
-        none = [torch.zeros(n, 3, 0, dtype=torch.uint8)] * 2 if not planes else [torch.zeros(n, 0)] * 2
-        flat = [view.view(n, 3, -1) for view in views] if planes else views
-        vectors_and_planes = [*none, *flat] if planes else [*flat, *none]
-        self.arrays = tuple(t.numpy() for t in (*vectors_and_planes, *masks, reward, ended, food))
+        vectors = [torch.zeros(n, 0)] * 2 if is_planes else views
+        planes = [
+            view.view(n, 3, -1) if is_planes else torch.zeros(n, 3, 0, dtype=torch.uint8) for view in views
+        ]
+        self.arrays = tuple(t.numpy() for t in (*vectors, *planes, *masks, reward, ended, food))

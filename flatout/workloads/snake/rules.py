@@ -5,7 +5,9 @@ Cells are numbered row by row; the number after the last cell is the wall. Direc
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import gymnasium as gym
@@ -14,7 +16,7 @@ import numpy.typing as npt
 from gymnasium import spaces
 
 from flatout.envs.spaces import MASK_KEY
-from flatout.workloads.validate import check_choice, check_number
+from flatout.workloads.validate import check_choice, check_fields, within
 
 Array = npt.NDArray[Any]
 
@@ -32,24 +34,19 @@ FOREVER = np.iinfo(np.int32).max
 class Rules:
     """The settings of a game."""
 
-    height: int = 10
-    width: int = 10
+    height: int = within(10, 2, 64)
+    width: int = within(10, 2, 64)
     wrap: bool = False
     """Leaving the board on one side enters it on the opposite side; otherwise there are walls."""
-    starve_after: int | None = None
+    starve_after: int | None = within(None, 1, 1_000_000)
     """Steps without food after which the snake dies; None: the number of cells."""
-    death_reward: float = 0.0
+    death_reward: float = within(0.0, -1e30, 1e30)
     """Reward for dying: hitting something, or starving."""
     obs: str = "vector"
     """`vector`: the surroundings of the head; `planes`: the whole board as (3, height, width)."""
 
     def __post_init__(self) -> None:
-        check_number("snake: height", self.height, 2, 64, whole=True)
-        check_number("snake: width", self.width, 2, 64, whole=True)
-        check_choice("snake: wrap", self.wrap, (True, False))
-        if self.starve_after is not None:
-            check_number("snake: starve_after", self.starve_after, 1, 1_000_000, whole=True)
-        check_number("snake: death_reward", self.death_reward, -1e30, 1e30)
+        check_fields(self, "snake: ")
         check_choice("snake: obs", self.obs, ("vector", "planes"))
 
     @property
@@ -73,54 +70,32 @@ class Rules:
         return spaces.Dict({"view": view, MASK_KEY: spaces.MultiBinary(4)})
 
 
-@dataclass(frozen=True, slots=True)
 class Tables:
     """Lookup tables that depend on the rules alone."""
 
-    ahead: Array
-    """(cells, 4): the next cell in each direction."""
-    around: Array
-    """(cells, K): the cells seen from a head there, row by row, without its own."""
-    row: Array
-    column: Array
-    down: Array
-    """Indexed by the row difference plus height - 1: distance down to the food ÷ height, negative if up."""
-    right: Array
-    """The same for columns."""
-    start: Array
-    """The start board: the move at which the head entered each cell; the wall last."""
-    start_head: int
-    start_free: Array
-    """The free cells of the start board."""
-
-    @staticmethod
-    def of(rules: Rules) -> Tables:
-        """Build the tables."""
+    def __init__(self, rules: Rules) -> None:
         height, width, n = rules.height, rules.width, rules.n_cells
-        cells = np.arange(n)
-        row, column = cells // width, cells % width
+        self.row, self.column = np.divmod(np.arange(n), width)
 
-        def at(rows: Array, columns: Array) -> Array:
+        def seen(offsets: Iterable[tuple[int, int]]) -> Array:
+            """(cells, offsets): the cells at these (rows, columns) from each cell."""
+            down, right = np.array(list(offsets)).T
+            rows, columns = self.row[:, None] + down, self.column[:, None] + right
             inside = (rows >= 0) & (rows < height) & (columns >= 0) & (columns < width)
-            cell: Array = np.where(rules.wrap | inside, rows % height * width + columns % width, n)
-            return cell
+            return np.where(rules.wrap | inside, rows % height * width + columns % width, n)
 
-        reach = range(-SIGHT, SIGHT + 1)
-        seen = [(r, c) for r in reach for c in reach if (r, c) != (0, 0)]
-        start = np.zeros(n + 1, np.int32)
-        head = height // 2 * width + width // 2
-        start[[head - 1, head, n]] = 1, 2, FOREVER
-        return Tables(
-            ahead=np.stack([at(row + r, column + c) for r, c in MOVES], 1),
-            around=np.stack([at(row + r, column + c) for r, c in seen], 1),
-            row=row,
-            column=column,
-            down=_signed_distances(height, rules.wrap),
-            right=_signed_distances(width, rules.wrap),
-            start=start,
-            start_head=head,
-            start_free=np.flatnonzero(start[:n] == 0),
-        )
+        self.ahead = seen(MOVES)
+        """(cells, 4): the next cell in each direction."""
+        self.around = seen(at for at in product(range(-SIGHT, SIGHT + 1), repeat=2) if at != (0, 0))
+        """(cells, K): the cells seen from a head there, row by row, without its own."""
+        self.down, self.right = (_signed_distances(side, rules.wrap) for side in (height, width))
+        """Signed distance to the food ÷ side, indexed by the difference of rows (or columns) plus side - 1."""
+        self.start_head = height // 2 * width + width // 2
+        self.start = np.zeros(n + 1, np.int32)
+        """The start board: the move at which the head entered each cell; the wall last."""
+        self.start[[self.start_head - 1, self.start_head, n]] = 1, 2, FOREVER
+        self.start_free = np.flatnonzero(self.start == 0)
+        """The free cells of the start board."""
 
 
 def _signed_distances(side: int, wrap: bool) -> Array:

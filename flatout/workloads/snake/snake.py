@@ -71,10 +71,7 @@ class Snake(gym.Env[dict[str, Any], Any]):
 
 
 def _first(obs: dict[str, Tensor]) -> dict[str, Any]:
-    return {
-        "view": obs["view"][0].numpy().copy(),
-        MASK_KEY: obs[MASK_KEY][0].numpy().astype(np.int8),
-    }
+    return {"view": obs["view"][0].numpy().copy(), MASK_KEY: obs[MASK_KEY][0].numpy().astype(np.int8)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,12 +89,10 @@ class Scene:
     def of(games: SnakeGames, n: int = 0) -> Scene:
         """The current state of the n-th game."""
         rules, state = games.rules, games.state
-        board, length = state.board[n, :-1], int(state.length[n])
-        cells = board.argsort()[-length:].tolist()
-        food = int(state.food[n])
-        places = [divmod(cell, rules.width) for cell in cells]
-        shown = None if length == rules.n_cells else divmod(food, rules.width)
-        return Scene(rules.height, rules.width, places, int(state.facing[n]), shown)
+        length = int(state.length[n])
+        body = [divmod(cell, rules.width) for cell in state.board[n, :-1].argsort()[-length:].tolist()]
+        food = None if length == rules.n_cells else divmod(int(state.food[n]), rules.width)
+        return Scene(rules.height, rules.width, body, int(state.facing[n]), food)
 
 
 def write(scene: Scene) -> str:
@@ -115,59 +110,41 @@ def write(scene: Scene) -> str:
 
 def draw(scene: Scene) -> npt.NDArray[np.uint8]:
     """The board as an RGB image, (height, width, 3)."""
-    side = max(6, min(32, LONGEST // max(scene.height, scene.width)))
-    painter = _Painter(scene, side * FINE)
-    small = painter.paint().resize((scene.width * side, scene.height * side), Image.Resampling.BOX)
-    return np.asarray(small)
+    small = max(6, min(32, LONGEST // max(scene.height, scene.width)))
+    side = small * FINE
+    odd = np.indices((scene.height, scene.width)).sum(axis=0)[..., None] % 2
+    board = Image.fromarray(np.where(odd, GROUND_2, GROUND).astype(np.uint8))
+    image = board.resize((scene.width * side, scene.height * side), Image.Resampling.NEAREST)
+    pen = ImageDraw.Draw(image)
 
+    def centre(place: tuple[float, float]) -> tuple[float, float]:
+        return (place[1] + 0.5) * side, (place[0] + 0.5) * side
 
-class _Painter:
-    """Paints a scene with cells of `side` pixels."""
+    def disc(x: float, y: float, radius: float, colour: Colour) -> None:
+        r = radius * side
+        pen.ellipse((x - r, y - r, x + r, y + r), colour)
 
-    def __init__(self, scene: Scene, side: int) -> None:
-        self._scene, self._side = scene, side
-        self._image = Image.new("RGB", (scene.width * side, scene.height * side), GROUND)
-        self._draw = ImageDraw.Draw(self._image)
-
-    def paint(self) -> Image.Image:
-        scene, side = self._scene, self._side
-        for y in range(scene.height):
-            for x in range(scene.width):
-                if (y + x) % 2:
-                    box = (x * side, y * side, (x + 1) * side - 1, (y + 1) * side - 1)
-                    self._draw.rectangle(box, GROUND_2)
-        if scene.food is not None:
-            self._disc(*self._centre(scene.food), 0.32, FOOD)
-            cx, cy = self._centre(scene.food)
-            self._disc(cx - 0.1 * side, cy - 0.1 * side, 0.09, SHINE)
-        self._paint_snake()
-        self._draw.rectangle(
-            (0, 0, self._image.width - 1, self._image.height - 1), outline=EDGE, width=side // 16
+    if scene.food is not None:
+        x, y = centre(scene.food)
+        disc(x, y, 0.32, FOOD)
+        disc(x - 0.1 * side, y - 0.1 * side, 0.09, SHINE)
+    for k, (a, b) in enumerate(pairwise(scene.body), 1):
+        colour = _between(TAIL, HEAD, k / (len(scene.body) - 1))
+        for start, end in _strokes(a, b):
+            pen.line([*centre(start), *centre(end)], colour, round(0.72 * side))
+        disc(*centre(a), 0.36, colour)
+    x, y = centre(scene.body[-1])
+    disc(x, y, 0.42, HEAD)
+    (down, right), (aside_down, aside_right) = MOVES[scene.facing], MOVES[(scene.facing + 1) % 4]
+    for eye in (-0.17, 0.17):
+        disc(
+            x + side * (0.14 * right + eye * aside_right),
+            y + side * (0.14 * down + eye * aside_down),
+            0.08,
+            EYE,
         )
-        return self._image
-
-    def _paint_snake(self) -> None:
-        body, n = self._scene.body, len(self._scene.body)
-        colours = [_between(TAIL, HEAD, i / max(n - 1, 1)) for i in range(n)]
-        for (a, b), colour in zip(pairwise(body), colours[1:], strict=True):
-            for from_, to in _strokes(a, b):
-                ends = [*self._centre(from_), *self._centre(to)]
-                self._draw.line(ends, colour, round(0.72 * self._side))
-            self._disc(*self._centre(a), 0.36, colour)
-        cx, cy = self._centre(body[-1])
-        self._disc(cx, cy, 0.42, HEAD)
-        ahead, aside = MOVES[self._scene.facing], MOVES[(self._scene.facing + 1) % 4]
-        for which in (-1, 1):
-            x = cx + self._side * (0.14 * ahead[1] + 0.17 * which * aside[1])
-            y = cy + self._side * (0.14 * ahead[0] + 0.17 * which * aside[0])
-            self._disc(x, y, 0.08, EYE)
-
-    def _centre(self, place: tuple[float, float]) -> tuple[float, float]:
-        return (place[1] + 0.5) * self._side, (place[0] + 0.5) * self._side
-
-    def _disc(self, x: float, y: float, radius: float, colour: Colour) -> None:
-        r = radius * self._side
-        self._draw.ellipse((x - r, y - r, x + r, y + r), colour)
+    pen.rectangle((0, 0, image.width - 1, image.height - 1), outline=EDGE, width=side // 16)
+    return np.asarray(image.resize((scene.width * small, scene.height * small), Image.Resampling.BOX))
 
 
 def _strokes(a: Place, b: Place) -> list[tuple[Any, Any]]:
