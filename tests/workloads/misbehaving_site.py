@@ -117,6 +117,12 @@ class Misbehaving:
             return False
         elif path == "/close":
             return False
+        elif path in ("/twice", "/once"):  # a good response; while idle, another one or the end
+            writer.write(reply(page("/fine")))
+            await writer.drain()
+            await asyncio.sleep(0.02)
+            writer.write(reply(b"unasked", "404 Not Found") if path == "/twice" else b"")
+            return path == "/twice"
         else:
             writer.write(self.pages.get(path) or reply(b"none", "404 Not Found"))
         return True

@@ -190,3 +190,24 @@ def test_an_idle_connection_closed_by_the_server_is_replaced(site: Site) -> None
         return out
 
     assert asyncio.run(ask()) == [200, 200]
+
+
+@pytest.mark.parametrize("path", ["/twice", "/once"])
+def test_an_idle_connection_on_which_bytes_or_the_end_arrived_is_not_used_again(
+    path: str, site: Site
+) -> None:
+    async def ask() -> list[int]:
+        client = LoopbackClient()
+        first = await client.get(f"{site[1]}{path}", 0, 10_000)
+        ((idle,),) = client._idle.values()
+        async with asyncio.timeout(60):
+            while idle.is_clean:
+                await asyncio.sleep(0.001)
+        second = await client.get(f"{site[1]}/fine", 0, 10_000)
+        assert idle.transport.is_closing()
+        assert idle not in next(iter(client._idle.values()))
+        await client.close()
+        return [first.status, second.status]
+
+    assert asyncio.run(ask()) == [200, 200]
+    assert site[0].requests == [path, "/fine"]

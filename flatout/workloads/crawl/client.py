@@ -1,4 +1,4 @@
-"""HTTP clients: a small one for servers on this machine, aiohttp for all others.
+"""HTTP clients: a small one for servers on this machine, aiohttp for all others, and recordings of their responses.
 
 The small one exists because the client is most of a step when pages come from this machine: with 256 envs the crawl made 1.5 x
 the steps/s that it made with aiohttp (docs/crawl.md). It connects to loopback addresses only.
@@ -7,26 +7,30 @@ the steps/s that it made with aiohttp (docs/crawl.md). It connects to loopback a
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
+import os
 import socket
 import zlib
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
-from typing import Any, Protocol, TypeAlias
+from pathlib import Path
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 import aiohttp
-from aiohttp.abc import AbstractResolver, ResolveResult
+from aiohttp.abc import ResolveResult
 from yarl import URL
 
-from flatout.workloads.crawl.access import Fault, address_refusal
+from flatout.errors import FlatoutError
+from flatout.workloads.crawl.access import Fault, address_refusal, is_loopback
 
 USER_AGENT = "flatout-crawl/0.1 (reinforcement learning; obeys robots.txt)"
 AGENT_NAME = "flatout-crawl"
 ENCODINGS = "gzip, deflate"
 RETRY_HEADER = "X-Retry-Attempt"
-MAX_HEAD = READ_SIZE = 65_536
-
-Connection: TypeAlias = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+MAX_HEAD = 65_536
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +71,49 @@ class Client(Protocol):
         ...
 
 
+class Connection(asyncio.Protocol):
+    """A keep-alive connection; `buffer` holds the bytes received and not yet used."""
+
+    def __init__(self) -> None:
+        self.buffer, self.has_ended = bytearray(), False
+        self._received = asyncio.Event()
+
+    def connection_made(self, transport: Any) -> None:
+        self.transport: asyncio.Transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self.buffer += data
+        self._received.set()
+
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
+        self.has_ended = True
+        self._received.set()
+
+    async def request(self, request: bytes, max_bytes: int) -> tuple[Response, bool]:
+        """Send a request and read its response; also returns whether the connection may be used again."""
+        self.transport.write(request)
+        while True:
+            await self._received.wait()
+            self._received.clear()
+            if self.has_ended and not self.buffer:
+                raise NoResponseError("connection", "closed before a response")
+            found = _parse(self.buffer, max_bytes, ended=self.has_ended)
+            if found is not None:
+                response, n_used = found
+                del self.buffer[:n_used]
+                says_close = response.headers.get("connection", "").lower() == "close"
+                return response, response.status >= 200 and self.is_clean and not says_close
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether it is open and the server has sent nothing but responses to requests."""
+        return not (self.buffer or self.has_ended)
+
+
+class NoResponseError(Fault):
+    """The server closed the connection without a response."""
+
+
 class LoopbackClient:
     """Keep-alive HTTP/1.1 connections to servers on this machine, on one event loop."""
 
@@ -82,60 +129,37 @@ class LoopbackClient:
             f"Accept: text/html\r\nAccept-Encoding: {ENCODINGS}\r\n{retry}\r\n"
         ).encode("ascii")
         idle = self._idle.setdefault(netloc, [])
-        while idle:
+        while True:
+            is_new = not idle
+            connection = await _connect(url) if is_new else idle.pop()
+            is_reusable = False
             try:
-                return await self._exchange(idle.pop(), request, max_bytes, idle)
+                # Bytes that came while it was idle would be read as the next response.
+                if is_new or connection.is_clean:
+                    response, is_reusable = await connection.request(request, max_bytes)
+                    return response
             except NoResponseError:
-                continue  # the server closed it while idle and saw no request
-        return await self._exchange(await _connect(url), request, max_bytes, idle)
+                if is_new:
+                    raise  # otherwise the server closed it while idle and saw no request
+            finally:  # also when cancelled: the response may still arrive
+                if is_reusable:
+                    idle.append(connection)
+                else:
+                    connection.transport.abort()
 
     async def close(self) -> None:
-        for _, writer in chain.from_iterable(self._idle.values()):
-            writer.transport.abort()
+        for connection in chain.from_iterable(self._idle.values()):
+            connection.transport.abort()
         self._idle.clear()
         await asyncio.sleep(0)  # the loop closes the sockets in its next iteration
-
-    async def _exchange(
-        self, connection: Connection, request: bytes, max_bytes: int, idle: list[Connection]
-    ) -> Response:
-        """Send a request and read its response; the connection then becomes idle, or is closed."""
-        reader, writer = connection
-        buffer = bytearray()
-        is_reusable = False
-        try:
-            writer.write(request)
-            while True:
-                try:
-                    data = await reader.read(READ_SIZE)
-                except OSError:
-                    data = b""
-                if not data and not buffer:
-                    raise NoResponseError("connection", "closed before a response")
-                buffer += data
-                found = _parse(buffer, max_bytes, ended=not data)
-                if found is not None:
-                    response, n_used = found
-                    says_close = response.headers.get("connection", "").lower() == "close"
-                    is_reusable = (
-                        n_used == len(buffer) and response.status >= 200 and bool(data) and not says_close
-                    )
-                    return response
-        finally:  # also when cancelled: the response may still arrive
-            if is_reusable:
-                idle.append(connection)
-            else:
-                writer.transport.abort()
-
-
-class NoResponseError(Fault):
-    """The server closed the connection without a response."""
 
 
 async def _connect(url: str) -> Connection:
     parts = urlsplit(url)
     host = "127.0.0.1" if parts.hostname == "localhost" else str(parts.hostname)
     try:
-        return await asyncio.open_connection(host, parts.port or 80)
+        loop = asyncio.get_running_loop()
+        return (await loop.create_connection(Connection, host, parts.port or 80))[1]
     except OSError as error:
         raise Fault("connection", f"{parts.netloc}: {error.strerror or error}") from error
 
@@ -214,39 +238,29 @@ def _chunked(buffer: bytearray, at: int, encoding: str, max_bytes: int) -> tuple
     return None, 0
 
 
-class CheckedResolver(AbstractResolver):
+class CheckedResolver(aiohttp.ThreadedResolver):
     """The system's resolver, restricted to addresses that may be connected to."""
-
-    def __init__(self) -> None:
-        self._inner = aiohttp.ThreadedResolver()
 
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
     ) -> list[ResolveResult]:
         """The addresses of a host; raises a Fault if one of them is refused."""
-        found = await self._inner.resolve(host, port, family)
+        found = await super().resolve(host, port, family)
         for result in found:
             reason = address_refusal(host, result["host"])
             if reason is not None:
                 raise Fault("refused", reason)
         return found
 
-    async def close(self) -> None:
-        """Nothing to close."""
-
 
 class WebClient:
     """One aiohttp session for all envs of a loop: no cookies, proxies, redirects or automatic decompression."""
 
-    def __init__(self) -> None:
-        self._session: aiohttp.ClientSession | None = None
-
     async def get(self, url: str, attempt: int, max_bytes: int) -> Response:
         headers = {RETRY_HEADER: str(attempt)} if attempt else None
+        target = URL(url, encoded=True)
         try:
-            async with self._open().get(
-                URL(url, encoded=True), allow_redirects=False, headers=headers
-            ) as response:
+            async with self._session.get(target, allow_redirects=False, headers=headers) as response:
                 length = response.content_length
                 if length is not None and length > max_bytes:
                     response.close()
@@ -259,23 +273,90 @@ class WebClient:
                         raise Fault("size", f"more than {max_bytes} bytes")
                 kept = {name.lower(): value for name, value in response.headers.items()}
                 return Response(response.status, kept, bytes(body))
-        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
-            raise Fault("connection", " ".join(str(error).split())[:200] or type(error).__name__) from error
         except (aiohttp.ClientError, ValueError) as error:
-            raise Fault("garbage", " ".join(str(error).split())[:200] or type(error).__name__) from error
+            lost = isinstance(error, aiohttp.ClientConnectionError | aiohttp.ClientPayloadError)
+            message = " ".join(str(error).split())[:200] or type(error).__name__
+            raise Fault("connection" if lost else "garbage", message) from error
 
     async def close(self) -> None:
-        if self._session is not None:
+        if "_session" in vars(self):
             await self._session.close()
 
-    def _open(self) -> aiohttp.ClientSession:
-        if self._session is None:
-            options: dict[str, Any] = {"limit": 0, "resolver": CheckedResolver(), "ttl_dns_cache": 60}
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(**options),
-                cookie_jar=aiohttp.DummyCookieJar(),
-                timeout=aiohttp.ClientTimeout(total=None),
-                headers={"User-Agent": USER_AGENT, "Accept": "text/html", "Accept-Encoding": ENCODINGS},
-                auto_decompress=False,
-            )
-        return self._session
+    @cached_property
+    def _session(self) -> aiohttp.ClientSession:
+        return aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, resolver=CheckedResolver(), ttl_dns_cache=60),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            timeout=aiohttp.ClientTimeout(total=None),
+            headers={"User-Agent": USER_AGENT, "Accept": "text/html", "Accept-Encoding": ENCODINGS},
+            auto_decompress=False,
+        )
+
+
+class LiveClient:
+    """The real network: LoopbackClient for plain HTTP to this machine, WebClient for all else."""
+
+    def __init__(self) -> None:
+        self._loopback, self._web = LoopbackClient(), WebClient()
+
+    async def get(self, url: str, attempt: int, max_bytes: int) -> Response:
+        netloc = url[7:].partition("/")[0]
+        is_here = url.startswith("http://") and "@" not in netloc and is_loopback(netloc.rpartition(":")[0])
+        client: Client = self._loopback if is_here else self._web
+        return await client.get(url, attempt, max_bytes)
+
+    async def close(self) -> None:
+        await self._loopback.close()
+        await self._web.close()
+
+
+class Recording:
+    """Responses and faults in a folder: stores those of a client, or returns the stored ones without any network.
+
+    One file per URL and attempt: a line of JSON (status and headers, or the fault), then the body. URLs of the start page's
+    host are stored without it, so that a local site may use another port later.
+    """
+
+    def __init__(self, folder: Path, origin: str, client: Client | None) -> None:
+        self._folder, self._origin, self._client = folder, origin, client
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise FlatoutError(f"record folder {folder}: {error.strerror}") from error
+
+    async def get(self, url: str, attempt: int, max_bytes: int) -> Response:
+        name = hashlib.sha256(f"{attempt} {url.removeprefix(self._origin)}".encode()).hexdigest()
+        file = self._folder / name[:2] / name[2:34]
+        if self._client is None:
+            return self._load(file, url, max_bytes)
+        try:
+            response = await self._client.get(url, attempt, max_bytes)
+        except Fault as fault:
+            self._store(file, {"url": url, "fault": fault.kind, "message": str(fault)})
+            raise
+        self._store(file, {"url": url, "status": response.status, "headers": response.headers}, response.body)
+        return response
+
+    async def close(self) -> None:
+        if self._client is not None:
+            await self._client.close()
+
+    def _store(self, file: Path, head: dict[str, object], body: bytes = b"") -> None:
+        file.parent.mkdir(exist_ok=True)
+        part = file.with_name(f"{file.name}.{os.getpid()}.{id(self)}.part")
+        part.write_bytes(json.dumps(head).encode() + b"\n" + body)
+        part.replace(file)
+
+    def _load(self, file: Path, url: str, max_bytes: int) -> Response:
+        try:
+            head, _, body = file.read_bytes().partition(b"\n")
+            data = json.loads(head)
+            if "fault" in data:
+                raise Fault(data["fault"], data["message"])
+            if len(body) > max_bytes:
+                raise Fault("size", f"{len(body)} bytes, more than {max_bytes}")
+            return Response(data["status"], data["headers"], body)
+        except FileNotFoundError as error:
+            raise Fault("connection", f"{url} is not in the recording {self._folder}") from error
+        except (ValueError, KeyError) as error:
+            raise FlatoutError(f"recording {file} is damaged: {error}; record the crawl again") from error

@@ -23,8 +23,7 @@ from flatout.workloads.crawl.access import (
     Rules,
     is_loopback,
 )
-from flatout.workloads.crawl.client import AGENT_NAME, Client, LoopbackClient, Response, WebClient
-from flatout.workloads.crawl.record import Folder, Recorder, Replayer
+from flatout.workloads.crawl.client import AGENT_NAME, Client, LiveClient, Recording, Response
 
 ROBOTS_SECONDS = 3600.0
 ROBOTS_TIMEOUT = 10.0
@@ -35,29 +34,6 @@ MAX_WAIT = 30.0
 """Longest wait for the rate limit in seconds; more is a fault."""
 HTML = ("text/html", "application/xhtml+xml")
 REDIRECTS = (301, 302, 303, 307, 308)
-
-
-class LiveClient:
-    """The real network: LoopbackClient for this machine, WebClient for all others."""
-
-    def __init__(self) -> None:
-        self._loopback, self._web = LoopbackClient(), WebClient()
-
-    async def get(self, url: str, attempt: int, max_bytes: int) -> Response:
-        client: Client = self._loopback if _is_here(url) else self._web
-        return await client.get(url, attempt, max_bytes)
-
-    async def close(self) -> None:
-        await self._loopback.close()
-        await self._web.close()
-
-
-def _is_here(url: str) -> bool:
-    """Whether a URL is plain HTTP to this machine."""
-    if not url.startswith("http://"):
-        return False
-    netloc = url[7:].partition("/")[0]
-    return "@" not in netloc and is_loopback(netloc.rpartition(":")[0])
 
 
 class Network:
@@ -78,18 +54,16 @@ class Network:
 
     async def robots(self, origin: str) -> Robots:
         """The robots.txt of a host, requested once per hour for all envs."""
-        known = self._robots.get(origin)
-        if known is None or time.monotonic() > known[0] or _failed(known[1]):
+        until, task = self._robots.get(origin, (0.0, None))
+        has_failed = task is not None and task.done() and (task.cancelled() or task.exception() is not None)
+        if task is None or has_failed or time.monotonic() > until:
             task = asyncio.get_running_loop().create_task(self._fetch_robots(origin))
-            known = self._robots[origin] = time.monotonic() + ROBOTS_SECONDS, task
-        if known[1].done():
-            return known[1].result()
-        return await asyncio.shield(known[1])
+            self._robots[origin] = time.monotonic() + ROBOTS_SECONDS, task
+        return task.result() if task.done() else await asyncio.shield(task)
 
     async def _fetch_robots(self, origin: str) -> Robots:
-        url = f"{origin}/robots.txt"
         async with asyncio.timeout(ROBOTS_TIMEOUT):
-            response = await self.client.get(url, 0, MAX_ROBOTS_BYTES)
+            response = await self.client.get(f"{origin}/robots.txt", 0, MAX_ROBOTS_BYTES)
         if response.status >= 500 or response.status == 429:
             return DISALLOW_ALL
         if response.status != 200:
@@ -103,10 +77,6 @@ class Network:
         await self.client.close()
 
 
-def _failed(task: asyncio.Task[Robots]) -> bool:
-    return task.done() and (task.cancelled() or task.exception() is not None)
-
-
 _networks: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, Network]] = WeakKeyDictionary()
 
 
@@ -115,7 +85,9 @@ def join_network(origin: str, record: Path | None, replay: Path | None) -> Netwo
     by_key = _networks.setdefault(asyncio.get_running_loop(), {})
     key = f"{record} {replay} {origin if record or replay else ''}"
     if key not in by_key:
-        by_key[key] = Network(_client(origin, record, replay))
+        live, folder = LiveClient(), replay or record
+        client = Recording(folder, origin, None if replay else live) if folder else live
+        by_key[key] = Network(client)
     by_key[key].n_users += 1
     return by_key[key]
 
@@ -129,12 +101,6 @@ async def leave_network(network: Network) -> None:
     for key in [key for key, value in by_key.items() if value is network]:
         del by_key[key]
     await network.close()
-
-
-def _client(origin: str, record: Path | None, replay: Path | None) -> Client:
-    if replay is not None:
-        return Replayer(Folder(replay, origin))
-    return Recorder(LiveClient(), Folder(record, origin)) if record is not None else LiveClient()
 
 
 @dataclass(slots=True)
@@ -155,14 +121,15 @@ class Attempt:
         return not url.startswith(self.origin) or self.robots.allows(_path(url))
 
 
+@dataclass(frozen=True, slots=True)
 class Fetcher:
     """Fetches pages by the rules of one env."""
 
-    def __init__(
-        self, rules: Rules, network: Network, *, timeout: float, max_bytes: int, rate: float | None
-    ) -> None:
-        self._rules, self._network = rules, network
-        self._timeout, self._max_bytes, self._rate = timeout, max_bytes, rate
+    rules: Rules
+    network: Network
+    timeout: float
+    max_bytes: int
+    rate: float | None
 
     async def page(self, url: str, attempt: int = 0) -> Attempt:
         """Fetch a page; faults are in the result. `attempt` counts earlier tries."""
@@ -172,16 +139,16 @@ class Fetcher:
         except Fault as fault:
             out.fault = fault
         except TimeoutError:
-            out.fault = Fault("timeout", f"{out.url}: no response within {self._timeout:g} s")
+            out.fault = Fault("timeout", f"{out.url}: no response within {self.timeout:g} s")
         return out
 
     async def _follow(self, out: Attempt, attempt: int) -> str:
         for _ in range(MAX_REDIRECTS + 1):
-            origin = out.origin = self._rules.check(out.url)
-            robots = out.robots = await self._network.robots(origin)
+            origin = out.origin = self.rules.check(out.url)
+            robots = out.robots = await self.network.robots(origin)
             if not robots.allows(_path(out.url)):
                 raise Fault("robots", f"{out.url} is disallowed by robots.txt")
-            limiter = self._network.limiter(origin, self._rate)
+            limiter = self.network.limiter(origin, self.rate)
             if robots.delay:
                 limiter.set_min_interval(robots.delay)
             wait = limiter.reserve(MAX_WAIT)
@@ -190,10 +157,14 @@ class Fetcher:
             if wait:
                 await asyncio.sleep(wait)
             out.n_requests += 1
-            async with asyncio.timeout(self._timeout):
-                response = await self._network.client.get(out.url, attempt, self._max_bytes)
+            async with asyncio.timeout(self.timeout):
+                response = await self.network.client.get(out.url, attempt, self.max_bytes)
             if response.status in REDIRECTS and "location" in response.headers:
-                out.url = _target(out.url, response.headers["location"])
+                location = response.headers["location"]
+                try:
+                    out.url = urljoin(out.url, location).partition("#")[0]
+                except ValueError as error:
+                    raise Fault("garbage", f"{out.url} redirects to '{location[:60]}'") from error
                 continue
             if response.status in (429, 503):
                 limiter.pause(_retry_after(response))
@@ -206,7 +177,7 @@ class Fetcher:
         kind, _, options = response.headers.get("content-type", "").partition(";")
         if kind.strip().lower() not in HTML:
             raise Fault("type", f"{url} is '{kind[:40]}', not HTML")
-        body = response.decoded(self._max_bytes)
+        body = response.decoded(self.max_bytes)
         charset = options.lower().partition("charset=")[2].strip(" \"'")[:40] or "utf-8"
         try:
             return body.decode(charset, "replace")
@@ -217,13 +188,6 @@ class Fetcher:
 def _path(url: str) -> str:
     start = url.find("/", 8)
     return url[start:] if start > 0 else "/"
-
-
-def _target(url: str, location: str) -> str:
-    try:
-        return urljoin(url, location).partition("#")[0]
-    except ValueError as error:
-        raise Fault("garbage", f"{url} redirects to '{location[:60]}'") from error
 
 
 def _retry_after(response: Response) -> float:

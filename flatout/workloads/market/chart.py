@@ -74,8 +74,8 @@ def draw(journal: Journal) -> Array:
         f"equity, starting at 1 (after costs of {journal.costs:.2%})",
     )
     top, middle, bottom = (
-        _Panel(pen, title, *place, *span, journal.window)
-        for title, *place, span in zip(titles, tops, parts, spans, strict=True)
+        _Panel(pen, title, at, height, low, high, journal.window)
+        for title, at, height, (low, high) in zip(titles, tops, parts, spans, strict=True)
     )
     for column, color in zip(prices.T, colors, strict=True):
         top.line(column, color)

@@ -77,7 +77,7 @@ class Tables:
         height, width, n = rules.height, rules.width, rules.n_cells
         self.row, self.column = np.divmod(np.arange(n), width)
 
-        def seen(offsets: Iterable[tuple[int, int]]) -> Array:
+        def seen(offsets: Iterable[tuple[int, ...]]) -> Array:
             """(cells, offsets): the cells at these (rows, columns) from each cell."""
             down, right = np.array(list(offsets)).T
             rows, columns = self.row[:, None] + down, self.column[:, None] + right

@@ -1,4 +1,4 @@
-"""The pages of generated sites: a pure function of config, seed and path. Standard library only.
+"""Generated sites: their settings, and their pages as a pure function of settings, seed and path. Standard library only.
 
 The sections of a site lead to articles, goods, people or an endless calendar; one of them leads, several clicks down and under
 particular words, to the targets. Every kind of page has its own structure.
@@ -6,13 +6,17 @@ particular words, to the targets. Every kind of page has its own structure.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from hashlib import blake2b
+from pathlib import Path
 from random import Random
+from typing import Any
 
-from flatout.workloads.crawl.site.site_config import SiteConfig
+from flatout.errors import FlatoutError
+from flatout.workloads.validate import check_fields, from_settings, read_json, within
 
 TARGET_MARK = 'itemscope itemtype="https://schema.org/Dataset"'
 
@@ -41,14 +45,59 @@ BESIDES = ["papers", "essays", "methods", "partners", "history", "glossary"]
 """What a topic has besides its data."""
 THINGS = "lamp chair kettle blanket basket mirror clock bottle carpet candle".split()
 NAMES = "anna boris clara david elena felix greta hugo irene jonas karin lukas".split()
-PHRASES = "a quiet morning|what we learned|looking back|an open letter|the long road|five questions|notes from the field".split(
-    "|"
-)
+PHRASES = (
+    "a quiet morning|what we learned|looking back|an open letter|the long road|five questions|notes from the field"
+).split("|")
 TEXT = (
     "The year began with a change that few had seen coming and many had hoped for. "
     "In the following months the work went on, slowly at first and then with more care. "
     "Those who took part remember the long evenings, the talks, and the many small steps."
 )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SiteConfig:
+    """The settings of a family of sites; each seed gives one site."""
+
+    size: int = within(12, 4, 40)
+    """Entries per list page; the rest of the site scales with it."""
+    depth: int = within(4, 3, 8)
+    """Clicks from the home page to a target through the lists."""
+    latency: float = within(0.0, 0, 60)
+    """Median latency of a response in seconds."""
+    latency_spread: float = within(0.3, 0, 3)
+    """Standard deviation of the logarithm of the latency."""
+    error_rate: float = within(0.01, 0, 1)
+    """Share of responses that are server errors; a retry may succeed."""
+    redirect_rate: float = within(0.05, 0, 1)
+    """Share of links that go through a redirect."""
+    traps: bool = True
+    """An endless calendar, and links that differ only in their query."""
+    robots: bool = True
+    """A robots.txt that disallows a part of each site."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, "site config: ")
+
+    def to_json(self) -> str:
+        """One line of JSON for `read_site`."""
+        return json.dumps(asdict(self))
+
+
+def read_site(source: Mapping[str, Any] | str | Path | None) -> SiteConfig:
+    """The config in a mapping or a JSON file; errors name the file."""
+    if source is None:
+        return SiteConfig()
+    if isinstance(source, Mapping):
+        return from_settings(SiteConfig, source, "site config")
+    data = read_json(source, "site config")
+    if not isinstance(data, dict):
+        expected = "it must be an object of settings"
+        raise FlatoutError(f"site config {source} is a {type(data).__name__}; {expected}")
+    try:
+        return from_settings(SiteConfig, data, "site config")
+    except FlatoutError as error:
+        raise FlatoutError(str(error).replace("site config", f"site config {source}", 1)) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,39 +198,39 @@ class _Writer:
         self.draw = Random(f"page {path}")
 
     def page(self, parts: list[str]) -> Answer:
+        word = parts[0] if parts else ""
+        self.title = parts[-1].title() if parts else "Home"
         if not parts:
-            return self._html("Home", self._home())
-        kind = self.plan.sections.get(parts[0])
-        if parts[0] in ("about", "terms", "search", "private", "account", "tags"):
-            return self._html(parts[0].title(), self._plain(parts[0]))
-        if kind is None:
+            body = self._home()
+        elif word in ("about", "terms", "search", "private", "account", "tags"):
+            self.title, body = word.title(), self.element("p", word, TEXT)
+        elif word in self.plan.sections:
+            makers: dict[str, Callable[[list[str]], str]] = {
+                "research": self._research,
+                "shop": self._shop,
+                "events": self._events,
+                "people": self._people,
+                "help": self._help,
+                "photos": self._photos,
+            }
+            body = makers.get(self.plan.sections[word], self._articles)(parts)
+        else:
             return Answer(404, b"<html><body><h1>No such page</h1></body></html>")
-        if kind == "research":
-            return self._research(parts)
-        makers: dict[str, Callable[[list[str]], str]] = {
-            "shop": self._shop,
-            "events": self._events,
-            "people": self._people,
-            "help": self._help,
-            "photos": self._photos,
-        }
-        return self._html(parts[-1].title(), makers.get(kind, self._articles)(parts))
-
-    def _html(self, title: str, body: str) -> Answer:
-        plan = self.plan
-        text = f"<!doctype html><html><head><title>{title}</title></head>{plan.head}<h1>{title}</h1>{body}{plan.foot}"
-        return Answer(200, text.encode())
+        head = f"<!doctype html><html><head><title>{self.title}</title></head>{self.plan.head}"
+        return Answer(200, f"{head}<h1>{self.title}</h1>{body}{self.plan.foot}".encode())
 
     def link(self, to: str, text: str) -> str:
         """A link to a path below the root of the site; some go through a redirect."""
         via = "go/" if chance(self.config.redirect_rate, "redirect", self.path, to) else ""
         return f'<a href="{self.plan.root}{via}{to}">{text}</a>'
 
-    def items(self, name: str, links: list[str], tag: str = "li") -> str:
-        """A list of links in elements of class `name`."""
-        p = self.plan.prefix
-        rows = "".join(f'<{tag} class="{p}-{name}">{link}</{tag}>' for link in links)
-        return f'<div class="{p}-{name}-list">{rows}</div>'
+    def element(self, tag: str, name: str, content: str) -> str:
+        return f'<{tag} class="{self.plan.prefix}-{name}">{content}</{tag}>'
+
+    def items(self, name: str, links: Iterable[tuple[str, str]], tag: str = "li") -> str:
+        """A list of links (path, text) in elements of class `name`."""
+        rows = "".join([self.element(tag, name, self.link(*link)) for link in links])
+        return self.element("div", f"{name}-list", rows)
 
     def number(self) -> int:
         """The page number of a list."""
@@ -191,132 +240,113 @@ class _Writer:
     def target(self) -> str:
         """A link to a target from another section."""
         plan, draw = self.plan, self.draw
-        middle = "/".join(draw.choice(plan.topics) for _ in range(self.config.depth - 3))
-        base = "/".join(part for part in (plan.research, middle, plan.data) if part)
+        middle = [draw.choice(plan.topics) for _ in range(self.config.depth - 3)]
         subject = draw.choice(SUBJECTS)
-        return self.link(
-            f"{base}/{subject}-{draw.randrange(1, self.config.size)}", f"{subject} {plan.record}"
-        )
+        record = f"{subject}-{draw.randrange(1, self.config.size)}"
+        return self.link("/".join([plan.research, *middle, plan.data, record]), f"{subject} {plan.record}")
 
     def _home(self) -> str:
         plan, draw = self.plan, self.draw
-        links = [self.link(f"{word}/", f"More {word}") for word in plan.sections if draw.random() < 0.5]
-        news = [word for word, kind in plan.sections.items() if kind in ("news", "press", "projects")]
-        for word in news:
-            links += [self.link(f"{word}/{n}", draw.choice(PHRASES)) for n in draw.sample(range(1, 90), 3)]
+        links = [(f"{word}/", f"More {word}") for word in plan.sections if draw.random() < 0.5]
+        for word, kind in plan.sections.items():
+            if kind in ("news", "press", "projects"):
+                links += [(f"{word}/{n}", draw.choice(PHRASES)) for n in draw.sample(range(1, 90), 3)]
         draw.shuffle(links)
         featured = self.target() if draw.random() < 0.3 else ""
         return self.items("card", links, "section") + featured
 
-    def _research(self, parts: list[str]) -> Answer:
-        plan, draw, size, p = self.plan, self.draw, self.config.size, self.plan.prefix
-        here, level = "/".join(parts), len(parts)
+    def _research(self, parts: list[str]) -> str:
+        plan, draw, size = self.plan, self.draw, self.config.size
+        here, last = "/".join(parts), parts[-1]
         if plan.data in parts[1:]:
-            if parts[-1] != plan.data:
-                return self._html(parts[-1].title(), self._record(parts))
-            page = self.number()
-            subjects = [draw.choice(SUBJECTS) for _ in range(size)]
-            start = (page - 1) * size + 1
-            rows = [
-                self.link(f"{here}/{s}-{start + n}", f"{s} {plan.record} {1900 + 7 * n}")
-                for n, s in enumerate(subjects)
-            ]
-            more = [self.link(f"{here}/?page={page + 1}", "next page")] if page < 3 else []
-            return self._html(
-                plan.data.title(), self.items("row", rows, "p") + self.items("pager", more, "span")
-            )
-        if level > 1 and parts[-1] in BESIDES:
-            rows = [self.link(f"{here}/{n}", f"{draw.choice(PHRASES)}") for n in range(1, size)]
-            return self._html(parts[-1].title(), self.items("entry", rows, "dd"))
-        if parts[-1].isdigit():
-            return self._html("Essay", f'<blockquote class="{p}-essay">{TEXT}</blockquote>')
-        if level == self.config.depth - 2:
-            beside = draw.sample(BESIDES, 4)
-            links = [self.link(f"{here}/{word}/", f"{parts[-1]} {word}") for word in [plan.data, *beside]]
-            draw.shuffle(links)
-            return self._html(parts[-1].title(), self.items("facet", links, "h3") + f"<p>{TEXT}</p>")
-        links = [self.link(f"{here}/{topic}/", topic.title()) for topic in plan.topics]
-        links += [self.link(f"{here}/{word}/", word) for word in draw.sample(BESIDES, 3)]
-        return self._html(parts[-1].title(), self.items("topic", links, "article"))
+            return self._data(here) if last == plan.data else self._record(here)
+        if len(parts) > 1 and last in BESIDES:
+            return self.items("entry", [(f"{here}/{n}", draw.choice(PHRASES)) for n in range(1, size)], "dd")
+        if last.isdigit():
+            self.title = "Essay"
+            return self.element("blockquote", "essay", TEXT)
+        if len(parts) == self.config.depth - 2:
+            words = [plan.data, *draw.sample(BESIDES, 4)]
+            draw.shuffle(words)
+            links = [(f"{here}/{word}/", f"{last} {word}") for word in words]
+            return self.items("facet", links, "h3") + f"<p>{TEXT}</p>"
+        links = [(f"{here}/{topic}/", topic.title()) for topic in plan.topics]
+        links += [(f"{here}/{word}/", word) for word in draw.sample(BESIDES, 3)]
+        return self.items("topic", links, "article")
 
-    def _record(self, parts: list[str]) -> str:
-        p, draw = self.plan.prefix, self.draw
-        cells = "".join(f"<tr><td>{2000 + n}</td><td>{draw.randrange(999)}</td></tr>" for n in range(8))
-        others = [self.link("/".join(parts[:-1]) + "/", "all of them")]
-        return f'<section {TARGET_MARK}><table class="{p}-values">{cells}</table></section>{self.items("up", others, "p")}'
+    def _data(self, here: str) -> str:
+        size, page = self.config.size, self.number()
+        subjects = [self.draw.choice(SUBJECTS) for _ in range(size)]
+        rows = [
+            (f"{here}/{subject}-{(page - 1) * size + 1 + n}", f"{subject} {self.plan.record} {1900 + 7 * n}")
+            for n, subject in enumerate(subjects)
+        ]
+        more = [(f"{here}/?page={page + 1}", "next page")] if page < 3 else []
+        return self.items("row", rows, "p") + self.items("pager", more, "span")
+
+    def _record(self, here: str) -> str:
+        cells = [f"<tr><td>{2000 + n}</td><td>{self.draw.randrange(999)}</td></tr>" for n in range(8)]
+        table = self.element("table", "values", "".join(cells))
+        up = self.items("up", [(f"{here.rpartition('/')[0]}/", "all of them")], "p")
+        return f"<section {TARGET_MARK}>{table}</section>{up}"
 
     def _articles(self, parts: list[str]) -> str:
-        draw, size, p, here = self.draw, self.config.size, self.plan.prefix, parts[0]
+        draw, size, here = self.draw, self.config.size, parts[0]
         if parts[-1].isdigit():
-            links = [self.link(f"{here}/{n}", draw.choice(PHRASES)) for n in draw.sample(range(1, 900), 5)]
-            links += [self.link(f"tags/{draw.choice(TOPICS)}", draw.choice(TOPICS)) for _ in range(3)]
+            links = [(f"{here}/{n}", draw.choice(PHRASES)) for n in draw.sample(range(1, 900), 5)]
+            links += [(f"tags/{draw.choice(TOPICS)}", draw.choice(TOPICS)) for _ in range(3)]
             extra = self.target() if draw.random() < 0.12 else ""
-            kind = self.plan.sections[here]
-            return (
-                f'<article class="{p}-{kind}"><p>{TEXT} {extra}</p></article>{self.items("related", links)}'
-            )
+            article = self.element("article", self.plan.sections[here], f"<p>{TEXT} {extra}</p>")
+            return article + self.items("related", links)
         page = self.number()
-        rows = [
-            self.link(f"{here}/{(page - 1) * size + n}", draw.choice(PHRASES)) for n in range(1, size + 1)
-        ]
-        more = [self.link(f"{here}/?page={page + 1}", "older")]
+        rows = [(f"{here}/{(page - 1) * size + n}", draw.choice(PHRASES)) for n in range(1, size + 1)]
+        more = [(f"{here}/?page={page + 1}", "older")]
         return self.items("teaser", rows, "h2") + self.items("pager", more, "span")
 
     def _shop(self, parts: list[str]) -> str:
-        draw, size, p, here = self.draw, self.config.size, self.plan.prefix, "/".join(parts)
+        here = "/".join(parts)
         if len(parts) == 1:
-            return self.items("aisle", [self.link(f"{here}/{thing}s/", f"{thing}s") for thing in THINGS])
+            return self.items("aisle", [(f"{here}/{thing}s/", f"{thing}s") for thing in THINGS])
         if len(parts) == 2:
-            rows = [self.link(f"{here}/{n}", f"{parts[1][:-1]} no. {n}") for n in range(1, size)]
-            if self.config.traps:
-                rows += [
-                    self.link(f"{here}/?sort={key}&view={n}", f"sort by {key}")
-                    for n, key in enumerate(("price", "name", "new"))
-                ]
+            rows = [(f"{here}/{n}", f"{parts[1][:-1]} no. {n}") for n in range(1, self.config.size)]
+            keys = ("price", "name", "new") if self.config.traps else ()
+            rows += [(f"{here}/?sort={key}&view={n}", f"sort by {key}") for n, key in enumerate(keys)]
             return self.items("good", rows, "figure")
-        remove = self.link(f"account/delete?id={parts[-1]}", "remove")
-        return f'<div class="{p}-price">{draw.randrange(5, 99)}.00</div><form class="{p}-buy"></form>{remove}'
+        price = self.element("div", "price", f"{self.draw.randrange(5, 99)}.00")
+        return price + self.element("form", "buy", "") + self.link(f"account/delete?id={parts[-1]}", "remove")
 
     def _events(self, parts: list[str]) -> str:
-        draw, here, p = self.draw, parts[0], self.plan.prefix
+        here = parts[0]
         numbers = [int(part) for part in parts[1:] if part.isdigit()]
-        year, month = (*numbers, *(2024, 5)[len(numbers) :])[:2]
         if len(numbers) >= 3:
-            return f'<time class="{p}-when">{"-".join(map(str, numbers))}</time><p>{TEXT}</p>'
-        after, before = (year + month // 12, month % 12 + 1), (year - (month == 1), (month - 2) % 12 + 1)
+            return self.element("time", "when", "-".join(map(str, numbers))) + f"<p>{TEXT}</p>"
+        year, month = (*numbers, *(2024, 5)[len(numbers) :])
         links = [
-            self.link(f"{here}/{y}/{m}/", name)
-            for (y, m), name in ((before, "previous month"), (after, "next month"))
+            (f"{here}/{year - (month == 1)}/{(month - 2) % 12 + 1}/", "previous month"),
+            (f"{here}/{year + month // 12}/{month % 12 + 1}/", "next month"),
         ]
-        links += [
-            self.link(f"{here}/{year}/{month}/{day}", f"day {day}")
-            for day in sorted(draw.sample(range(1, 29), 8))
-        ]
-        return self.items("day", links, "span")
-
-    def _people(self, parts: list[str]) -> str:
-        draw, size, p, here = self.draw, self.config.size, self.plan.prefix, parts[0]
-        if len(parts) > 1:
-            links = [self.link(f"{here}/{name}", name.title()) for name in draw.sample(NAMES, 4)]
-            return f'<address class="{p}-card">{TEXT[:80]}</address>{self.items("peer", links)}'
-        names = NAMES[:size]
-        return self.items("person", [self.link(f"{here}/{name}", name.title()) for name in names], "dt")
-
-    def _help(self, parts: list[str]) -> str:
-        draw, here, p = self.draw, "/".join(parts), self.plan.prefix
-        if len(parts) > 4:
-            return f'<details class="{p}-answer"><p>{TEXT}</p></details>'
-        topics = draw.sample(THINGS, 5)
+        days = sorted(self.draw.sample(range(1, 29), 8))
         return self.items(
-            "question", [self.link(f"{here}/{topic}", f"how to use a {topic}") for topic in topics], "summary"
+            "day", links + [(f"{here}/{year}/{month}/{day}", f"day {day}") for day in days], "span"
         )
 
-    def _photos(self, parts: list[str]) -> str:
-        draw, p, here = self.draw, self.plan.prefix, parts[0]
-        if len(parts) > 1:
-            return f'<img class="{p}-photo" src="/static/{parts[-1]}.jpg" alt="">'
-        links = [self.link(f"{here}/{n}", f"photo {n}") for n in draw.sample(range(1, 500), self.config.size)]
-        return self.items("thumb", links, "picture")
+    def _people(self, parts: list[str]) -> str:
+        is_person = len(parts) > 1
+        names = self.draw.sample(NAMES, 4) if is_person else NAMES[: self.config.size]
+        links = [(f"{parts[0]}/{name}", name.title()) for name in names]
+        if is_person:
+            return self.element("address", "card", TEXT[:80]) + self.items("peer", links)
+        return self.items("person", links, "dt")
 
-    def _plain(self, word: str) -> str:
-        return f'<p class="{self.plan.prefix}-{word}">{TEXT}</p>'
+    def _help(self, parts: list[str]) -> str:
+        if len(parts) > 4:
+            return self.element("details", "answer", f"<p>{TEXT}</p>")
+        here, topics = "/".join(parts), self.draw.sample(THINGS, 5)
+        links = [(f"{here}/{topic}", f"how to use a {topic}") for topic in topics]
+        return self.items("question", links, "summary")
+
+    def _photos(self, parts: list[str]) -> str:
+        if len(parts) > 1:
+            return f'<img class="{self.plan.prefix}-photo" src="/static/{parts[-1]}.jpg" alt="">'
+        numbers = self.draw.sample(range(1, 500), self.config.size)
+        return self.items("thumb", [(f"{parts[0]}/{n}", f"photo {n}") for n in numbers], "picture")

@@ -18,8 +18,7 @@ from http import HTTPStatus
 from pathlib import Path
 
 from flatout.errors import EnvError
-from flatout.workloads.crawl.site.pages import answer, latency
-from flatout.workloads.crawl.site.site_config import SiteConfig, read_site
+from flatout.workloads.crawl.site.pages import SiteConfig, answer, latency, read_site
 
 ROOT = Path(__file__).parents[4]
 
