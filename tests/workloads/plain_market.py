@@ -15,7 +15,7 @@ from gymnasium import spaces
 
 from flatout.envs.spaces import Array
 from flatout.workloads.market.data import LONGEST, TRENDS, Tables
-from flatout.workloads.market.settings import MarketConfig
+from flatout.workloads.market.ledger import MarketConfig
 
 
 @lru_cache(maxsize=4)

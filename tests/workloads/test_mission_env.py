@@ -16,11 +16,9 @@ import flatout  # noqa: F401  # registers the env
 from flatout.envs.check import sample_action
 from flatout.workloads.mission import Mission
 from flatout.workloads.mission.game import Game
-from flatout.workloads.mission.generate import LEVELS, generate, solvable
 from flatout.workloads.mission.grid import breaches
-from flatout.workloads.mission.mission import SOLVED
-from flatout.workloads.mission.observe import N_UNIT
-from flatout.workloads.mission.scenario import parse
+from flatout.workloads.mission.mission import N_UNIT, SOLVED
+from flatout.workloads.mission.scenario import LEVELS, generate, parse, solvable
 
 YARD = ["#########", "#S......#", "#B......#", "#C.....O#", "#########"]
 

@@ -10,8 +10,7 @@ import pytest
 
 from flatout.errors import FlatoutError
 from flatout.workloads.mission import Mission
-from flatout.workloads.mission.generate import solvable
-from flatout.workloads.mission.scenario import KEYS, load_scenario, parse
+from flatout.workloads.mission.scenario import KEYS, load_scenario, parse, solvable
 
 MAP = ["#######", "#S...O#", "#B.#..#", "#C.#..#", "#######"]
 GOOD: dict[str, Any] = {

@@ -14,7 +14,7 @@ import re
 import struct
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from pathlib import Path
 from typing import Literal
@@ -72,10 +72,15 @@ def origin_of(url: str) -> str:
 @lru_cache(1024)
 def is_loopback(host: str) -> bool:
     """Whether a host is this machine."""
+    ip = _ip(host)
+    return host == "localhost" if ip is None else ip.is_loopback
+
+
+def _ip(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
+        return ipaddress.ip_address(text.strip("[]"))
     except ValueError:
-        return host == "localhost"
+        return None
 
 
 @lru_cache(4096)
@@ -85,22 +90,19 @@ def address_refusal(host: str, address: str) -> str | None:
     `localhost` must resolve to this machine and any other name to a public address, so that DNS cannot point the crawler
     at the private network it runs in. A host given as an address is allowed.
     """
-    try:
-        ip = ipaddress.ip_address(address.partition("%")[0])
-    except ValueError:
+    ip, given = _ip(address.partition("%")[0]), _ip(host)
+    if ip is None:
         return f"{host} resolves to '{address}', which is not an address"
-    try:
-        if ipaddress.ip_address(host.strip("[]")) == ip:
-            return None
-        return f"{host} resolves to {address}"
-    except ValueError:
-        pass
+    if given is not None:
+        return None if given == ip else f"{host} resolves to {address}"
     if host == "localhost":
         return None if ip.is_loopback else f"localhost resolves to {address}, which is not this machine"
     mapped = getattr(ip, "ipv4_mapped", None) or ip
-    if not mapped.is_global or mapped.is_multicast:
-        return f"{host} resolves to {address}, which is not a public address; to crawl it, give the address itself"
-    return None
+    if mapped.is_global and not mapped.is_multicast:
+        return None
+    return (
+        f"{host} resolves to {address}, which is not a public address; to crawl it, give the address itself"
+    )
 
 
 class Rules:
@@ -120,8 +122,7 @@ class Rules:
 
     def check(self, url: str) -> str:
         """The origin of an allowed URL; raises a Fault for any other."""
-        reason = _shape_refusal(url)
-        if reason is not None:
+        if reason := _shape_refusal(url):
             raise Fault("refused", reason)
         for origin in self.origins:
             if url.startswith(f"{origin}/"):
@@ -140,7 +141,7 @@ class Rules:
         if not href or len(href) > MAX_URL:
             return None
         if href[0] == "/" and _is_plain(href.translate(SAME_DIGITS)):
-            return f"{_origin(base)}{href}"
+            return "/".join(base.split("/", 3)[:3]) + href
         try:
             url = urljoin(base, href)
             self.check(url)
@@ -154,11 +155,6 @@ def _is_plain(href: str) -> bool:
     """Whether a link, with all digits replaced by 0, needs no urljoin and is allowed."""
     plain = PLAIN.fullmatch(href) is not None and "/." not in href and len(href) < MAX_URL // 2
     return plain and _shape_refusal(f"http://host{href}") is None
-
-
-@lru_cache(64)
-def _origin(url: str) -> str:
-    return url[: url.find("/", 8)] if url.find("/", 8) > 0 else url
 
 
 def _shape_refusal(url: str) -> str | None:
@@ -183,15 +179,15 @@ class Robots:
     """A host's robots.txt as RFC 9309 reads it: our group or `*`, the longest matching rule, `*` and `$`."""
 
     def __init__(self, text: str, agent: str) -> None:
-        rules, delay = _group(text[:MAX_ROBOTS_BYTES], agent.lower())
-        self.delay = delay
+        group = _group(text[:MAX_ROBOTS_BYTES], agent.lower())
+        delays = [value for key, value in group if key == "crawl-delay"]
+        self.delay = max((float(d) for d in delays if re.fullmatch(r"\d{1,6}(\.\d*)?", d)), default=0.0)
         """Crawl-delay in seconds; 0: none."""
-        self._rules = sorted(
-            ((len(pattern), allows, _compiled(pattern)) for pattern, allows in rules if pattern),
-            key=lambda rule: (-rule[0], not rule[1]),
-        )
+        rules = [(value, key == "allow") for key, value in group if key in ("allow", "disallow") and value]
+        rules.sort(key=lambda rule: (-len(rule[0]), not rule[1]))
+        self._rules = [(_compiled(pattern), allows) for pattern, allows in rules]
         # One match settles most links; without rules it matches nothing.
-        self._any = re.compile("|".join(rule.pattern for _, _, rule in self._rules) or r"(?!)", re.DOTALL)
+        self._any = re.compile("|".join(rule.pattern for rule, _ in self._rules) or r"(?!)", re.DOTALL)
 
     def allows(self, path: str) -> bool:
         """Whether a path, with its query, may be requested."""
@@ -199,33 +195,26 @@ class Robots:
             path = unquote(path)
         if not self._any.match(path):
             return True
-        return next((allows for _, allows, pattern in self._rules if pattern.match(path)), True)
+        return next((allows for pattern, allows in self._rules if pattern.match(path)), True)
 
 
-def _group(text: str, agent: str) -> tuple[Sequence[tuple[str, bool]], float]:
-    """The rules and the delay of the groups that name the agent, else of `*`."""
-    groups: dict[str, tuple[list[tuple[str, bool]], list[float]]] = {}
+def _group(text: str, agent: str) -> list[tuple[str, str]]:
+    """The lines (key, value) of the groups that name the agent, else of `*`."""
+    groups: dict[str, list[tuple[str, str]]] = {}
     names: list[str] = []
     in_rules = False
     for line in text.splitlines():
-        key, colon, value = line.partition("#")[0].partition(":")
-        key, value = key.strip().lower(), value.strip()
-        if not colon:
-            continue
-        if key == "user-agent":
+        key, colon, value = map(str.strip, line.partition("#")[0].partition(":"))
+        if colon and key.lower() == "user-agent":
             names = [] if in_rules else names
             in_rules = False
             names.append(value.lower())
-            groups.setdefault(value.lower(), ([], []))
-            continue
-        in_rules = True
-        for name in names:
-            if key in ("allow", "disallow"):
-                groups[name][0].append((value, key == "allow"))
-            elif key == "crawl-delay" and re.fullmatch(r"\d{1,6}(\.\d*)?", value):
-                groups[name][1].append(float(value))
-    rules, delays = groups.get(agent) or groups.get("*") or ([], [])
-    return rules, max(delays, default=0.0)
+            groups.setdefault(value.lower(), [])
+        elif colon:
+            in_rules = True
+            for name in names:
+                groups[name].append((key.lower(), value))
+    return groups.get(agent, groups.get("*", []))
 
 
 def _compiled(pattern: str) -> re.Pattern[str]:
@@ -236,7 +225,6 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 ALLOW_ALL = Robots("", "")
 DISALLOW_ALL = Robots("User-agent: *\nDisallow: /", "")
-
 
 MAX_PAUSE = 3600.0
 """Upper bound of Retry-After and Crawl-delay, in seconds."""

@@ -78,14 +78,13 @@ class AsyncCrawl(gym.Env[Obs, Any]):
             raise FlatoutError(f"record '{record}' and replay '{replay}': give only one of them")
         if len(sites) != 2 or not 0 <= sites[0] < sites[1] <= 10**12:
             raise FlatoutError(f"sites is {list(sites)}; it must be [first seed, last seed + 1]")
-        if isinstance(hosts, str):
-            hosts = (hosts,)
-        self._url, self._hosts, self._target = url, tuple(hosts), check_selector(target)
+        self._url, self._target = url, check_selector(target)
+        self._hosts = (hosts,) if isinstance(hosts, str) else tuple(hosts)
         self._site = read_site(site)
         if url is not None:
             Rules(url, self._hosts)  # raises now rather than at the first reset
         self._sites = int(sites[0]), int(sites[1])
-        self._budget, self._n_links = int(budget), int(n_links)
+        self.budget, self._n_links = int(budget), int(n_links)
         self._fetching = {"timeout": timeout, "max_bytes": int(max_bytes), "rate": rate}
         self._record, self._replay = Path(record) if record else None, Path(replay) if replay else None
         if self._replay is not None and not self._replay.is_dir():
@@ -115,11 +114,6 @@ class AsyncCrawl(gym.Env[Obs, Any]):
         return self._exploration
 
     @property
-    def budget(self) -> int:
-        """Requests per episode."""
-        return self._budget
-
-    @property
     def graph(self) -> LinkGraph:
         """The explored link graph; `to_networkx()` and `write_graphml()` export it."""
         return self.exploration.graph
@@ -142,7 +136,7 @@ class AsyncCrawl(gym.Env[Obs, Any]):
         rules = Rules(url, self._hosts)
         network = await self._join(rules.origin)
         fetcher = Fetcher(rules, network, **self._fetching)  # type: ignore[arg-type]
-        self._exploration = Exploration(url, rules, fetcher, self._target)
+        self._exploration = Exploration(url, fetcher, self._target)
         self._trail, self._n_steps, self._n_consecutive_faults = [], 0, 0
         outcome = await self.exploration.follow(self.exploration.start)
         self._arrive(outcome)
@@ -169,36 +163,33 @@ class AsyncCrawl(gym.Env[Obs, Any]):
             reward = REPEAT
         if outcome is not None:
             reward = self._arrive(outcome)
-        terminated = exploration.n_requests >= self._budget
-        is_truncated = self._n_consecutive_faults >= MAX_FAULTS or self._n_steps >= 2 * self._budget
+        terminated = exploration.n_requests >= self.budget
+        is_truncated = self._n_consecutive_faults >= MAX_FAULTS or self._n_steps >= 2 * self.budget
         return self._obs(), reward, terminated, is_truncated and not terminated, self._info(outcome)
 
     def render(self) -> Any:
         """The link graph as an image, or the page and its links as text."""
         if self.render_mode == "ansi":
-            return graph_image.text(self.exploration, self._trail, self._slots, self._budget)
+            return graph_image.text(self.exploration, self._trail, self._slots, self.budget)
         if self.render_mode == "rgb_array":
-            return graph_image.image(self.exploration, self._trail, self._budget)
+            return graph_image.image(self.exploration, self._trail, self.budget)
         return None
 
     async def close(self) -> None:  # type: ignore[override]
         """Leave the shared network; the last env closes its connections."""
-        await self._leave()
+        network, self._network = self._network, None
+        if network is not None:
+            await leave_network(network)
 
     def _origin(self) -> str:
         return RECORDED if self._replay else site_server(self._site).url
 
     async def _join(self, origin: str) -> Network:
         if self._network is not None and (self._record or self._replay) and self._joined != origin:
-            await self._leave()
+            await AsyncCrawl.close(self)
         if self._network is None:
             self._network, self._joined = join_network(origin, self._record, self._replay), origin
         return self._network
-
-    async def _leave(self) -> None:
-        network, self._network = self._network, None
-        if network is not None:
-            await leave_network(network)
 
     def _arrive(self, outcome: Outcome) -> float:
         """Move to the page of an outcome; returns the reward."""
@@ -219,7 +210,7 @@ class AsyncCrawl(gym.Env[Obs, Any]):
         mask = np.zeros(self._n_links + 1, np.int8)
         mask[: len(self._slots)] = 1
         mask[-1] = len(self._trail) > 1 or not self._slots
-        left = max(1 - exploration.n_requests / self._budget, 0), 1 - self._n_steps / (2 * self._budget)
+        left = max(1 - exploration.n_requests / self.budget, 0), 1 - self._n_steps / (2 * self.budget)
         return {
             "page": page_row(exploration, here, n_new, len(self._trail), self._n_consecutive_faults),
             "links": link_rows(self._slots, n_new, here, self._n_links),

@@ -12,7 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flatout.workloads.crawl.access import MAX_VARIANTS, Fault, Rules
+from flatout.workloads.crawl.access import MAX_VARIANTS, Fault
 from flatout.workloads.crawl.fetch import Attempt, Fetcher
 from flatout.workloads.crawl.page import Anchor, Page, Templates, parse_cached
 
@@ -45,8 +45,7 @@ class LinkGraph:
     links: dict[str, list[str]] = field(default_factory=dict)
 
     def add(self, node: Node, links: list[str]) -> None:
-        self.nodes[node.url] = node
-        self.links[node.url] = links
+        self.nodes[node.url], self.links[node.url] = node, links
 
     def to_networkx(self) -> nx.DiGraph[str]:
         """A directed graph with the properties of each page as node attributes."""
@@ -54,20 +53,11 @@ class LinkGraph:
 
         graph: Any = nx.DiGraph()
         for node in self.nodes.values():
-            graph.add_node(
-                node.url,
-                order=node.order,
-                template=node.template,
-                target=node.is_target,
-                title=node.title,
-                fault=node.fault,
-                visited=node.template >= 0,
-            )
+            about = {"target": node.is_target, "visited": node.template >= 0, "title": node.title}
+            graph.add_node(node.url, order=node.order, template=node.template, fault=node.fault, **about)
         for url, links in self.links.items():
-            for link in links:
-                if link not in graph:
-                    graph.add_node(link, visited=False)
-                graph.add_edge(url, link)
+            graph.add_nodes_from((link for link in links if link not in graph), visited=False)
+            graph.add_edges_from((url, link) for link in links)
         return graph
 
     def write_graphml(self, path: str | Path) -> None:
@@ -138,7 +128,6 @@ class Exploration:
     """The state of exploring one site."""
 
     start_url: str
-    rules: Rules
     fetcher: Fetcher
     target: str
     graph: LinkGraph = field(default_factory=LinkGraph)
@@ -152,6 +141,7 @@ class Exploration:
     _by_href: dict[str, Link | None] = field(default_factory=dict)
     """Links by the href on pages of the start page's host; None: must not be followed."""
     _variants: dict[str, int] = field(default_factory=dict)
+    """Number of queries seen with each path."""
 
     @property
     def start(self) -> Link:
@@ -168,11 +158,15 @@ class Exploration:
         if attempt.html is None:
             assert attempt.fault is not None
             self.n_faults += 1
-            self.graph.add(
-                Node(link.url, len(self.graph.nodes), fault=attempt.fault.kind, parent=link.source), []
-            )
+            node = Node(link.url, len(self.graph.nodes), fault=attempt.fault.kind, parent=link.source)
+            self.graph.add(node, [])
             return Outcome(None, attempt.n_requests, fault=attempt.fault)
-        end = self.links.get(attempt.url) or self._end(attempt.url, link)
+        end = self.links.get(attempt.url)
+        if (
+            end is None
+        ):  # a redirect to a new URL; hrefs that were refused may be this URL and are checked again
+            self._by_href = {href: known for href, known in self._by_href.items() if known is not None}
+            end = self._link(attempt.url, link.text, link.in_frame)
         if end.page is not None:  # another URL of a page that was fetched before
             link.page = end.page
             return Outcome(end.page, attempt.n_requests, is_repeat=True)
@@ -199,7 +193,7 @@ class Exploration:
 
     def _links(self, here: Link, page: Page, allows: Callable[[str], bool]) -> tuple[Link, ...]:
         """The links of a page that may be followed, in order, without repeats."""
-        by_href = self._by_href if here.url.startswith(f"{self.rules.origin}/") else {}
+        by_href = self._by_href if here.url.startswith(f"{self.fetcher.rules.origin}/") else {}
         out: dict[Link, None] = {}
         for anchor in page.anchors:
             href = anchor[0]
@@ -217,34 +211,21 @@ class Exploration:
     def _link_of(self, base: str, anchor: Anchor, allows: Callable[[str], bool]) -> Link | None:
         """The Link of an anchor; None if it must not be followed."""
         href, text, in_frame = anchor
-        url = self.rules.follow(base, href)
-        if url is None:
+        url = self.fetcher.rules.follow(base, href)
+        if url in self.links:
+            return self.links[url]
+        if url is None or not allows(url):
             return None
-        known = self.links.get(url)
-        if known is not None:
-            return known
-        if not allows(url) or not self._within_variants(url):
-            return None
+        path, query, _ = url.partition("?")
+        if query:
+            self._variants[path] = self._variants.get(path, 0) + 1
+            if self._variants[path] > MAX_VARIANTS:
+                return None
         return self._link(url, text, in_frame, base)
-
-    def _end(self, url: str, link: Link) -> Link:
-        """The Link of a redirect's last URL. Hrefs that were refused may be this URL, so they are checked again."""
-        self._by_href = {href: known for href, known in self._by_href.items() if known is not None}
-        return self._link(url, link.text, link.in_frame)
-
-    def _within_variants(self, url: str) -> bool:
-        """Whether the limit of URLs that differ only in their query is not reached."""
-        if "?" not in url:
-            return True
-        path = url.partition("?")[0]
-        self._variants[path] = self._variants.get(path, 0) + 1
-        return self._variants[path] <= MAX_VARIANTS
 
     def _link(self, url: str, text: str, in_frame: bool, source: str | None = None) -> Link:
         tokens, has_query, name = split_url(url.removeprefix(self.start_url))
-        shape = self.shapes.get(name)
-        if shape is None:
-            shape = self.shapes[name] = Shape(name)
+        shape = self.shapes.setdefault(name, Shape(name))
         shape.n_links += 1
         shape.row = b""
         link = self.links[url] = Link(url, text, in_frame, tokens, has_query, shape, source)
@@ -253,18 +234,13 @@ class Exploration:
 
 @lru_cache(65_536)
 def split_url(below: str) -> tuple[tuple[str, ...], bool, str]:
-    """The path parts below the start page, whether there is a query, and the name of the shape."""
+    """The path parts below the start page, whether there is a query, and the name of the shape.
+
+    The name is the path with `#` for parts that contain digits and `*` for the last part of longer paths.
+    """
     path, mark, _ = below.partition("?")
     tokens = tuple(filter(None, path.split("/")))
-    return tokens, bool(mark), shape_name(tokens) + mark
-
-
-DIGIT = re.compile(r"\d")
-
-
-def shape_name(tokens: tuple[str, ...]) -> str:
-    """The path with `#` for parts that contain digits and `*` for the last part of longer paths."""
-    parts = ["#" if DIGIT.search(token) else token for token in tokens]
+    parts = ["#" if re.search(r"\d", token) else token for token in tokens]
     if len(parts) > 1 and parts[-1] != "#":
         parts[-1] = "*"
-    return "/".join(parts)
+    return tokens, bool(mark), "/".join(parts) + mark

@@ -95,12 +95,10 @@ def join_network(origin: str, record: Path | None, replay: Path | None) -> Netwo
 async def leave_network(network: Network) -> None:
     """Leave; the last env to leave closes it."""
     network.n_users -= 1
-    if network.n_users:
-        return
-    by_key = _networks.get(asyncio.get_running_loop(), {})
-    for key in [key for key, value in by_key.items() if value is network]:
-        del by_key[key]
-    await network.close()
+    if not network.n_users:
+        by_key = _networks.get(asyncio.get_running_loop(), {})
+        by_key.pop(next((key for key, value in by_key.items() if value is network), ""), None)
+        await network.close()
 
 
 @dataclass(slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import cos, pi, sin
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +20,7 @@ COLORS = [
 ]  # fmt: skip
 TRAIL = 4
 """Number of pages of the agent's path that are drawn."""
-Point = tuple[float, float]
+Point, Color = tuple[float, float], tuple[int, int, int]
 
 
 def text(exploration: Exploration, trail: Sequence[Visited], slots: Sequence[Link], budget: int) -> str:
@@ -77,48 +78,48 @@ def _places(graph: LinkGraph) -> dict[str, Point]:
     weight: dict[str, float] = {}
     for url in reversed(list(graph.nodes)):
         weight[url] = max(1.0, sum(weight.get(child, 1.0) for child in children.get(url, ())))
-    middle, out = ((WIDTH - PANEL) * SCALE / 2, HEIGHT * SCALE / 2), {}
-    depth = _depth(children)
-    ring = (min(WIDTH - PANEL, HEIGHT) * SCALE / 2 - 24 * SCALE) / max(depth, 1)
+    spots: dict[str, tuple[float, int]] = {}
+    """Angle and ring of each page."""
     ahead: list[tuple[str, float, float, int]] = [(url, 0.0, 2 * pi, 0) for url in children.get(None, ())[:1]]
     while ahead:
         url, low, high, level = ahead.pop()
-        angle = (low + high) / 2
-        out[url] = middle[0] + ring * level * cos(angle), middle[1] + ring * level * sin(angle)
+        spots[url] = (low + high) / 2, level
         below = children.get(url, [])
         total = sum(weight[child] for child in below)
         for child in below:
             width = (high - low) * weight[child] / total
             ahead.append((child, low, low + width, level + 1))
             low += width
-    return {url: out.get(url, middle) for url in graph.nodes}
-
-
-def _depth(children: dict[str | None, list[str]]) -> int:
-    depth, level = -1, children.get(None, [])[:1]
-    while level and depth < 1000:
-        depth, level = depth + 1, [child for url in level for child in children.get(url, ())]
-    return depth
+    n_rings = max((level for _, level in spots.values()), default=0)
+    ring = (min(WIDTH - PANEL, HEIGHT) * SCALE / 2 - 24 * SCALE) / max(n_rings, 1)
+    x, y = (WIDTH - PANEL) * SCALE / 2, HEIGHT * SCALE / 2
+    at = {url: (x + ring * n * cos(angle), y + ring * n * sin(angle)) for url, (angle, n) in spots.items()}
+    return {url: at.get(url, (x, y)) for url in graph.nodes}
 
 
 def _panel(pen: ImageDraw.ImageDraw, exploration: Exploration, path: Sequence[str], budget: int) -> None:
-    left, width = (WIDTH - PANEL) * SCALE, PANEL * SCALE
-    pen.rectangle([left, 0, left + width, HEIGHT * SCALE], fill=(240, 241, 238))
+    left, width = WIDTH - PANEL, PANEL - 32
     big, small = (ImageFont.load_default(size * SCALE) for size in (30, 12))
-    rows = [("targets", exploration.n_targets), ("page templates", len(exploration.templates))]
-    for i, (name, value) in enumerate(rows):
-        top = (20 + 72 * i) * SCALE
-        pen.text((left + 16 * SCALE, top), str(value), INK, big)
-        pen.text((left + 16 * SCALE, top + 36 * SCALE), name, INK, small)
-    top = 176 * SCALE
-    pen.text((left + 16 * SCALE, top), f"requests {exploration.n_requests} of {budget}", INK, small)
-    full = width - 32 * SCALE
-    share = min(exploration.n_requests / budget, 1)
-    box = [left + 16 * SCALE, top + 20 * SCALE]
-    pen.rectangle([*box, box[0] + full, box[1] + 8 * SCALE], fill=FAINT)
-    pen.rectangle([*box, box[0] + int(full * share), box[1] + 8 * SCALE], fill=COLORS[0])
+
+    def write(x: float, y: float, text: str, color: Color = INK, font: Any = small) -> None:
+        pen.text(((left + 16 + x) * SCALE, y * SCALE), text, color, font)
+
+    def bar(color: Color, share: float) -> None:
+        x, y = (left + 16) * SCALE, 196 * SCALE
+        pen.rectangle([x, y, x + int(width * SCALE * share), y + 8 * SCALE], fill=color)
+
+    pen.rectangle([left * SCALE, 0, WIDTH * SCALE, HEIGHT * SCALE], fill=(240, 241, 238))
+    for y, name, value in (
+        (20, "targets", exploration.n_targets),
+        (92, "page templates", len(exploration.templates)),
+    ):
+        write(0, y, str(value), font=big)
+        write(0, y + 36, name)
+    write(0, 176, f"requests {exploration.n_requests} of {budget}")
+    bar(FAINT, 1)
+    bar(COLORS[0], min(exploration.n_requests / budget, 1))
     tokens = path[-1].split("/")[3:] if path else []
     for i, token in enumerate(tokens[:8]):
-        pen.text((left + (16 + 8 * i) * SCALE, (230 + 18 * i) * SCALE), f"/{token[:14]}", INK, small)
+        write(8 * i, 230 + 18 * i, f"/{token[:14]}")
     if exploration.n_faults:
-        pen.text((left + 16 * SCALE, (HEIGHT - 30) * SCALE), f"faults {exploration.n_faults}", RED, small)
+        write(0, HEIGHT - 30, f"faults {exploration.n_faults}", RED)

@@ -7,6 +7,7 @@ learned on one site and used on another.
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from functools import lru_cache
 from hashlib import blake2b
 from itertools import chain, islice, zip_longest
@@ -58,19 +59,14 @@ def slots(visited: Visited, n_slots: int) -> tuple[list[Link], int]:
 
     New links come first, alternating between shapes, the page's own before those of the site's frame.
     """
-    own: dict[Shape, list[Link]] = {}
-    frame: dict[Shape, list[Link]] = {}
+    own: dict[Shape, list[Link]] = defaultdict(list)
+    frame: dict[Shape, list[Link]] = defaultdict(list)
     old: list[Link] = []
     for link in visited.links:
         if link.page is not None:
             old.append(link)
         elif link.tries < MAX_TRIES:
-            groups = frame if link.in_frame else own
-            group = groups.get(link.shape)
-            if group is None:
-                groups[link.shape] = [link]
-            else:
-                group.append(link)
+            (frame if link.in_frame else own)[link.shape].append(link)
     in_turn = chain.from_iterable(zip_longest(*own.values(), *frame.values()))
     new = list(islice(filter(None, in_turn), n_slots))
     return (new + old)[:n_slots], len(new)
@@ -82,20 +78,12 @@ def link_rows(links: list[Link], n_new: int, here: Visited | None, n_slots: int)
     if not n or here is None:
         return np.zeros((n_slots, N_LINK), np.float32)
     parts: list[bytes] = []
-    same: list[int] = []
-    shape_here = here.link.shape
-    for k, link in enumerate(links):
-        shape = link.shape
-        parts += link.row or _link_row(link), shape.row or _shape_row(shape)
-        if shape is shape_here:
-            same.append(k)
+    for link in links:
+        parts += link.row or _link_row(link), link.shape.row or _shape_row(link.shape)
     out = _array([*parts, NO_LINK * (n_slots - n)]).reshape(n_slots, N_LINK)
     out[n_new:n, VISITED] = 1.0
-    if same:
-        out[same, SAME_SHAPE] = 1.0
-    for k in range(n_new):
-        if links[k].tries:
-            out[k, FAILED] = 1.0
+    out[[k for k in range(n_new) if links[k].tries], FAILED] = 1.0
+    out[[k for k in range(n) if links[k].shape is here.link.shape], SAME_SHAPE] = 1.0
     return out
 
 
@@ -105,17 +93,21 @@ def _array(parts: list[bytes]) -> Rows:
 
 def _link_row(link: Link) -> bytes:
     """The features of a link that never change: codes of its text and of the last two parts of its path, and more."""
-    tokens = link.tokens
-    last, before = _last_two(tokens)
-    rest = _rest(link.in_frame, link.has_query, len(tokens), "#" in link.shape.name)
-    row = link.row = _code(link.text) + _code(last) + _code(before) + rest
+    flags = _flags(link.in_frame, link.has_query, len(link.tokens), "#" in link.shape.name)
+    row = link.row = _code(link.text) + _path_codes(link) + flags
     return row
 
 
 @lru_cache(1024)
-def _rest(in_frame: bool, has_query: bool, n_tokens: int, has_number: bool) -> bytes:
+def _flags(in_frame: bool, has_query: bool, n_tokens: int, has_number: bool) -> bytes:
     """The features between the codes and those of the shape."""
     return _eight(1.0, 0.0, 0.0, in_frame, has_query, min(n_tokens / 6, 1.0), has_number, 0.0)
+
+
+def _path_codes(link: Link) -> bytes:
+    """The codes of the last part of a link's path and of the part before."""
+    last, before, *_ = (*link.tokens[::-1], "", "")
+    return _code(last) + _code(before)
 
 
 def _shape_row(shape: Shape) -> bytes:
@@ -126,11 +118,6 @@ def _shape_row(shape: Shape) -> bytes:
     return row
 
 
-def _last_two(tokens: tuple[str, ...]) -> tuple[str, str]:
-    n = len(tokens)
-    return tokens[-1] if n else "", tokens[-2] if n > 1 else ""
-
-
 def page_row(
     exploration: Exploration, here: Visited | None, n_new: int, depth: int, n_consecutive_faults: int
 ) -> Rows:
@@ -138,7 +125,6 @@ def page_row(
     parts = [NO_PAGE]
     if here is not None:
         link = here.link
-        last, before = _last_two(link.tokens)
         page = _eight(
             1.0,
             here.is_target,
@@ -149,7 +135,7 @@ def page_row(
             min(log1p(here.n_elements) / 8, 1.0),
             link.shape.n_targets / max(link.shape.n_fetched, 1),
         )
-        parts = [_code(last), _code(before), page]
+        parts = [_path_codes(link), page]
     state = _four(
         min(depth / 10, 1.0),
         min(len(exploration.templates) / 20, 1.0),

@@ -114,15 +114,12 @@ class Templates:
     def number(self, elements: frozenset[str]) -> int:
         """The number of a page's template; a new one if it matches none."""
         known = self._exact.get(elements)
-        if known is not None:
-            return known
-        for number, kind in enumerate(self._kinds):
-            if alike(elements, kind):
-                self._exact[elements] = number
-                return number
-        self._kinds.append(elements)
-        self._exact[elements] = len(self._kinds) - 1
-        return len(self._kinds) - 1
+        if known is None:
+            matches = (number for number, kind in enumerate(self._kinds) if alike(elements, kind))
+            known = self._exact[elements] = next(matches, len(self._kinds))
+            if known == len(self._kinds):
+                self._kinds.append(elements)
+        return known
 
 
 TEXT = r"[^<>&\x00-\x08\r]"
@@ -193,14 +190,11 @@ def _learn(html: str, target: str, said: str, n_links: int) -> Outline | None:
     numbered = "".join(piece for pair in zip(pieces, (*ends, ""), strict=False) for piece in pair)
     numbered = numbered.replace(f"<title>{SAID}", "<title>title", 1).replace(SAID, "text")
     page = parse(numbered, target)
-    if [anchor[:2] for anchor in page.anchors] != [(str(k), str(k)) for k in range(n_links)]:
+    expected = [(str(k), str(k)) for k in range(n_links)]
+    if [anchor[:2] for anchor in page.anchors] != expected or page.title != _title(numbered):
         return None
-    if page.title != _title(numbered):
-        return None
-    is_target = page.is_target and _is_structural(target)
-    return Outline(
-        tuple(in_frame for _, _, in_frame in page.anchors), page.elements, is_target, page.n_elements
-    )
+    in_frame = tuple(anchor[2] for anchor in page.anchors)
+    return Outline(in_frame, page.elements, page.is_target and _is_structural(target), page.n_elements)
 
 
 def _title(html: str) -> str:

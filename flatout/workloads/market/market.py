@@ -14,8 +14,7 @@ from gymnasium.vector.utils import batch_space
 from flatout.envs.spaces import Array
 from flatout.errors import FlatoutError
 from flatout.workloads.market.chart import Journal, draw
-from flatout.workloads.market.ledger import BOUND, Ledger
-from flatout.workloads.market.settings import MarketConfig
+from flatout.workloads.market.ledger import BOUND, Ledger, MarketConfig
 from flatout.workloads.validate import check_choice, from_settings
 
 

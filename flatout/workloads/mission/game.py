@@ -24,24 +24,59 @@ from flatout.workloads.mission.grid import (
     downhill,
     prices,
 )
-from flatout.workloads.mission.scenario import Route, Scenario
+from flatout.workloads.validate import check_fields, within
 
 WALKS_EVERY = 2
 """A patrol on its route moves every this many steps; in a chase it moves every step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """The path that a patrol walks back and forth; a single cell is a sentry."""
+
+    cells: tuple[Cell, ...]
+    facing: int = 2
+    """Direction in which a sentry looks: 0 north, 1 east, 2 south, 3 west."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """Everything that is fixed at the start of an episode."""
+
+    walls: Walls
+    units: tuple[Cell, Cell, Cell]
+    """Scout, breacher, carrier."""
+    objective: Cell
+    routes: tuple[Route, ...] = ()
+    time_limit: int = within(100, 1, 10_000)
+    """Steps until the episode is truncated."""
+    hold: int = within(3, 1, 1_000)
+    """Consecutive steps that the carrier must stand on the objective."""
+    charges: int = within(1, 0, 99)
+    """Number of walls that the breacher can break."""
+    patrol_sight: int = within(4, 1, 8)
+    """How far a patrol sees, in cells."""
+    patience: int = within(1, 1, 99)
+    """Consecutive steps that a patrol must see a unit before it chases it."""
+    known_map: bool = True
+    """Whether the squad knows all walls from the start. It never knows the patrols."""
+    name: str = "mission"
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 class Patrol:
     """Position, direction and mode of one patrol: on its route, chasing, or returning to the route."""
 
     def __init__(self, route: Route, radius: int, patience: int) -> None:
-        self._route, self._post = route.cells, route.facing
-        self._index, self._step = 0, 1
-        self._radius = radius
+        self._round = (*route.cells, *route.cells[-2:0:-1])
+        """The route there and back."""
+        self._index, self._post, self._radius = 0, route.facing, radius
         self._patience, self._looks = patience, 0
         self.unaware = True
         """Whether it has not chased anyone yet."""
-        self._target = route.cells[0]
-        self.at = route.cells[0]
+        self.at = self._target = route.cells[0]
         self.facing = self._post if len(route.cells) == 1 else _direction(*route.cells[:2])
         self.mode: Literal["route", "chase", "return"] = "route"
 
@@ -50,14 +85,15 @@ class Patrol:
         if self.mode != "chase" and time % WALKS_EVERY:
             return
         if self.mode == "route":
-            self._go(self._next_on_route())
+            self._index = (self._index + 1) % len(self._round)
+            self._go(self._round[self._index])
             return
         if self.at == self._target:  # the unit it chased is gone
-            self.mode, self._target = "return", self._route[self._index]
+            self.mode, self._target = "return", self._round[self._index]
         self._go(downhill(distances(prices(walls, FAR), self._target), self.at))
         if self.mode == "return" and self.at == self._target:
             self.mode = "route"
-            if len(self._route) == 1:
+            if len(self._round) == 1:
                 self.facing = self._post
 
     def cone(self, sight: Sight) -> Walls:
@@ -91,14 +127,6 @@ class Patrol:
     def reaches(self, cell: Cell) -> bool:
         """Whether it captures a unit in this cell: its own cell and, in a chase, the four next to it."""
         return abs(cell[0] - self.at[0]) + abs(cell[1] - self.at[1]) <= (self.mode == "chase")
-
-    def _next_on_route(self) -> Cell:
-        if len(self._route) == 1:
-            return self.at
-        if not 0 <= self._index + self._step < len(self._route):
-            self._step = -self._step
-        self._index += self._step
-        return self._route[self._index]
 
     def _go(self, cell: Cell) -> None:
         if cell != self.at:

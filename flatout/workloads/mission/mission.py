@@ -1,4 +1,8 @@
-"""Mission as a Gymnasium env: one joint action of the squad per step."""
+"""Mission as a Gymnasium env: one joint action of the squad per step, its rewards and its observation.
+
+The observation has routes to the objective and, for each unit, what it sees around it and what the squad knows. It shows only
+cells that a unit has seen, except for the position of the objective. Routes assume that unknown cells are floor.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +14,10 @@ import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-from flatout.workloads.mission.game import CARRIER, N_ACTIONS, Events, Game
-from flatout.workloads.mission.generate import LEVELS, generate
+from flatout.workloads.mission.game import BREACHER, CARRIER, N_ACTIONS, Events, Game, Scenario
+from flatout.workloads.mission.grid import DIRECTIONS, FAR, Cell, distances, first_wall, neighbours, prices
 from flatout.workloads.mission.map_image import image, text
-from flatout.workloads.mission.observe import SIZE, Navigator, Observer
-from flatout.workloads.mission.scenario import Scenario, load_scenario
+from flatout.workloads.mission.scenario import LEVELS, generate, load_scenario
 from flatout.workloads.validate import check_choice
 
 Observation: TypeAlias = dict[str, NDArray[Any]]
@@ -23,6 +26,24 @@ SUCCESS, PROGRESS, SLOWNESS, NOTICED, LOST, LOST_CARRIER = 10.0, 2.0, -1.0, -0.5
 """Rewards of: success, the carrier's whole path, the whole time limit, a chase by every patrol, a lost unit, the carrier."""
 SOLVED = 5.0
 """A return above this is a success: returns of successes are above 9, all others below 3."""
+
+BREACH_PRICE = 6
+"""Breaking a wall costs as much as a detour of this many cells."""
+DANGER_PRICE = 12
+"""The same for danger 1: a cell next to a patrol in sight."""
+REACH = 3
+"""A unit's window shows this many cells on each side."""
+WINDOW = 2 * REACH + 1
+N_PATROLS = 2
+"""Number of patrols in the observation, nearest first."""
+FORGET = 12
+"""Steps after which a sighting is forgotten."""
+N_UNIT = 2 * WINDOW**2 + 12 + 6 * N_PATROLS
+SIZE = 3 * N_UNIT + 5
+
+UNKNOWN = 0.5
+GOALS = (0, -1, 0)
+"""Index of each unit's route: the last one, to the wall if there is one, is the breacher's."""
 
 
 class Mission(gym.Env[Any, NDArray[np.int64]]):
@@ -95,3 +116,134 @@ class Mission(gym.Env[Any, NDArray[np.int64]]):
     def _info(self) -> dict[str, Any]:
         outcome = self.game.outcome
         return {"success": outcome == "success", "outcome": outcome or "", "held": self.game.held}
+
+
+class Navigator:
+    """Routes to the objective on the known map, recomputed only when what is known changes."""
+
+    def __init__(self, game: Game) -> None:
+        self._game = game
+        self._plan()
+        self._careful_for: tuple[bytes, tuple[bytes, bool], Cell | None] | None = None
+        self._avoid()
+        self._whole = max(1.0, self._left())
+
+    def update(self) -> None:
+        """Recompute what the last step has changed."""
+        if self._read_facts() != self._facts:
+            self._plan()
+        elif self._game.units[CARRIER] != self._carrier:
+            self._find_wall()
+        self._avoid()
+
+    def progress(self) -> float:
+        """0 at the start, 1 when the carrier is on the objective, at least -1."""
+        return max(1.0 - self._left() / self._whole, -1.0)
+
+    def arrows(self, unit: int) -> list[float]:
+        """For each direction 1 if the next cell is on a shortest path to the unit's goal; then the same for the path
+        that avoids danger."""
+        here, goal = self._game.units[unit], GOALS[unit]
+        return [
+            float(field[here] < FAR and field[at] + price[at] <= field[here])
+            for field, price in (self._routes[goal], self._careful[goal])
+            for at in neighbours(here)
+        ]
+
+    def left(self, unit: int) -> int:
+        """Cost of the rest of a unit's path."""
+        return int(self._routes[GOALS[unit]][0][self._game.units[unit]])
+
+    def _left(self) -> float:
+        return self.left(CARRIER) + (0.5 * self.left(BREACHER) if self.wall is not None else 0.0)
+
+    def _avoid(self) -> None:
+        """Recompute the paths to the objective and to the wall that avoid danger."""
+        facts = (self._game.danger.tobytes(), self._facts, self.wall)
+        if facts == self._careful_for:
+            return
+        self._careful_for, self._careful = facts, self._routes
+        if self._game.danger.any():
+            detour = (DANGER_PRICE * self._game.danger).astype(np.int32)
+            goals = (self._game.scenario.objective, self.wall)
+            avoiding = [
+                (price + detour, goal) for (_, price), goal in zip(self._routes, goals, strict=False) if goal
+            ]
+            self._careful = [(distances(price, goal), price) for price, goal in avoiding]
+
+    def _read_facts(self) -> tuple[bytes, bool]:
+        game = self._game
+        return (game.walls & game.known).tobytes(), game.free[BREACHER] and game.charges > 0
+
+    def _plan(self) -> None:
+        game = self._game
+        self._facts = self._read_facts()
+        self._walls = game.walls & game.known
+        price = prices(self._walls, BREACH_PRICE if self._facts[1] else FAR)
+        self._routes = [(distances(price, game.scenario.objective), price)]
+        """Distances and prices to the objective and, if there is one, to the wall that the breacher breaks."""
+        self.wall: Cell | None = None
+        """The first wall on the carrier's path, for the breacher to break."""
+        self._find_wall()
+
+    def _find_wall(self) -> None:
+        self._carrier = self._game.units[CARRIER]
+        (field, price), wall = self._routes[0], None
+        if field[self._carrier] < FAR:
+            wall = first_wall(self._walls, field, price, self._carrier, self._game.scenario.objective)
+        if wall != self.wall:
+            self.wall, self._routes = wall, self._routes[:1]
+            if wall is not None:
+                floor = prices(self._walls, FAR)
+                floor[wall] = 1
+                self._routes.append((distances(floor, wall), floor))
+
+
+class Observer:
+    """Builds the observations of one episode."""
+
+    def __init__(self, game: Game, navigator: Navigator) -> None:
+        self._game, self._navigator = game, navigator
+        rows, columns = game.walls.shape
+        self._blocked = np.ones((rows + 2 * REACH, columns + 2 * REACH), np.float32)
+        self._danger = np.zeros_like(self._blocked)
+        self._inside = (slice(REACH, -REACH), slice(REACH, -REACH))
+
+    def observation(self) -> NDArray[np.float32]:
+        """For scout, breacher and carrier: windows, routes, own state and patrols; then values of the whole squad."""
+        game, navigator = self._game, self._navigator
+        self._blocked[self._inside] = np.where(game.known, game.walls, UNKNOWN)
+        self._danger[self._inside] = game.danger
+        out = np.zeros(SIZE, np.float32)
+        for unit in range(3):
+            if game.free[unit]:
+                self._write_unit(unit, out[unit * N_UNIT : (unit + 1) * N_UNIT])
+        out[-5:] = (
+            1.0 - game.time / game.scenario.time_limit,
+            game.held / game.scenario.hold,
+            min(game.charges / 4, 1.0),
+            game.tired,
+            navigator.wall is not None,
+        )
+        return out
+
+    def _write_unit(self, unit: int, out: NDArray[np.float32]) -> None:
+        """Write a unit's windows, route arrows, position and nearest patrols."""
+        game, navigator = self._game, self._navigator
+        row, column = game.units[unit]
+        goal_row, goal_column = game.scenario.objective
+        n, window = WINDOW**2, (slice(row, row + WINDOW), slice(column, column + WINDOW))
+        out[:n], out[n : 2 * n] = self._blocked[window].ravel(), self._danger[window].ravel()
+        rest = [*navigator.arrows(unit), 1.0, _near(goal_row - row), _near(goal_column - column)]
+        rest.append(min(navigator.left(unit) / 40, 1.0))
+        recent = [sighting for sighting in game.sightings.values() if sighting.age < FORGET]
+        recent.sort(key=lambda s: abs(s.at[0] - row) + abs(s.at[1] - column))
+        for s in recent[:N_PATROLS]:
+            rest += 1.0 - s.age / FORGET, _near(s.at[0] - row), _near(s.at[1] - column)
+            rest += *DIRECTIONS[s.facing], s.alarm
+        out[2 * n : 2 * n + len(rest)] = rest
+
+
+def _near(offset: int) -> float:
+    """An offset in cells squashed to ±1, with most resolution near 0."""
+    return offset / (4 + abs(offset))

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from flatout.envs.spaces import MASK_KEY
 from flatout.errors import EnvError
-from flatout.workloads.snake.games import SnakeGames
-from flatout.workloads.snake.rules import MOVES
+from flatout.workloads.snake.games import MOVES, SnakeGames
 from flatout.workloads.validate import check_choice
 
 Place = tuple[int, int]
