@@ -183,8 +183,8 @@ def _best(agent: Any, obs: Any) -> Any:
 
 
 def _origin(latency: float) -> str:
-    from flatout.workloads.crawl.site.pages import SiteConfig
-    from flatout.workloads.crawl.site.server import site_server
+    from flatout.workloads.site.pages import SiteConfig
+    from flatout.workloads.site.server import site_server
 
     return site_server(SiteConfig(latency=latency)).url
 

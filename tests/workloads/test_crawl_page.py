@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from flatout.workloads.crawl import page
 from flatout.workloads.crawl.page import MAX_HTML, MAX_OUTLINES, TO_PARSE, parse, parse_cached
-from flatout.workloads.crawl.site.pages import SiteConfig, answer
+from flatout.workloads.site.pages import SiteConfig, answer
 
 SELECTORS = ['[itemtype$="/Dataset"]', "table td.x", "a[href='/1']", "p:not(.x)", "nav a"]
 NAMES = "p div table tr td ul li b i a nav header title script textarea select option svg template pre body form".split()

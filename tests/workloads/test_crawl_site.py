@@ -17,8 +17,8 @@ import pytest
 
 from flatout.errors import FlatoutError
 from flatout.workloads.crawl.page import Templates, parse
-from flatout.workloads.crawl.site.pages import TARGET_MARK, SiteConfig, answer, latency, read_site, site
-from flatout.workloads.crawl.site.server import SiteServer, site_server
+from flatout.workloads.site.pages import TARGET_MARK, SiteConfig, answer, latency, read_site, site
+from flatout.workloads.site.server import SiteServer, site_server
 
 SELECTOR = '[itemtype$="/Dataset"]'
 CALM = SiteConfig(error_rate=0, redirect_rate=0)
@@ -168,8 +168,8 @@ def test_a_server_that_has_died_is_replaced() -> None:
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, None])
 def test_the_server_ends_with_the_process_that_started_it(how: signal.Signals | None) -> None:
     code = (
-        "import sys\nfrom flatout.workloads.crawl.site.server import site_server\n"
-        "from flatout.workloads.crawl.site.pages import SiteConfig\n"
+        "import sys\nfrom flatout.workloads.site.server import site_server\n"
+        "from flatout.workloads.site.pages import SiteConfig\n"
         "print(site_server(SiteConfig()).process.pid, flush=True)\nsys.stdin.read()"
     )
     parent = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)

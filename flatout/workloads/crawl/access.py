@@ -223,8 +223,12 @@ def _compiled(pattern: str) -> re.Pattern[str]:
     return re.compile(".*?".join(map(re.escape, parts)) + (r"\Z" if ends else ""), re.DOTALL)
 
 
-ALLOW_ALL = Robots("", "")
-DISALLOW_ALL = Robots("User-agent: *\nDisallow: /", "")
+def robots_of(status: int, body: bytes, agent: str) -> Robots:
+    """The rules that a response to the request for robots.txt means; a server error disallows everything."""
+    if status >= 500 or status == 429:
+        return Robots("User-agent: *\nDisallow: /", agent)
+    return Robots(body.decode("utf-8", "replace") if status == 200 else "", agent)
+
 
 MAX_PAUSE = 3600.0
 """Upper bound of Retry-After and Crawl-delay, in seconds."""

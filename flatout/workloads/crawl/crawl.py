@@ -22,8 +22,8 @@ from flatout.workloads.crawl.explore import Exploration, Link, LinkGraph, Outcom
 from flatout.workloads.crawl.fetch import Fetcher, Network, join_network, leave_network
 from flatout.workloads.crawl.observation import N_LINK, N_PAGE, link_rows, page_row, slots
 from flatout.workloads.crawl.page import check_selector
-from flatout.workloads.crawl.site.pages import read_site
-from flatout.workloads.crawl.site.server import site_server
+from flatout.workloads.site.pages import read_site
+from flatout.workloads.site.server import site_server
 from flatout.workloads.validate import check_choice, check_number
 
 TARGET = 1.0

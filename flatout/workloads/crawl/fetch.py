@@ -7,21 +7,20 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
 from pathlib import Path
 from urllib.parse import urljoin, urlsplit
 from weakref import WeakKeyDictionary
 
 from flatout.workloads.crawl.access import (
-    ALLOW_ALL,
-    DISALLOW_ALL,
     MAX_ROBOTS_BYTES,
     Fault,
     RateLimiter,
     Robots,
     Rules,
     is_loopback,
+    robots_of,
 )
 from flatout.workloads.crawl.client import AGENT_NAME, Client, LiveClient, Recording, Response
 
@@ -64,11 +63,8 @@ class Network:
     async def _fetch_robots(self, origin: str) -> Robots:
         async with asyncio.timeout(ROBOTS_TIMEOUT):
             response = await self.client.get(f"{origin}/robots.txt", 0, MAX_ROBOTS_BYTES)
-        if response.status >= 500 or response.status == 429:
-            return DISALLOW_ALL
-        if response.status != 200:
-            return ALLOW_ALL
-        return Robots(response.decoded(MAX_ROBOTS_BYTES).decode("utf-8", "replace"), AGENT_NAME)
+        body = response.decoded(MAX_ROBOTS_BYTES) if response.status == 200 else b""
+        return robots_of(response.status, body, AGENT_NAME)
 
     async def close(self) -> None:
         """Cancel pending requests and close all connections."""
@@ -110,7 +106,7 @@ class Attempt:
     n_requests: int = 0
     html: str | None = None
     fault: Fault | None = None
-    robots: Robots = DISALLOW_ALL
+    robots: Robots = field(init=False)
     """The robots.txt of the page's host."""
     origin: str = ""
 

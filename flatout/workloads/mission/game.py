@@ -13,17 +13,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from flatout.workloads.mission.grid import (
-    DIRECTIONS,
-    FAR,
-    Cell,
-    Sight,
-    Walls,
-    breaches,
-    distances,
-    downhill,
-    prices,
-)
+from flatout.workloads.mission.grid import DIRECTIONS, Cell, Sight, Walls, breaches, step_towards
 from flatout.workloads.validate import check_fields, within
 
 WALKS_EVERY = 2
@@ -90,7 +80,7 @@ class Patrol:
             return
         if self.at == self._target:  # the unit it chased is gone
             self.mode, self._target = "return", self._round[self._index]
-        self._go(downhill(distances(prices(walls, FAR), self._target), self.at))
+        self._go(step_towards(walls, self.at, self._target))
         if self.mode == "return" and self.at == self._target:
             self.mode = "route"
             if len(self._round) == 1:

@@ -22,6 +22,8 @@ DIRECTIONS: tuple[Cell, ...] = ((-1, 0), (0, 1), (1, 0), (0, -1))
 NAMES = "NESW"
 FAR = 9_999
 """Infinite distance: no path."""
+LAST_RESORT = 1_000
+"""Price of a wall that is only broken where there is no other path."""
 
 
 class Sight:
@@ -155,6 +157,17 @@ def first_wall(walls: Walls, field: Field, price: Field, start: Cell, goal: Cell
     return None
 
 
+def needed_wall(walls: Walls, start: Cell, goal: Cell) -> Cell | None:
+    """The first wall on the cheapest path that goes around every wall it can."""
+    price = prices(walls, LAST_RESORT)
+    return first_wall(walls, distances(price, goal), price, start, goal)
+
+
 def downhill(field: Field, cell: Cell) -> Cell:
     """The neighbour nearest to the goal of the field, or the cell itself if none is nearer."""
     return min([cell, *neighbours(cell)], key=lambda at: int(field[at]))
+
+
+def step_towards(walls: Walls, start: Cell, goal: Cell) -> Cell:
+    """The next cell on a shortest path; the start itself if there is no path."""
+    return downhill(distances(prices(walls, FAR), goal), start)

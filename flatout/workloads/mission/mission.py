@@ -7,7 +7,7 @@ cells that a unit has seen, except for the position of the objective. Routes ass
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, SupportsFloat, TypeAlias
+from typing import Any, TypeAlias
 
 import gymnasium as gym
 import numpy as np
@@ -81,16 +81,13 @@ class Mission(gym.Env[Any, NDArray[np.int64]]):
     def start(self, scenario: Scenario) -> None:
         """Start this scenario."""
         self.game = Game(scenario)
-        self._navigator = Navigator(self.game)
-        self._observer = Observer(self.game, self._navigator)
+        self._observer = Observer(self.game)
         self._progress = 0.0
 
-    def step(
-        self, action: NDArray[np.int64]
-    ) -> tuple[Observation, SupportsFloat, bool, bool, dict[str, Any]]:
+    def step(self, action: NDArray[np.int64]) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
         """The actions of scout, breacher and carrier; docs/mission.md lists them."""
         events = self.game.step([int(a) for a in action])
-        self._navigator.update()
+        self._observer.update()
         reward = self._reward(events)
         terminated = self.game.outcome is not None
         truncated = not terminated and self.game.time >= self.game.scenario.time_limit
@@ -104,7 +101,7 @@ class Mission(gym.Env[Any, NDArray[np.int64]]):
 
     def _reward(self, events: Events) -> float:
         game = self.game
-        before, self._progress = self._progress, self._navigator.progress()
+        before, self._progress = self._progress, self._observer.progress()
         reward = PROGRESS * (self._progress - before) + SLOWNESS / game.scenario.time_limit
         reward += NOTICED * len(events.noticed) / max(len(game.patrols), 1)
         reward += sum(LOST_CARRIER if unit == CARRIER else LOST for unit in events.captured)
@@ -118,11 +115,14 @@ class Mission(gym.Env[Any, NDArray[np.int64]]):
         return {"success": outcome == "success", "outcome": outcome or "", "held": self.game.held}
 
 
-class Navigator:
-    """Routes to the objective on the known map, recomputed only when what is known changes."""
+class Observer:
+    """Builds the observations of one episode; routes are recomputed only when what is known changes."""
 
     def __init__(self, game: Game) -> None:
         self._game = game
+        rows, columns = game.walls.shape
+        self._blocked = np.ones((rows + 2 * REACH, columns + 2 * REACH), np.float32)
+        self._danger = np.zeros_like(self._blocked)
         self._plan()
         self._careful_for: tuple[bytes, tuple[bytes, bool], Cell | None] | None = None
         self._avoid()
@@ -136,11 +136,45 @@ class Navigator:
             self._find_wall()
         self._avoid()
 
+    def observation(self) -> NDArray[np.float32]:
+        """For scout, breacher and carrier: windows, routes, own state and patrols; then values of the whole squad."""
+        game, inside = self._game, (slice(REACH, -REACH), slice(REACH, -REACH))
+        self._blocked[inside] = np.where(game.known, game.walls, UNKNOWN)
+        self._danger[inside] = game.danger
+        out = np.zeros(SIZE, np.float32)
+        for unit in range(3):
+            if game.free[unit]:
+                self._write_unit(unit, out[unit * N_UNIT : (unit + 1) * N_UNIT])
+        out[-5:] = (
+            1.0 - game.time / game.scenario.time_limit,
+            game.held / game.scenario.hold,
+            min(game.charges / 4, 1.0),
+            game.tired,
+            self._wall is not None,
+        )
+        return out
+
+    def _write_unit(self, unit: int, out: NDArray[np.float32]) -> None:
+        """Write a unit's windows, route arrows, position and nearest patrols."""
+        game = self._game
+        row, column = game.units[unit]
+        goal_row, goal_column = game.scenario.objective
+        n, window = WINDOW**2, (slice(row, row + WINDOW), slice(column, column + WINDOW))
+        out[:n], out[n : 2 * n] = self._blocked[window].ravel(), self._danger[window].ravel()
+        rest = [*self._arrows(unit), 1.0, _near(goal_row - row), _near(goal_column - column)]
+        rest.append(min(self._left_of(unit) / 40, 1.0))
+        recent = [sighting for sighting in game.sightings.values() if sighting.age < FORGET]
+        recent.sort(key=lambda s: abs(s.at[0] - row) + abs(s.at[1] - column))
+        for s in recent[:N_PATROLS]:
+            rest += 1.0 - s.age / FORGET, _near(s.at[0] - row), _near(s.at[1] - column)
+            rest += *DIRECTIONS[s.facing], s.alarm
+        out[2 * n : 2 * n + len(rest)] = rest
+
     def progress(self) -> float:
         """0 at the start, 1 when the carrier is on the objective, at least -1."""
         return max(1.0 - self._left() / self._whole, -1.0)
 
-    def arrows(self, unit: int) -> list[float]:
+    def _arrows(self, unit: int) -> list[float]:
         """For each direction 1 if the next cell is on a shortest path to the unit's goal; then the same for the path
         that avoids danger."""
         here, goal = self._game.units[unit], GOALS[unit]
@@ -150,22 +184,22 @@ class Navigator:
             for at in neighbours(here)
         ]
 
-    def left(self, unit: int) -> int:
+    def _left_of(self, unit: int) -> int:
         """Cost of the rest of a unit's path."""
         return int(self._routes[GOALS[unit]][0][self._game.units[unit]])
 
     def _left(self) -> float:
-        return self.left(CARRIER) + (0.5 * self.left(BREACHER) if self.wall is not None else 0.0)
+        return self._left_of(CARRIER) + (0.5 * self._left_of(BREACHER) if self._wall is not None else 0.0)
 
     def _avoid(self) -> None:
         """Recompute the paths to the objective and to the wall that avoid danger."""
-        facts = (self._game.danger.tobytes(), self._facts, self.wall)
+        facts = (self._game.danger.tobytes(), self._facts, self._wall)
         if facts == self._careful_for:
             return
         self._careful_for, self._careful = facts, self._routes
         if self._game.danger.any():
             detour = (DANGER_PRICE * self._game.danger).astype(np.int32)
-            goals = (self._game.scenario.objective, self.wall)
+            goals = (self._game.scenario.objective, self._wall)
             avoiding = [
                 (price + detour, goal) for (_, price), goal in zip(self._routes, goals, strict=False) if goal
             ]
@@ -182,7 +216,7 @@ class Navigator:
         price = prices(self._walls, BREACH_PRICE if self._facts[1] else FAR)
         self._routes = [(distances(price, game.scenario.objective), price)]
         """Distances and prices to the objective and, if there is one, to the wall that the breacher breaks."""
-        self.wall: Cell | None = None
+        self._wall: Cell | None = None
         """The first wall on the carrier's path, for the breacher to break."""
         self._find_wall()
 
@@ -191,57 +225,12 @@ class Navigator:
         (field, price), wall = self._routes[0], None
         if field[self._carrier] < FAR:
             wall = first_wall(self._walls, field, price, self._carrier, self._game.scenario.objective)
-        if wall != self.wall:
-            self.wall, self._routes = wall, self._routes[:1]
+        if wall != self._wall:
+            self._wall, self._routes = wall, self._routes[:1]
             if wall is not None:
                 floor = prices(self._walls, FAR)
                 floor[wall] = 1
                 self._routes.append((distances(floor, wall), floor))
-
-
-class Observer:
-    """Builds the observations of one episode."""
-
-    def __init__(self, game: Game, navigator: Navigator) -> None:
-        self._game, self._navigator = game, navigator
-        rows, columns = game.walls.shape
-        self._blocked = np.ones((rows + 2 * REACH, columns + 2 * REACH), np.float32)
-        self._danger = np.zeros_like(self._blocked)
-        self._inside = (slice(REACH, -REACH), slice(REACH, -REACH))
-
-    def observation(self) -> NDArray[np.float32]:
-        """For scout, breacher and carrier: windows, routes, own state and patrols; then values of the whole squad."""
-        game, navigator = self._game, self._navigator
-        self._blocked[self._inside] = np.where(game.known, game.walls, UNKNOWN)
-        self._danger[self._inside] = game.danger
-        out = np.zeros(SIZE, np.float32)
-        for unit in range(3):
-            if game.free[unit]:
-                self._write_unit(unit, out[unit * N_UNIT : (unit + 1) * N_UNIT])
-        out[-5:] = (
-            1.0 - game.time / game.scenario.time_limit,
-            game.held / game.scenario.hold,
-            min(game.charges / 4, 1.0),
-            game.tired,
-            navigator.wall is not None,
-        )
-        return out
-
-    def _write_unit(self, unit: int, out: NDArray[np.float32]) -> None:
-        """Write a unit's windows, route arrows, position and nearest patrols."""
-        game, navigator = self._game, self._navigator
-        row, column = game.units[unit]
-        goal_row, goal_column = game.scenario.objective
-        n, window = WINDOW**2, (slice(row, row + WINDOW), slice(column, column + WINDOW))
-        out[:n], out[n : 2 * n] = self._blocked[window].ravel(), self._danger[window].ravel()
-        rest = [*navigator.arrows(unit), 1.0, _near(goal_row - row), _near(goal_column - column)]
-        rest.append(min(navigator.left(unit) / 40, 1.0))
-        recent = [sighting for sighting in game.sightings.values() if sighting.age < FORGET]
-        recent.sort(key=lambda s: abs(s.at[0] - row) + abs(s.at[1] - column))
-        for s in recent[:N_PATROLS]:
-            rest += 1.0 - s.age / FORGET, _near(s.at[0] - row), _near(s.at[1] - column)
-            rest += *DIRECTIONS[s.facing], s.alarm
-        out[2 * n : 2 * n + len(rest)] = rest
 
 
 def _near(offset: int) -> float:

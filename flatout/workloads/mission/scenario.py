@@ -16,17 +16,7 @@ import numpy as np
 
 from flatout.errors import FlatoutError
 from flatout.workloads.mission.game import CARRIER, WALKS_EVERY, Patrol, Route, Scenario
-from flatout.workloads.mission.grid import (
-    NAMES,
-    Cell,
-    Sight,
-    Walls,
-    breaches,
-    distances,
-    first_wall,
-    prices,
-    shortest_path,
-)
+from flatout.workloads.mission.grid import NAMES, Cell, Sight, Walls, breaches, needed_wall, shortest_path
 from flatout.workloads.validate import check_keys, read_json
 
 MARKS = {"S": "scout", "B": "breacher", "C": "carrier", "O": "objective"}
@@ -255,22 +245,18 @@ def _rotated(scenario: Scenario, turns: int) -> Scenario:
     )
 
 
-LAST_RESORT = 1_000
-"""Price of a wall that is only broken where there is no other path."""
-
-
 def solvable(scenario: Scenario) -> bool:
     """Whether the carrier can reach and hold the objective in time while no unit is ever seen.
 
     The search follows the set of cells that each unit could be in, step by step; patrols that see no one stay on their
     routes. True is a proof. False may be wrong where breaking other walls would help.
     """
-    sight = Sight(scenario.walls)
+    sight, carrier, objective = Sight(scenario.walls), scenario.units[CARRIER], scenario.objective
     walls = sight.walls
     patrols = [Patrol(route, scenario.patrol_sight, 1) for route in scenario.routes]
     cells = np.stack([_only(walls, unit) for unit in scenario.units] + [np.zeros_like(walls)])
     """Cells where the scout, the breacher, the carrier, and a carrier that must rest may be."""
-    wall, charges, held = _next_wall(scenario, walls), scenario.charges, 0
+    wall, charges, held = needed_wall(walls, carrier, objective), scenario.charges, 0
     safe = _unwatched(patrols, sight)
     for time in range(1, scenario.time_limit + 1):
         before, cells = cells, _spread(cells, walls)
@@ -279,13 +265,13 @@ def solvable(scenario: Scenario) -> bool:
         if wall and charges and (beside := before[1] & _spread(_only(walls, wall), walls)).any():
             sight.open(wall)
             cells[1], charges, breached = beside, charges - 1, True
-            wall = _next_wall(scenario, walls)
+            wall = needed_wall(walls, carrier, objective)
         if breached or time % WALKS_EVERY == 0:  # otherwise the patrols have not moved
             for patrol in patrols:
                 patrol.move(walls, time)
             safe = _unwatched(patrols, sight)
         cells &= safe
-        held = held + 1 if cells[2:, *scenario.objective].any() else 0
+        held = held + 1 if cells[2:, *objective].any() else 0
         if not (cells[0].any() and cells[1].any() and cells[2:].any()):
             return False
         if held >= scenario.hold:
@@ -317,12 +303,3 @@ def _only(walls: Walls, cell: Cell) -> Walls:
     out = np.zeros_like(walls)
     out[cell] = True
     return out
-
-
-def _next_wall(scenario: Scenario, walls: Walls) -> Cell | None:
-    """The first wall on the carrier's path that it cannot go around."""
-    carrier, goal = scenario.units[CARRIER], scenario.objective
-    if not breaches(walls, goal, carrier):
-        return None
-    price = prices(walls, LAST_RESORT)
-    return first_wall(walls, distances(price, goal), price, carrier, goal)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -65,7 +64,7 @@ class Snake(gym.Env[dict[str, Any], Any]):
         """The board as an image or as text."""
         if self.render_mode is None:
             return None
-        scene = Scene.of(self._games)
+        scene = Scene(self._games)
         return draw(scene) if self.render_mode == "rgb_array" else write(scene)
 
 
@@ -73,25 +72,16 @@ def _first(obs: dict[str, Tensor]) -> dict[str, Any]:
     return {"view": obs["view"][0].numpy().copy(), MASK_KEY: obs[MASK_KEY][0].numpy().astype(np.int8)}
 
 
-@dataclass(frozen=True, slots=True)
 class Scene:
     """What an image or text shows of a game."""
 
-    height: int
-    width: int
-    body: list[Place]
-    """From tail to head."""
-    facing: int
-    food: Place | None
-
-    @staticmethod
-    def of(games: SnakeGames, n: int = 0) -> Scene:
-        """The current state of the n-th game."""
+    def __init__(self, games: SnakeGames, n: int = 0) -> None:
         rules, state = games.rules, games.state
-        length = int(state.length[n])
-        body = [divmod(cell, rules.width) for cell in state.board[n, :-1].argsort()[-length:].tolist()]
-        food = None if length == rules.n_cells else divmod(int(state.food[n]), rules.width)
-        return Scene(rules.height, rules.width, body, int(state.facing[n]), food)
+        length, self.facing = int(state.length[n]), int(state.facing[n])
+        self.height, self.width = rules.height, rules.width
+        self.body = [divmod(cell, rules.width) for cell in state.board[n, :-1].argsort()[-length:].tolist()]
+        """From tail to head."""
+        self.food = None if length == rules.n_cells else divmod(int(state.food[n]), rules.width)
 
 
 def write(scene: Scene) -> str:

@@ -18,9 +18,9 @@ from http import HTTPStatus
 from pathlib import Path
 
 from flatout.errors import EnvError
-from flatout.workloads.crawl.site.pages import SiteConfig, answer, latency, read_site
+from flatout.workloads.site.pages import SiteConfig, answer, latency, read_site
 
-ROOT = Path(__file__).parents[4]
+ROOT = Path(__file__).parents[3]
 
 _lock = threading.Lock()
 _servers: dict[tuple[int, SiteConfig], SiteServer] = {}
@@ -30,7 +30,7 @@ class SiteServer:
     """A server subprocess."""
 
     def __init__(self, config: SiteConfig) -> None:
-        command = [sys.executable, "-m", "flatout.workloads.crawl.site.server", config.to_json()]
+        command = [sys.executable, "-m", "flatout.workloads.site.server", config.to_json()]
         paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         self.process = subprocess.Popen(
             command,
