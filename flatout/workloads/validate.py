@@ -6,11 +6,13 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import field, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from flatout.errors import FlatoutError, did_you_mean
 
 T = TypeVar("T")
+Info: TypeAlias = dict[str, Any]
+"""What envs return beside observations, and the options of their resets."""
 
 
 def check_number(name: str, value: Any, low: float, high: float, *, whole: bool = False) -> None:

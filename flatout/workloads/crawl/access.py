@@ -100,9 +100,7 @@ def address_refusal(host: str, address: str) -> str | None:
     mapped = getattr(ip, "ipv4_mapped", None) or ip
     if mapped.is_global and not mapped.is_multicast:
         return None
-    return (
-        f"{host} resolves to {address}, which is not a public address; to crawl it, give the address itself"
-    )
+    return f"{host} resolves to {address}, not a public address; to crawl it, give the address itself"
 
 
 class Rules:
@@ -189,6 +187,13 @@ class Robots:
         # One match settles most links; without rules it matches nothing.
         self._any = re.compile("|".join(rule.pattern for rule, _ in self._rules) or r"(?!)", re.DOTALL)
 
+    @staticmethod
+    def of(status: int, body: bytes, agent: str) -> Robots:
+        """What a response to the request for robots.txt means; a server error disallows everything."""
+        if status >= 500 or status == 429:
+            return Robots("User-agent: *\nDisallow: /", agent)
+        return Robots(body.decode("utf-8", "replace") if status == 200 else "", agent)
+
     def allows(self, path: str) -> bool:
         """Whether a path, with its query, may be requested."""
         if "%" in path:
@@ -221,13 +226,6 @@ def _compiled(pattern: str) -> re.Pattern[str]:
     ends = pattern.endswith("$")
     parts = unquote(pattern.removesuffix("$")).split("*")
     return re.compile(".*?".join(map(re.escape, parts)) + (r"\Z" if ends else ""), re.DOTALL)
-
-
-def robots_of(status: int, body: bytes, agent: str) -> Robots:
-    """The rules that a response to the request for robots.txt means; a server error disallows everything."""
-    if status >= 500 or status == 429:
-        return Robots("User-agent: *\nDisallow: /", agent)
-    return Robots(body.decode("utf-8", "replace") if status == 200 else "", agent)
 
 
 MAX_PAUSE = 3600.0

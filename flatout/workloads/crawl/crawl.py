@@ -24,7 +24,7 @@ from flatout.workloads.crawl.observation import N_LINK, N_PAGE, link_rows, page_
 from flatout.workloads.crawl.page import check_selector
 from flatout.workloads.site.pages import read_site
 from flatout.workloads.site.server import site_server
-from flatout.workloads.validate import check_choice, check_number
+from flatout.workloads.validate import Info, check_choice, check_number
 
 TARGET = 1.0
 TEMPLATE = 0.2
@@ -38,7 +38,7 @@ RECORDED = "http://127.0.0.1:1"
 """Origin of generated sites in a replay."""
 
 Obs: TypeAlias = dict[str, Any]
-Stepped: TypeAlias = tuple[Obs, float, bool, bool, dict[str, Any]]
+Stepped: TypeAlias = tuple[Obs, float, bool, bool, Info]
 
 _reached: set[str] = set()
 """Origins that have answered in this process; only for others is a failed start page an error."""
@@ -124,8 +124,8 @@ class AsyncCrawl(gym.Env[Obs, Any]):
         return self._trail[-1] if self._trail else None
 
     async def reset(  # type: ignore[override]  # Gymnasium knows no async envs
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[Obs, dict[str, Any]]:
+        self, *, seed: int | None = None, options: Info | None = None
+    ) -> tuple[Obs, Info]:
         """Go to the start page; of a random generated site unless a URL is given.
 
         `options={"site": 7}` picks the generated site by its seed.
@@ -218,7 +218,7 @@ class AsyncCrawl(gym.Env[Obs, Any]):
             "action_mask": mask,
         }
 
-    def _info(self, outcome: Outcome | None) -> dict[str, Any]:
+    def _info(self, outcome: Outcome | None) -> Info:
         exploration, here = self.exploration, self.here
         fault = outcome.fault if outcome else None
         return {
@@ -237,8 +237,8 @@ class Crawl(AsyncCrawl):
     _loop_thread: LoopThread | None = None
 
     def reset(  # type: ignore[override]
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[Obs, dict[str, Any]]:
+        self, *, seed: int | None = None, options: Info | None = None
+    ) -> tuple[Obs, Info]:
         if self._loop_thread is None:
             self._loop_thread = LoopThread("flatout-crawl")
         return self._loop_thread.run(super().reset(seed=seed, options=options))

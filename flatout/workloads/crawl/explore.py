@@ -162,9 +162,7 @@ class Exploration:
             self.graph.add(node, [])
             return Outcome(None, attempt.n_requests, fault=attempt.fault)
         end = self.links.get(attempt.url)
-        if (
-            end is None
-        ):  # a redirect to a new URL; hrefs that were refused may be this URL and are checked again
+        if end is None:  # a redirect; hrefs that were refused may be this URL and are checked again
             self._by_href = {href: known for href, known in self._by_href.items() if known is not None}
             end = self._link(attempt.url, link.text, link.in_frame)
         if end.page is not None:  # another URL of a page that was fetched before

@@ -13,15 +13,7 @@ from pathlib import Path
 from urllib.parse import urljoin, urlsplit
 from weakref import WeakKeyDictionary
 
-from flatout.workloads.crawl.access import (
-    MAX_ROBOTS_BYTES,
-    Fault,
-    RateLimiter,
-    Robots,
-    Rules,
-    is_loopback,
-    robots_of,
-)
+from flatout.workloads.crawl.access import MAX_ROBOTS_BYTES, Fault, RateLimiter, Robots, Rules, is_loopback
 from flatout.workloads.crawl.client import AGENT_NAME, Client, LiveClient, Recording, Response
 
 ROBOTS_SECONDS = 3600.0
@@ -64,7 +56,7 @@ class Network:
         async with asyncio.timeout(ROBOTS_TIMEOUT):
             response = await self.client.get(f"{origin}/robots.txt", 0, MAX_ROBOTS_BYTES)
         body = response.decoded(MAX_ROBOTS_BYTES) if response.status == 200 else b""
-        return robots_of(response.status, body, AGENT_NAME)
+        return Robots.of(response.status, body, AGENT_NAME)
 
     async def close(self) -> None:
         """Cancel pending requests and close all connections."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import cos, pi, sin
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +20,8 @@ COLORS = [
 ]  # fmt: skip
 TRAIL = 4
 """Number of pages of the agent's path that are drawn."""
-Point, Color = tuple[float, float], tuple[int, int, int]
+Point: TypeAlias = tuple[float, float]
+Color: TypeAlias = tuple[int, int, int]
 
 
 def text(exploration: Exploration, trail: Sequence[Visited], slots: Sequence[Link], budget: int) -> str:
@@ -109,12 +110,10 @@ def _panel(pen: ImageDraw.ImageDraw, exploration: Exploration, path: Sequence[st
         pen.rectangle([x, y, x + int(width * SCALE * share), y + 8 * SCALE], fill=color)
 
     pen.rectangle([left * SCALE, 0, WIDTH * SCALE, HEIGHT * SCALE], fill=(240, 241, 238))
-    for y, name, value in (
-        (20, "targets", exploration.n_targets),
-        (92, "page templates", len(exploration.templates)),
-    ):
-        write(0, y, str(value), font=big)
-        write(0, y + 36, name)
+    counts = {"targets": exploration.n_targets, "page templates": len(exploration.templates)}
+    for i, (name, count) in enumerate(counts.items()):
+        write(0, 20 + 72 * i, str(count), font=big)
+        write(0, 56 + 72 * i, name)
     write(0, 176, f"requests {exploration.n_requests} of {budget}")
     bar(FAINT, 1)
     bar(COLORS[0], min(exploration.n_requests / budget, 1))

@@ -118,10 +118,8 @@ def _shape_row(shape: Shape) -> bytes:
     return row
 
 
-def page_row(
-    exploration: Exploration, here: Visited | None, n_new: int, depth: int, n_consecutive_faults: int
-) -> Rows:
-    """Features of the current page and of the exploration."""
+def page_row(exploration: Exploration, here: Visited | None, n_new: int, depth: int, n_faults: int) -> Rows:
+    """Features of the current page and of the exploration; `n_faults` is the number of consecutive faults."""
     parts = [NO_PAGE]
     if here is not None:
         link = here.link
@@ -140,6 +138,6 @@ def page_row(
         min(depth / 10, 1.0),
         min(len(exploration.templates) / 20, 1.0),
         min(log1p(exploration.n_targets) / 4, 1.0),
-        min(n_consecutive_faults / 5, 1.0),
+        min(n_faults / 5, 1.0),
     )
     return _array([*parts, state])

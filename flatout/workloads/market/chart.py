@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import colorsys
+from typing import TypeAlias
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
@@ -15,6 +16,7 @@ SCALE = 2
 """Supersampling factor, for smooth lines."""
 LEFT, RIGHT, TOP, GUTTER = 64, 112, 34, 34
 PAPER, GRID, INK, FAINT = "#ffffff", "#e6e9ef", "#1f2430", "#6b7385"
+Pen: TypeAlias = ImageDraw.ImageDraw
 EQUITY, HELD = "#1a6dd6", "#9aa3b2"
 
 
@@ -68,14 +70,11 @@ def draw(journal: Journal) -> Array:
 
     long, short = np.maximum(weights, 0), np.minimum(weights, 0)
     spans = _span(prices), (short.sum(1).min(), max(long.sum(1).max(), 1.0)), _span(np.append(equity, held))
-    titles = (
-        "prices, starting at 1",
-        "positions, share of equity",
-        f"equity, starting at 1 (after costs of {journal.costs:.2%})",
-    )
+    after_costs = f"equity, starting at 1 (after costs of {journal.costs:.2%})"
+    titles = "prices, starting at 1", "positions, share of equity", after_costs
     top, middle, bottom = (
-        _Panel(pen, title, at, height, low, high, journal.window)
-        for title, at, height, (low, high) in zip(titles, tops, parts, spans, strict=True)
+        _Panel(pen, title, at, height, span, journal.window)
+        for title, at, height, span in zip(titles, tops, parts, spans, strict=True)
     )
     for column, color in zip(prices.T, colors, strict=True):
         top.line(column, color)
@@ -104,15 +103,9 @@ class _Panel:
     """Axes over the bars of an episode, with grid, scale and title."""
 
     def __init__(
-        self,
-        pen: ImageDraw.ImageDraw,
-        title: str,
-        top: float,
-        height: float,
-        low: float,
-        high: float,
-        window: int,
+        self, pen: Pen, title: str, top: float, height: float, span: tuple[float, float], window: int
     ) -> None:
+        low, high = span
         self._pen, self._x_scale = pen, (WIDTH - LEFT - RIGHT) / window
         self._top, self._high, self._y_scale = top, high, height / (high - low)
         for value in _ticks(low, high):
@@ -146,9 +139,8 @@ class _Panel:
     def labels(self, values: dict[str, float], colors: list[str]) -> None:
         """Names and last values at the right edge, without overlap."""
         at = -np.inf
-        for (name, value), color in sorted(
-            zip(values.items(), colors, strict=True), key=lambda item: -item[0][1]
-        ):
+        from_top = sorted(zip(values.items(), colors, strict=True), key=lambda item: -item[0][1])
+        for (name, value), color in from_top:
             at = max(self._y(value) / SCALE, at + 15)
             self._text(WIDTH - RIGHT + 8, at, f"{name} {value:.2f}", color, "lm", 12)
 

@@ -73,9 +73,8 @@ class MarketConfig:
         if isinstance(self.data, Bars):
             return tables(self.data)
         if self.data in GENERATED:
-            return _cached(
-                generate, self.data, self.bars or N_BARS, self.assets or N_ASSETS, self.market_seed
-            )
+            size = self.bars or N_BARS, self.assets or N_ASSETS
+            return _cached(generate, self.data, *size, self.market_seed)
         path = Path(self.data).expanduser()
         if path.suffix.lower() not in SUFFIXES:
             expected = f"{', '.join(GENERATED)}, a .csv or a .parquet file"

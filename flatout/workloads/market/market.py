@@ -15,7 +15,7 @@ from flatout.envs.spaces import Array
 from flatout.errors import FlatoutError
 from flatout.workloads.market.chart import Journal, draw
 from flatout.workloads.market.ledger import BOUND, Ledger, MarketConfig
-from flatout.workloads.validate import check_choice, from_settings
+from flatout.workloads.validate import Info, check_choice, from_settings
 
 
 class MarketAccounts(VectorEnv[Array, Array, Array]):
@@ -35,22 +35,18 @@ class MarketAccounts(VectorEnv[Array, Array, Array]):
         self.observation_space = batch_space(self.single_observation_space, num_envs)
         self.action_space = batch_space(self.single_action_space, num_envs)
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[Array, dict[str, Any]]:
+    def reset(self, *, seed: int | None = None, options: Info | None = None) -> tuple[Array, Info]:
         super().reset(seed=seed)
         _reset_all(self.ledger, self.np_random, options)
         return self.ledger.observe(), {}
 
-    def step(self, actions: Array) -> tuple[Array, Array, Array, Array, dict[str, Any]]:
+    def step(self, actions: Array) -> tuple[Array, Array, Array, Array, Info]:
         """Trade one bar in every account; ended episodes are reset in the same step."""
         ledger = self.ledger
         reward, terminated, truncated = ledger.trade(np.asarray(actions))
         obs = ledger.observe()
-        infos: dict[str, Any] = {
-            "equity": ledger.equity / ledger.config.cash,
-            "costs": ledger.costs / ledger.config.cash,
-        }
+        cash = ledger.config.cash
+        infos: Info = {"equity": ledger.equity / cash, "costs": ledger.costs / cash}
         ended = terminated | truncated
         n_ended = int(np.count_nonzero(ended))
         if n_ended:
@@ -75,16 +71,14 @@ class Market(gym.Env[Array, Array]):
         self.observation_space, self.action_space = _spaces(self.ledger)
         self._journal = Journal(self.ledger) if render_mode else None
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[Array, dict[str, Any]]:
+    def reset(self, *, seed: int | None = None, options: Info | None = None) -> tuple[Array, Info]:
         super().reset(seed=seed)
         _reset_all(self.ledger, self.np_random, options)
         if self._journal is not None:
             self._journal.reset()
         return self.ledger.observe()[0], self._info()
 
-    def step(self, action: Array) -> tuple[Array, float, bool, bool, dict[str, Any]]:
+    def step(self, action: Array) -> tuple[Array, float, bool, bool, Info]:
         reward, terminated, truncated = self.ledger.trade(np.asarray(action)[None])
         if self._journal is not None:
             self._journal.record()
@@ -97,13 +91,10 @@ class Market(gym.Env[Array, Array]):
             return None
         return draw(self._journal) if self.render_mode == "rgb_array" else self._journal.line()
 
-    def _info(self) -> dict[str, Any]:
+    def _info(self) -> Info:
         ledger, cash = self.ledger, self.ledger.config.cash
-        return {
-            "bar": int(ledger.bar[0]),
-            "equity": float(ledger.equity[0] / cash),
-            "costs": float(ledger.costs[0] / cash),
-        }
+        equity, costs = float(ledger.equity[0] / cash), float(ledger.costs[0] / cash)
+        return {"bar": int(ledger.bar[0]), "equity": equity, "costs": costs}
 
 
 def _spaces(ledger: Ledger) -> tuple[spaces.Box, spaces.Box]:
@@ -111,17 +102,15 @@ def _spaces(ledger: Ledger) -> tuple[spaces.Box, spaces.Box]:
     return spaces.Box(-BOUND, BOUND, (ledger.n_observed,)), spaces.Box(least, 1.0, (ledger.n_assets,))
 
 
-def _reset_all(ledger: Ledger, rng: np.random.Generator, options: dict[str, Any] | None) -> None:
+def _reset_all(ledger: Ledger, rng: np.random.Generator, options: Info | None) -> None:
     n = len(ledger.bar)
     if options is None or "start" not in options:
         starts = ledger.draw(rng, n)
     else:
         starts = np.broadcast_to(np.asarray(options["start"], np.int64), (n,))
         if starts.min() < ledger.first or starts.max() > ledger.last:
-            raise FlatoutError(
-                f"start is {options['start']}; {ledger.config.split} episodes start at bars "
-                f"{ledger.first} to {ledger.last}"
-            )
+            allowed = f"{ledger.config.split} episodes start at bars {ledger.first} to {ledger.last}"
+            raise FlatoutError(f"start is {options['start']}; {allowed}")
     ledger.reset(np.ones(n, np.bool_), starts)
 
 

@@ -229,11 +229,8 @@ class Game:
     def _move_patrols(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         for patrol in self.patrols:
             patrol.move(self.walls, self.time)
-        captured = tuple(
-            unit
-            for unit, cell in enumerate(self.units)
-            if self.free[unit] and any(patrol.reaches(cell) for patrol in self.patrols)
-        )
+        in_reach = [any(patrol.reaches(cell) for patrol in self.patrols) for cell in self.units]
+        captured = tuple(unit for unit in range(3) if self.free[unit] and in_reach[unit])
         for unit in captured:
             self.free[unit] = False
         self.cones = [patrol.cone(self._sight) for patrol in self.patrols]

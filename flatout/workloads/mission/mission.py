@@ -18,7 +18,7 @@ from flatout.workloads.mission.game import BREACHER, CARRIER, N_ACTIONS, Events,
 from flatout.workloads.mission.grid import DIRECTIONS, FAR, Cell, distances, first_wall, neighbours, prices
 from flatout.workloads.mission.map_image import image, text
 from flatout.workloads.mission.scenario import LEVELS, generate, load_scenario
-from flatout.workloads.validate import check_choice
+from flatout.workloads.validate import Info, check_choice
 
 Observation: TypeAlias = dict[str, NDArray[Any]]
 
@@ -59,20 +59,14 @@ class Mission(gym.Env[Any, NDArray[np.int64]]):
     ) -> None:
         check_choice("level", level, tuple(LEVELS))
         check_choice("render_mode", render_mode, (None, *self.metadata["render_modes"]))
-        self.level = level
-        self.render_mode = render_mode
+        self.level, self.render_mode = level, render_mode
         self._scenario = None if scenario is None else load_scenario(scenario)
         self.action_space = spaces.MultiDiscrete(list(N_ACTIONS))
-        self.observation_space = spaces.Dict(
-            {
-                "squad": spaces.Box(-1.0, 1.0, (SIZE,), np.float32),
-                "action_mask": spaces.MultiBinary(sum(N_ACTIONS)),
-            }
-        )
+        squad = spaces.Box(-1.0, 1.0, (SIZE,), np.float32)
+        mask = spaces.MultiBinary(sum(N_ACTIONS))
+        self.observation_space = spaces.Dict({"squad": squad, "action_mask": mask})
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[Observation, dict[str, Any]]:
+    def reset(self, *, seed: int | None = None, options: Info | None = None) -> tuple[Observation, Info]:
         del options
         super().reset(seed=seed)
         self.start(self._scenario or generate(self.level, self.np_random))
@@ -84,7 +78,7 @@ class Mission(gym.Env[Any, NDArray[np.int64]]):
         self._observer = Observer(self.game)
         self._progress = 0.0
 
-    def step(self, action: NDArray[np.int64]) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
+    def step(self, action: NDArray[np.int64]) -> tuple[Observation, float, bool, bool, Info]:
         """The actions of scout, breacher and carrier; docs/mission.md lists them."""
         events = self.game.step([int(a) for a in action])
         self._observer.update()
@@ -110,7 +104,7 @@ class Mission(gym.Env[Any, NDArray[np.int64]]):
     def _observation(self) -> Observation:
         return {"squad": self._observer.observation(), "action_mask": self.game.allowed}
 
-    def _info(self) -> dict[str, Any]:
+    def _info(self) -> Info:
         outcome = self.game.outcome
         return {"success": outcome == "success", "outcome": outcome or "", "held": self.game.held}
 

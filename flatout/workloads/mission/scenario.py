@@ -71,9 +71,8 @@ def _map(rows: Any) -> tuple[Walls, dict[str, Cell]]:
     _expect(are_strings, "map", rows, "it must be a list of strings, one per row")
     n_rows, width = len(rows), len(rows[0]) if rows else 0
     if not SIZES[0] <= min(n_rows, width) <= max(n_rows, width) <= SIZES[1]:
-        raise FlatoutError(
-            f"map has {n_rows} rows of {width} columns; it must have {SIZES[0]} to {SIZES[1]} of each"
-        )
+        expected = f"it must have {SIZES[0]} to {SIZES[1]} of each"
+        raise FlatoutError(f"map has {n_rows} rows of {width} columns; {expected}")
     places: dict[str, Cell] = {}
     for r, row in enumerate(rows):
         if len(row) != width:

@@ -165,9 +165,8 @@ def site(config: SiteConfig, seed: int) -> Plan:
     draw.shuffle(chosen)
     sections = {draw.choice(SECTIONS[kind]): kind for kind in chosen}
     root, prefix = f"/{seed}/", draw.choice(["c", "ui", "site", "x", "mod", "wp"])
-    nav = "".join(
-        f'<li class="{prefix}-nav-item"><a href="{root}{word}/">{word.title()}</a></li>' for word in sections
-    )
+    item = f'<li class="{prefix}-nav-item"><a href="{root}'
+    nav = "".join(f'{item}{word}/">{word.title()}</a></li>' for word in sections)
     head = (
         f'<body><header class="{prefix}-top"><a class="{prefix}-logo" href="{root}">Home</a>'
         f'<nav class="{prefix}-nav"><ul>{nav}</ul></nav></header><main class="{prefix}-main">'
@@ -326,9 +325,8 @@ class _Writer:
             (f"{here}/{year + month // 12}/{month % 12 + 1}/", "next month"),
         ]
         days = sorted(self.draw.sample(range(1, 29), 8))
-        return self.items(
-            "day", links + [(f"{here}/{year}/{month}/{day}", f"day {day}") for day in days], "span"
-        )
+        links += [(f"{here}/{year}/{month}/{day}", f"day {day}") for day in days]
+        return self.items("day", links, "span")
 
     def _people(self, parts: list[str]) -> str:
         is_person = len(parts) > 1

@@ -77,6 +77,7 @@ def close_all() -> None:
 
 ATTEMPT = re.compile(rb"\r\nX-Retry-Attempt: *(\d+)", re.IGNORECASE)
 MAX_REQUEST = 16_384
+NOT_ALLOWED = b"HTTP/1.1 405 Method Not Allowed\r\nAllow: GET, HEAD\r\nContent-Length: 0\r\n\r\n"
 
 
 @lru_cache(8192)
@@ -115,9 +116,7 @@ class Connection(asyncio.Protocol):
     def _answer(self, request: bytes) -> None:
         method, _, rest = request.partition(b" ")
         if method not in (b"GET", b"HEAD"):
-            self._transport.write(
-                b"HTTP/1.1 405 Method Not Allowed\r\nAllow: GET, HEAD\r\nContent-Length: 0\r\n\r\n"
-            )
+            self._transport.write(NOT_ALLOWED)
             return
         path = rest.partition(b" ")[0].decode("latin-1")
         found = ATTEMPT.search(request)

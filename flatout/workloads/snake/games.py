@@ -342,7 +342,6 @@ class _Results:
         obs, final = ({MASK_KEY: mask, "view": view} for mask, view in zip(masks, views, strict=True))
         self.given = obs, reward, ended, never, {"final_obs": final, "food": food}
         vectors = [torch.zeros(n, 0)] * 2 if is_planes else views
-        planes = [
-            view.view(n, 3, -1) if is_planes else torch.zeros(n, 3, 0, dtype=torch.uint8) for view in views
-        ]
+        no_planes = torch.zeros(n, 3, 0, dtype=torch.uint8)
+        planes = [view.view(n, 3, -1) if is_planes else no_planes for view in views]
         self.arrays = tuple(t.numpy() for t in (*vectors, *planes, *masks, reward, ended, food))

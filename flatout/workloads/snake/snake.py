@@ -16,7 +16,7 @@ from torch import Tensor
 from flatout.envs.spaces import MASK_KEY
 from flatout.errors import EnvError
 from flatout.workloads.snake.games import MOVES, SnakeGames
-from flatout.workloads.validate import check_choice
+from flatout.workloads.validate import Info, check_choice
 
 Place = tuple[int, int]
 """Row and column."""
@@ -44,16 +44,14 @@ class Snake(gym.Env[dict[str, Any], Any]):
         self.observation_space = self._games.single_observation_space
         self.action_space = spaces.Discrete(4)
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
+    def reset(self, *, seed: int | None = None, options: Info | None = None) -> tuple[dict[str, Any], Info]:
         """Start a game: the first one of the seed, or the next one."""
         del options
         super().reset(seed=seed)
         obs, _ = self._games.reset(seed)
         return _first(obs), {"food": 0}
 
-    def step(self, action: Any) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
+    def step(self, action: Any) -> tuple[dict[str, Any], float, bool, bool, Info]:
         """Move: 0 up, 1 right, 2 down, 3 left. An action that would reverse the snake goes straight on."""
         if not self.action_space.contains(action):
             raise EnvError(f"snake: action is {action!r}; it must be 0 up, 1 right, 2 down or 3 left")
@@ -126,12 +124,8 @@ def draw(scene: Scene) -> npt.NDArray[np.uint8]:
     disc(x, y, 0.42, HEAD)
     (down, right), (aside_down, aside_right) = MOVES[scene.facing], MOVES[(scene.facing + 1) % 4]
     for eye in (-0.17, 0.17):
-        disc(
-            x + side * (0.14 * right + eye * aside_right),
-            y + side * (0.14 * down + eye * aside_down),
-            0.08,
-            EYE,
-        )
+        eye_x, eye_y = 0.14 * right + eye * aside_right, 0.14 * down + eye * aside_down
+        disc(x + side * eye_x, y + side * eye_y, 0.08, EYE)
     pen.rectangle((0, 0, image.width - 1, image.height - 1), outline=EDGE, width=side // 16)
     return np.asarray(image.resize((scene.width * small, scene.height * small), Image.Resampling.BOX))
 
