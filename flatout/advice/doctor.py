@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import shlex
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
-
-import torch
 
 from flatout.advice.short_benchmark import TINY, measure
 from flatout.agent import Agent
@@ -23,9 +20,8 @@ from flatout.perf.costs import Costs, Settings, UpdateCost, update_seconds
 from flatout.perf.decide import describe
 from flatout.perf.decide import duration as _time
 from flatout.perf.findings import diagnose
-from flatout.perf.planner import UpdateProbe
+from flatout.perf.planner import UpdateProbe, copied_to_cpu
 from flatout.perf.simulate import Forecast, simulate
-from flatout.timing import PhaseClock
 
 BENCHMARK_SECONDS = 5.0
 SMALLER = (256, 256)
@@ -64,7 +60,51 @@ class Diagnosis:
         return asdict(self)
 
     def __str__(self) -> str:
-        return text(self)
+        settings, forecast = self.settings, self.forecast
+        kind = "mostly waiting" if self.waits else "computing"
+        limit = "collecting" if forecast.collect_rate < forecast.learn_rate else "learning"
+        where = " in subprocesses" if settings.in_subprocesses else ""
+        ratio = settings.train_ratio
+        work = f"{settings.n_epochs} epochs" if ratio is None else f"{ratio:g} updates per env step"
+        lines = [
+            f"{self.env} on {self.device} with {settings.n_cores} cores: {settings.n_envs} envs × {settings.n_steps} "
+            f"steps, batch {settings.batch_size}, {work}, {self.timesteps:,} steps in all",
+            f"executor {settings.executor}{where}: {self.executor_reason}",
+            f"overlap {'on' if settings.overlap else 'off'}: {self.overlap_reason}",
+            "",
+            f"measured       {_speed(self.steps_per_second, self.learner_busy)}",
+            f"a step         {_time(self.step_seconds)}, {kind}",
+            f"an update      {_time(self.update_seconds)}, {settings.n_updates:,g} per iteration",
+            f"collect rate   {forecast.collect_rate:,.0f} steps/s if collectors never waited",
+            f"learn rate     {forecast.learn_rate:,.0f} steps/s if data were always ready",
+            f"pipeline limit {forecast.limit:,.0f} steps/s: {limit} is the limit",
+        ]
+        for nth, finding in enumerate(self.findings[:MAX_SHOWN], 1):
+            lines += ["", f"{nth}. {finding.what}", f"   {finding.evidence}", f"   → {_advice(finding)}"]
+        if not self.findings:
+            lines += ["", "Nothing found that is worth changing."]
+        if self.what_if is not None:
+            wishes = ", ".join(f"{name} {value}" for name, value in self.what_if["wishes"].items())
+            speed = _speed(self.what_if["steps_per_second"], self.what_if["learner_busy"])
+            source = (
+                " (the card from its data sheet, not measured)" if "gpu" in self.what_if["wishes"] else ""
+            )
+            lines += ["", f"what if {wishes}: about {speed}, best with {self.what_if['way']}{source}"]
+        return "\n".join([*lines, "", f"run: {self.command}"])
+
+
+def _speed(steps_per_second: float, learner_busy: float) -> str:
+    return f"{steps_per_second:,.0f} steps/s, learner busy {100 * learner_busy:.0f} %"
+
+
+def _advice(finding: Finding) -> str:
+    flags = f" ({' '.join(finding.flags)})" if finding.flags else ""
+    if finding.steps_per_second is None or finding.gain is None:
+        return finding.change + flags
+    busy = "" if finding.learner_busy is None else f", learner busy {100 * finding.learner_busy:.0f} %"
+    return (
+        f"{finding.change}{flags}: about {finding.steps_per_second:,.0f} steps/s, {finding.gain:.1f} ×{busy}"
+    )
 
 
 def doctor(
@@ -102,25 +142,9 @@ def doctor(
 
 def examine(agent: Agent, tell: Callable[[str], None] = lambda _: None) -> Case:
     """Measure everything that findings need; the agent trains for some seconds."""
-    measured, config = measure(agent, BENCHMARK_SECONDS, tell), agent.config
+    case = measure(agent, BENCHMARK_SECONDS, tell)
     total, free = usable_memory()
-    return Case(
-        costs=measured.costs,
-        settings=measured.settings,
-        timesteps=config.timesteps,
-        picklable=measured.picklable,
-        steps_per_second=measured.result.steps_per_second,
-        learner_busy=measured.result.learner_busy,
-        phases=measured.result.phases,
-        metrics=measured.result.metrics,
-        network_arch=config.network.network_arch,
-        smaller=_smaller(agent),
-        on_cpu=_on_cpu(agent),
-        eval_every=config.eval_every,
-        checkpoint_every=config.checkpoint_every,
-        memory_share=1 - free / total,
-        device_utilization=measured.result.summary.get("device_utilization"),
-    )
+    return replace(case, smaller=_smaller(agent), on_cpu=_on_cpu(agent), memory_share=1 - free / total)
 
 
 def _smaller(agent: Agent) -> tuple[tuple[int, ...], UpdateCost] | None:
@@ -132,25 +156,16 @@ def _smaller(agent: Agent) -> tuple[tuple[int, ...], UpdateCost] | None:
     if policy.n_params < 4 * n_params:
         return None
     learner = spec.make_learner(str(policy.device), "fp32")
-    timed = UpdateProbe(config=config, policy=policy, learner=learner)
-    n_threads = learner.threads(agent.machine.cores)
-    return SMALLER, timed.eager(n_threads, TINY, config.algorithm.batch_size, launch=timed.launch_seconds())
+    probe, n_threads = UpdateProbe(config, policy, learner), learner.threads(agent.machine.cores)
+    return SMALLER, probe.eager(n_threads, TINY, config.algorithm.batch_size, launch=probe.launch_seconds())
 
 
 def _on_cpu(agent: Agent) -> UpdateCost | None:
     """The agent's update on the CPU, if it learns on a GPU."""
     if agent.policy.device.type == "cpu":
         return None
-    config, cpu = agent.config, torch.device("cpu")
-    policy = replace(agent.policy, model=copy.deepcopy(agent.policy.model).to(cpu), device=cpu)
-    learner = config.descriptor.make_learner(
-        policy.model, config.algorithm, n_envs=config.n_envs, seed=0, clock=PhaseClock()
-    )
-    if config.compile == "auto":
-        learner.use_fused()
-    timed = UpdateProbe(config=config, policy=policy, learner=learner)
-    n_threads = learner.threads(agent.machine.cores)
-    return timed.fast(n_threads) or timed.eager(n_threads, config.algorithm.batch_size)
+    probe = UpdateProbe.of_copy(agent.config, copied_to_cpu(agent.policy))
+    return probe.seconds(probe.learner.threads(agent.machine.cores))
 
 
 def parse_what_if(text: str) -> dict[str, str]:
@@ -181,18 +196,13 @@ def _is_positive(value: str) -> bool:
 def answer(case: Case, wishes: dict[str, str]) -> dict[str, Any]:
     """What `train` would reach on another machine or with other settings, in the way it would choose there."""
     settings, costs = case.settings, case.costs
-    for name in ("n_envs", "n_steps", "batch_size", "n_epochs"):
-        if name in wishes:
-            settings = replace(settings, **{name: int(float(wishes[name]))})  # type: ignore[arg-type]
-    if "cores" in wishes:
-        settings = replace(settings, n_cores=int(float(wishes["cores"])))
+    for name in {"cores", "n_envs", "n_steps", "batch_size", "n_epochs"} & wishes.keys():
+        field = "n_cores" if name == "cores" else name
+        settings = replace(settings, **{field: int(float(wishes[name]))})  # type: ignore[arg-type]
     if "step_ms" in wishes:
         factor = float(wishes["step_ms"]) / 1e3 / costs.step_seconds
-        costs = replace(
-            costs,
-            wait=tuple(w * factor for w in costs.wait),
-            compute=tuple(c * factor for c in costs.compute),
-        )
+        wait, compute = (tuple(s * factor for s in times) for times in (costs.wait, costs.compute))
+        costs = replace(costs, wait=wait, compute=compute)
     if "gpu" in wishes:
         costs, settings = on_card(costs, settings, card_teraflops(wishes["gpu"]))
     way = replace(case, costs=costs, settings=settings).decision("auto").ways[0]
@@ -219,64 +229,11 @@ def on_card(costs: Costs, settings: Settings, teraflops: float) -> tuple[Costs, 
 
 def command(env: str, settings: dict[str, Any], findings: list[Finding]) -> str:
     """The line to run: what was given, changed by the first finding that has flags."""
-    given = {flag(name): _text(value) for name, value in settings.items() if value is not None}
+    given = {
+        flag(name): ",".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
+        for name, value in settings.items()
+        if value is not None
+    }
     flags = next((finding.flags for finding in findings if finding.flags), ())
     given |= dict(zip(flags[::2], flags[1::2], strict=True))
     return shlex.join(["flatout", "train", env, *(word for pair in given.items() for word in pair)])
-
-
-def _work(settings: Settings) -> str:
-    if settings.train_ratio is not None:
-        return f"{settings.train_ratio:g} updates per env step"
-    return f"{settings.n_epochs} epochs"
-
-
-def _text(value: Any) -> str:
-    return ",".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
-
-
-def text(found: Diagnosis) -> str:
-    """The diagnosis for a terminal."""
-    settings, forecast = found.settings, found.forecast
-    kind = "mostly waiting" if found.waits else "computing"
-    limit = "collecting" if forecast.collect_rate < forecast.learn_rate else "learning"
-    where = " in subprocesses" if settings.in_subprocesses else ""
-    lines = [
-        f"{found.env} on {found.device} with {settings.n_cores} cores: {settings.n_envs} envs × {settings.n_steps} "
-        f"steps, batch {settings.batch_size}, {_work(settings)}, {found.timesteps:,} steps in all",
-        f"executor {settings.executor}{where}: {found.executor_reason}",
-        f"overlap {'on' if settings.overlap else 'off'}: {found.overlap_reason}",
-        "",
-        f"measured       {found.steps_per_second:,.0f} steps/s, learner busy {100 * found.learner_busy:.0f} %",
-        f"a step         {_time(found.step_seconds)}, {kind}",
-        f"an update      {_time(found.update_seconds)}, {settings.n_updates:,g} per iteration",
-        f"collect rate   {forecast.collect_rate:,.0f} steps/s if collectors never waited",
-        f"learn rate     {forecast.learn_rate:,.0f} steps/s if data were always ready",
-        f"pipeline limit {forecast.limit:,.0f} steps/s: {limit} is the limit",
-    ]
-    for nth, finding in enumerate(found.findings[:MAX_SHOWN], 1):
-        lines += ["", f"{nth}. {finding.what}", f"   {finding.evidence}", f"   → {_advice(finding)}"]
-    if not found.findings:
-        lines += ["", "Nothing found that is worth changing."]
-    if found.what_if is not None:
-        lines += ["", _what_if(found.what_if)]
-    return "\n".join([*lines, "", f"run: {found.command}"])
-
-
-def _advice(finding: Finding) -> str:
-    flags = f" ({' '.join(finding.flags)})" if finding.flags else ""
-    if finding.steps_per_second is None or finding.gain is None:
-        return finding.change + flags
-    busy = "" if finding.learner_busy is None else f", learner busy {100 * finding.learner_busy:.0f} %"
-    return (
-        f"{finding.change}{flags}: about {finding.steps_per_second:,.0f} steps/s, {finding.gain:.1f} ×{busy}"
-    )
-
-
-def _what_if(reply: dict[str, Any]) -> str:
-    wishes = ", ".join(f"{name} {value}" for name, value in reply["wishes"].items())
-    source = " (the card from its data sheet, not measured)" if "gpu" in reply["wishes"] else ""
-    return (
-        f"what if {wishes}: about {reply['steps_per_second']:,.0f} steps/s, learner busy "
-        f"{100 * reply['learner_busy']:.0f} %, best with {reply['way']}{source}"
-    )

@@ -10,12 +10,13 @@ from time import perf_counter
 from typing import Any
 
 from flatout.agent import Agent
+from flatout.perf.case import Case
 from flatout.perf.costs import COROUTINE_SECONDS, THREAD_SECONDS, Costs, Settings, at, learn_seconds
 from flatout.perf.planner import UpdateProbe, acting_times, settings_of
 from flatout.perf.probe import time_steps
-from flatout.perf.simulate import Forecast, simulate
+from flatout.perf.simulate import simulate
 from flatout.runlog.recorder import Progress
-from flatout.timing import LEARN_PHASES, PhaseClock
+from flatout.timing import LEARN_PHASES
 
 ENV_SECONDS = 3.0
 MAX_ENVS = 32
@@ -45,45 +46,40 @@ class BenchmarkResult:
     """Medians over iterations of the metrics that findings look at."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Measured:
-    """An agent's costs and settings, corrected by a short benchmark of the real run."""
+def measure(agent: Agent, seconds: float, tell: Callable[[str], None] = lambda _: None) -> Case:
+    """Measure everything that predictions need; the agent trains for about so many seconds.
 
-    costs: Costs
-    settings: Settings
-    picklable: bool
-    forecast: Forecast
-    """The simulation's, for these costs and settings."""
-    result: BenchmarkResult
-    seconds: float
-    """What the benchmark took."""
-
-
-def measure(agent: Agent, seconds: float, tell: Callable[[str], None] = lambda _: None) -> Measured:
-    """Measure everything that predictions need; the agent trains for about so many seconds."""
-    costs, picklable = measure_costs(agent, tell)
+    The costs are corrected by what the real run shows.
+    """
+    config, costs = agent.config, measure_costs(agent, tell)
     tell("starting the run")
     settings = trainer_settings(agent)
     tell(f"running it for {seconds:.0f} s")
-    began = perf_counter()
     result = short_benchmark(agent, seconds)
-    took = perf_counter() - began
-    settings = replace(
-        settings, compiled=bool(result.summary["compiled"]), extra_seconds=result.extra_seconds
-    )
-    costs, forecast = fit_costs(costs, settings, result)
-    return Measured(
-        costs=costs, settings=settings, picklable=picklable, forecast=forecast, result=result, seconds=took
+    compiled = bool(result.summary["compiled"])
+    settings = replace(settings, compiled=compiled, extra_seconds=result.extra_seconds)
+    return Case(
+        costs=fit_costs(costs, settings, result),
+        settings=settings,
+        timesteps=config.timesteps,
+        steps_per_second=result.steps_per_second,
+        learner_busy=result.learner_busy,
+        phases=result.phases,
+        metrics=result.metrics,
+        network_arch=config.network.network_arch,
+        eval_every=config.eval_every,
+        checkpoint_every=config.checkpoint_every,
+        device_utilization=result.summary.get("device_utilization"),
     )
 
 
-def measure_costs(agent: Agent, tell: Callable[[str], None] = lambda _: None) -> tuple[Costs, bool]:
-    """The costs of env, policy and learner on this machine, and whether the env can be made in another process."""
+def measure_costs(agent: Agent, tell: Callable[[str], None] = lambda _: None) -> Costs:
+    """The costs of env, policy and learner on this machine."""
     info, config, policy = agent.env_info(), agent.config, agent.policy
     tell("stepping envs")
-    costs, picklable = Costs(wait=(0.0,), compute=(0.0,), act=((1, 0.0),)), True
+    costs = Costs(wait=(0.0,), compute=(0.0,))
     if not info.batched:
-        steps = time_steps(
+        costs = time_steps(
             info.factory,
             policy.action,
             seed=config.seed,
@@ -91,27 +87,19 @@ def measure_costs(agent: Agent, tell: Callable[[str], None] = lambda _: None) ->
             max_steps=SAMPLES,
             max_seconds=ENV_SECONDS,
         )
-        costs = replace(costs, wait=steps.wait, compute=steps.compute, slowness=steps.slowness)
-        picklable = steps.picklable
     tell("acting")
     sizes = {1, 8, max(config.n_envs // 2, 1), config.n_envs, 4 * config.n_envs}
     costs = replace(costs, act=acting_times(policy, sizes))
     tell("learning")
-    learner = config.descriptor.make_learner(
-        policy.model, config.algorithm, n_envs=config.n_envs, seed=0, clock=PhaseClock()
-    )
-    if config.compile == "auto":
-        learner.use_fused()
-    timed = UpdateProbe(config=config, policy=policy, learner=learner)
-    n_threads, size = learner.threads(agent.machine.cores), config.algorithm.batch_size
+    probe = UpdateProbe.of_copy(config, policy)
+    n_threads, size = probe.learner.threads(agent.machine.cores), config.algorithm.batch_size
     largest = min(4 * size, max(config.total_batch, size))
-    costs = replace(
+    return replace(
         costs,
-        update=timed.eager(n_threads, TINY, size, largest, launch=timed.launch_seconds()),
-        compiled=timed.fast(n_threads),
+        update=probe.eager(n_threads, TINY, size, largest, launch=probe.launch_seconds()),
+        compiled=probe.fast(n_threads),
         passing=COROUTINE_SECONDS if info.is_async else THREAD_SECONDS,
     )
-    return costs, picklable
 
 
 def trainer_settings(agent: Agent) -> Settings:
@@ -164,24 +152,22 @@ def _medians(iterations: list[Mapping[str, float]]) -> dict[str, float]:
     return {name: statistics.median(column) for name, column in columns.items() if column}
 
 
-def fit_costs(costs: Costs, settings: Settings, result: BenchmarkResult) -> tuple[Costs, Forecast]:
+def fit_costs(costs: Costs, settings: Settings, result: BenchmarkResult) -> Costs:
     """The costs corrected by what a real lockstep run shows: the overhead around updates, and how long a step takes
     together with all that a collector, a thread or a worker adds to it."""
-    if not result.collect_rate or not result.learn_rate or settings.overlap:
-        return costs, simulate(costs, settings)
+    rate = result.collect_rate
+    if not rate or not result.learn_rate or settings.overlap:
+        return costs
     factor = settings.total_batch / result.learn_rate / learn_seconds(costs, settings)
     costs = replace(costs, learn_overhead=costs.learn_overhead * min(max(factor, 0.5), 4.0))
-    tried = [(costs, simulate(costs, settings))]
     name = {"thread": "passing", "async": "passing", "process": "handover"}.get(settings.executor)
     if name is not None:
         changed = [replace(costs, **{name: getattr(costs, name) * f}) for f in (0.5, 0.75, 1.5, 2.0, 3.0)]
     elif settings.executor == "batched":  # its steps were not timed
         own, n = at(costs.act, settings.n_envs) + costs.store, settings.n_envs
-        changed = [replace(costs, compute=(max(1 / result.collect_rate - own / n, 0.0),))]
+        changed = [replace(costs, compute=(max(1 / rate - own / n, 0.0),))]
     else:
-        f = min(max(tried[0][1].collect_rate / result.collect_rate, 0.5), 3.0)
+        f = min(max(simulate(costs, settings).collect_rate / rate, 0.5), 3.0)
         slower = replace(costs, store=costs.store * f, act=tuple((n, s * f) for n, s in costs.act))
         changed = [replace(slower, compute=tuple(c * f for c in costs.compute))]
-    tried += [(it, simulate(it, settings)) for it in changed]
-    rate = result.collect_rate
-    return min(tried, key=lambda pair: abs(math.log(pair[1].collect_rate / rate)))
+    return min([costs, *changed], key=lambda it: abs(math.log(simulate(it, settings).collect_rate / rate)))

@@ -56,15 +56,17 @@ class Trial:
     @property
     def as_predicted(self) -> Trial:
         """The trial as if it had been run and reached its prediction."""
-        way = self.settings
-        start = 2 * START_SECONDS if way.starts_processes else 0.5
-        seconds = start + TRIAL_SECONDS + 2 * way.total_batch / self.predicted
+        start = 2 * START_SECONDS if self.settings.starts_processes else 0.5
+        seconds = start + TRIAL_SECONDS + 2 * self.settings.total_batch / self.predicted
         return replace(self, measured=self.predicted, seconds=seconds)
 
     @property
     def words(self) -> str:
-        """It in words."""
+        """The way to run in words."""
         return f"{self.settings.n_envs} envs × {self.settings.n_steps} steps, {describe(self.settings)}"
+
+    def __str__(self) -> str:
+        return f"{self.measured:,.0f} steps/s, learner busy {100 * self.learner_busy:.0f} %: {self.words}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,19 +81,11 @@ class Tuned:
     n_considered: int
 
     def __str__(self) -> str:
-        before, best = self.before, self.best
-        lines = [
-            f"before  {before.measured:,.0f} steps/s, learner busy {100 * before.learner_busy:.0f} %: {before.words}",
-            f"after   {best.measured:,.0f} steps/s, learner busy {100 * best.learner_busy:.0f} %: {best.words}",
-        ]
-        if best is before:
-            lines[1] = "after   the same: nothing tried was faster"
-        else:
-            lines.append(f"gain    {best.measured / before.measured:.2f} ×")
-        lines.append(
-            f"took    {self.seconds:.0f} s: {self.n_considered} ways simulated, {len(self.trials)} of them run"
-        )
-        return "\n".join(lines)
+        after = f"{self.best}\ngain    {self.best.measured / self.before.measured:.2f} ×"
+        if self.best is self.before:
+            after = "the same: nothing tried was faster"
+        took = f"{self.seconds:.0f} s: {self.n_considered} ways simulated, {len(self.trials)} of them run"
+        return f"before  {self.before}\nafter   {after}\ntook    {took}"
 
 
 def tune(
@@ -110,19 +104,13 @@ def tune(
 
     told("measuring env, policy and learner")
     agent = Agent(env, **settings)
-    measured = measure(agent, TRIAL_SECONDS, told)
+    case = measure(agent, TRIAL_SECONDS, told)
     agent.close()
-    now = replace(measured.settings, extra_seconds=0.0)
-    before = Trial(
-        settings=now,
-        config={},
-        predicted=measured.forecast.steps_per_second,
-        measured=measured.result.steps_per_second,
-        learner_busy=measured.result.learner_busy,
-        seconds=measured.seconds,
-    )
+    now = replace(case.settings, extra_seconds=0.0)
+    before = Trial(settings=now, config={}, predicted=case.now.steps_per_second).as_predicted
+    before = replace(before, measured=case.steps_per_second, learner_busy=case.learner_busy)
     told("simulating")
-    simulated = _simulate_all(measured.costs, now, allow_learning_changes, picklable=measured.picklable)
+    simulated = _simulate_all(case.costs, now, allow_learning_changes)
     trials = [before]
     while candidate := _most_promising(simulated, trials):
         expected = candidate.as_predicted
@@ -152,7 +140,7 @@ def tune(
     )
 
 
-def _simulate_all(costs: Costs, now: Settings, learning: bool, *, picklable: bool) -> list[Trial]:
+def _simulate_all(costs: Costs, now: Settings, learning: bool) -> list[Trial]:
     """Every other way and number of envs with the predicted speed."""
     return [
         Trial(
@@ -162,7 +150,7 @@ def _simulate_all(costs: Costs, now: Settings, learning: bool, *, picklable: boo
         )
         for shape in _shapes(now, learning)
         for overlap in (False, True)
-        for way in candidates(costs, replace(shape, overlap=overlap), picklable=picklable)
+        for way in candidates(costs, replace(shape, overlap=overlap))
         if way != now
     ]
 
@@ -227,12 +215,8 @@ def _run(agent: Agent, trial: Trial) -> Trial:
         result = short_benchmark(changed, TRIAL_SECONDS)
     finally:
         changed.close()
-    return replace(
-        trial,
-        measured=result.steps_per_second,
-        learner_busy=result.learner_busy,
-        seconds=perf_counter() - began,
-    )
+    seconds = perf_counter() - began
+    return replace(trial, measured=result.steps_per_second, learner_busy=result.learner_busy, seconds=seconds)
 
 
 def _mean(first: Trial, second: Trial) -> Trial:

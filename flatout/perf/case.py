@@ -12,14 +12,14 @@ import numpy as np
 
 from flatout.perf.costs import COMPILED_PYTHON, Costs, Settings, UpdateCost
 from flatout.perf.decide import Decision, Request, decide, seconds_per_step
-from flatout.perf.simulate import FEW_ENV_STEPS, Forecast, simulate
+from flatout.perf.simulate import Forecast, simulate
 from flatout.runlog.samples import Samples
 
 THROTTLED_SHARE = 0.1
 """A card that gives a reason for throttling in this share of its samples is throttled."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Finding:
     """One bottleneck, its evidence and its remedy."""
 
@@ -49,8 +49,6 @@ class Case:
     settings: Settings
     timesteps: float = float("inf")
     """Env steps of the run, in which starting processes has to pay."""
-    picklable: bool = True
-    """Whether the env can be made in another process."""
     steps_per_second: float
     """Measured."""
     learner_busy: float
@@ -79,10 +77,9 @@ class Case:
 
     def decision(self, overlap: str) -> Decision:
         """How `train` would run this with `--executor auto` and this `--overlap`."""
-        base = replace(self.settings, n_collectors=1, in_subprocesses=False, n_workers=0)
-        kind = base.executor if base.executor in ("batched", "async") else ""
-        request = Request(timesteps=self.timesteps, overlap=overlap, env=kind, picklable=self.picklable)
-        return decide(request, base, self.costs, max_env_steps=FEW_ENV_STEPS)
+        kind = self.settings.executor if self.settings.executor in ("batched", "async") else ""
+        request = Request(timesteps=self.timesteps, overlap=overlap, env=kind)
+        return decide(request, self.settings.in_one_process, self.costs)
 
     @cached_property
     def best(self) -> Settings:
@@ -115,17 +112,10 @@ class Case:
         """A finding; its prediction is given, or that of other settings or costs."""
         if predicted is None and (settings is not None or costs is not None):
             predicted = self.predict(settings or self.settings, costs)
-        steps, busy = predicted or (None, None)
-        return Finding(
-            kind=kind,
-            what=what,
-            evidence=evidence,
-            change=change,
-            flags=flags,
-            steps_per_second=steps,
-            learner_busy=busy,
-            gain=steps / self.steps_per_second if steps else None,
-        )
+        if predicted is None:
+            return Finding(kind, what, evidence, change, flags)
+        gain = predicted[0] / self.steps_per_second
+        return Finding(kind, what, evidence, change, flags, *predicted, gain)
 
     def with_envs(self, n_envs: int) -> Settings:
         """The settings with so many envs, and the same total batch if that is possible."""
@@ -149,7 +139,6 @@ def case_of_run(
         costs=_costs(summary, settings),
         settings=settings,
         timesteps=float(summary["env_steps"]),
-        picklable=summary["measured"].get("picklable") is not False,
         steps_per_second=float(summary["steps_per_second"]),
         learner_busy=float(summary["learner_busy"]),
         phases={name: seconds / wall for name, seconds in summary["phases"].items()},
@@ -202,6 +191,7 @@ def _costs(summary: Mapping[str, Any], settings: Settings) -> Costs:
     return Costs(
         wait=(step * (1 - share),),
         compute=(step * share,),
+        picklable=measured.get("picklable") is not False,
         act=((max(settings.n_envs // settings.n_collectors, 1), max(acting, 1e-6)),),
         update=cost,
         compiled=cost if settings.compiled else None,

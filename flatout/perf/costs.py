@@ -7,7 +7,7 @@ here, with the measurement it comes from (2 cores of an AMD EPYC, Python 3.11, t
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flatout.device.machine import torch_threads
 
@@ -96,8 +96,10 @@ class Costs:
     compute: tuple[float, ...]
     """The same steps: seconds on a core."""
     slowness: tuple[float, ...] = (1.0,)
-    """Each env's step time ÷ that of the median env."""
-    act: Points
+    """Each env's mean step time ÷ that of the median env; 1 unless it is more than twice as slow."""
+    picklable: bool = True
+    """Whether the env can be made in another process."""
+    act: Points = ((1, 0.0),)
     """Acting, by number of observations."""
     update: UpdateCost = NO_UPDATE
     compiled: UpdateCost | None = None
@@ -177,6 +179,11 @@ class Settings:
     def starts_processes(self) -> bool:
         """Whether the run starts other processes."""
         return self.in_subprocesses or self.executor == "process"
+
+    @property
+    def in_one_process(self) -> Settings:
+        """The simplest way to run it: one env after the other."""
+        return replace(self, executor="serial", n_collectors=1, in_subprocesses=False, n_workers=0)
 
 
 def update_cost(costs: Costs, settings: Settings) -> UpdateCost:

@@ -10,24 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 from flatout.errors import FlatoutError
 from flatout.executors.base import Plan
-from flatout.perf.costs import (
-    MAX_WAITING_WORKERS,
-    START_SECONDS,
-    WORKERS_PER_CORE,
-    WORTH,
-    Costs,
-    Settings,
-)
-from flatout.perf.simulate import (
-    MAX_ENV_STEPS,
-    collect_seconds,
-    iteration_seconds,
-    lockstep_seconds,
-)
+from flatout.perf.costs import MAX_WAITING_WORKERS, START_SECONDS, WORKERS_PER_CORE, WORTH, Costs, Settings
+from flatout.perf.simulate import FEW_ENV_STEPS, collect_seconds, iteration_seconds, lockstep_seconds
 
 MIN_UPDATES = 10_000
 """A run with fewer updates is over before subprocess collectors have paid for their start."""
@@ -54,8 +43,6 @@ class Request:
     """`batched` or `async` for such envs."""
     where: str = ""
     """Where a batched env steps."""
-    picklable: bool = True
-    """Whether the env can be made in another process."""
     subprocess_collectors: bool = True
     """Whether there is a policy to act in other processes."""
     began_overlapped: bool | None = None
@@ -83,27 +70,25 @@ def decide(
     *,
     with_updates: Callable[[], Costs] | None = None,
     remember: Callable[[Callable[[], float]], float] = lambda measure: measure(),
-    max_env_steps: int = MAX_ENV_STEPS,
 ) -> Decision:
     """Rank the ways to step the envs, decide on overlap, rank again if it is on.
 
     `costs`: None if nothing was measured. `with_updates` measures updates too; it is called only if they matter.
     """
-    model = _Model(costs, with_updates, max_env_steps)
-    lockstep = _possible(request, settings, costs, overlap=False)
+    known = costs or Costs(wait=(0.0,), compute=(0.0,))
+    speeds = _Speeds(known, with_updates)
+    lockstep = _possible(request, replace(settings, overlap=False), known)
     if len(lockstep) > 1:
-        ranked = model.rank(lockstep, request.timesteps, learning=False)
+        ranked = _rank(lockstep, request.timesteps, speeds.collecting)
         # Learning makes the difference smaller: does it still pay?
-        lockstep = ranked if ranked[0] == lockstep[0] else model.rank(lockstep, request.timesteps)
-    beside = _possible(request, settings, costs, overlap=True)
-    waits = request.env == "async" or (costs is not None and costs.waits and request.executor != "serial")
+        lockstep = ranked if ranked[0] == lockstep[0] else _rank(lockstep, request.timesteps, speeds.running)
+    beside = _possible(request, replace(settings, overlap=True), known)
+    waits = request.env == "async" or (known.waits and request.executor != "serial")
 
     def gain() -> float:
         if costs is None or settings.on_device:
             return math.inf  # an async env, or a learner that needs no core
-        return remember(
-            lambda: max(map(model.steps_per_second, beside)) / model.steps_per_second(lockstep[0])
-        )
+        return remember(lambda: max(map(speeds.running, beside)) / speeds.running(lockstep[0]))
 
     spare = any(way.in_subprocesses for way in beside)
     overlap, reason = decide_overlap(request, settings, waits=waits, cores_to_spare=spare, gain=gain)
@@ -112,101 +97,75 @@ def decide(
     ways = lockstep
     if overlap:
         if len(beside) > 1:
-            beside = model.rank(beside, request.timesteps)
+            beside = _rank(beside, request.timesteps, speeds.running)
         ways = beside + [replace(way, overlap=True) for way in lockstep]
-    if request.n_collectors and any(way.in_subprocesses for way in ways):
+    collectors = next((way for way in ways if way.in_subprocesses), None)
+    if request.n_collectors and collectors is not None:
         n = min(request.n_collectors, settings.n_envs)
-        asked = next(way for way in ways if way.in_subprocesses)
-        ways = [replace(asked, n_collectors=n), *ways]
+        ways = [replace(collectors, n_collectors=n), *ways]
     ways = list(dict.fromkeys(ways))
-    plans = [_plan(way, request, model) for way in ways]
-    if (
-        plans
-        and request.executor == "auto"
-        and plans[0].steps_per_second
-        and ways[0] == _in_one_process(settings)
-    ):
+    plans = [_plan(way, request, known, speeds) for way in ways]
+    alone = bool(ways) and ways[0] == settings.in_one_process
+    if alone and request.executor == "auto" and plans[0].steps_per_second:
         plans[0] = replace(plans[0], reason=f"{plans[0].reason}; more processes would not pay")
     return Decision(plans=plans, ways=ways, overlap=overlap, overlap_reason=reason)
 
 
-class _Model:
-    """The predicted speed of ways to run, each simulated once; updates are measured only if a prediction needs them."""
+class _Speeds:
+    """Predicted steps/s, each simulated once; updates are measured only if a prediction needs them."""
 
-    def __init__(
-        self, costs: Costs | None, with_updates: Callable[[], Costs] | None, max_env_steps: int
-    ) -> None:
-        self.costs = costs
-        self._with_updates, self._max_env_steps = with_updates, max_env_steps
-        self._collect: dict[Settings, float] = {}
-        self._overlapped: dict[Settings, float] = {}
+    def __init__(self, costs: Costs, with_updates: Callable[[], Costs] | None) -> None:
+        self._complete = cache(with_updates or (lambda: costs))
+        self._collect = cache(lambda way: collect_seconds(costs, way, FEW_ENV_STEPS))
+        self._beside = cache(lambda way: iteration_seconds(self._complete(), way, FEW_ENV_STEPS)[0])
 
-    def _complete(self) -> Costs:
-        if self._with_updates is not None:
-            self.costs, self._with_updates = self._with_updates(), None
-        assert self.costs is not None, "nothing is predicted without costs"
-        return self.costs
+    def collecting(self, way: Settings) -> float:
+        """Of collecting while nobody learns."""
+        return way.total_batch / self._collect(way)
 
-    def collect_rate(self, way: Settings) -> float:
-        """Steps/s of collecting while nobody learns."""
-        assert self.costs is not None, "nothing is predicted without costs"
-        if way not in self._collect:
-            self._collect[way] = collect_seconds(self.costs, way, self._max_env_steps)
-        return way.total_batch / self._collect[way]
-
-    def steps_per_second(self, way: Settings) -> float:
-        """Steps/s of the run."""
-        costs = self._complete()
-        if not way.overlap:
-            return way.total_batch / lockstep_seconds(costs, way, way.total_batch / self.collect_rate(way))
-        if way not in self._overlapped:
-            self._overlapped[way], _ = iteration_seconds(costs, way, self._max_env_steps)
-        return way.total_batch / self._overlapped[way]
-
-    def rank(self, ways: list[Settings], timesteps: float, *, learning: bool = True) -> list[Settings]:
-        """The ways by the time of the whole run; the simplest before all others unless the best is worth more."""
-        rate = self.steps_per_second if learning else self.collect_rate
-        seconds = {way: seconds_per_step(rate(way), way, timesteps) for way in ways}
-        best = min(ways, key=lambda way: seconds[way])
-        if seconds[ways[0]] <= WORTH * seconds[best]:
-            best = ways[0]
-        return sorted(ways, key=lambda way: (way is not best, seconds[way]))
+    def running(self, way: Settings) -> float:
+        """Of the run."""
+        if way.overlap:
+            return way.total_batch / self._beside(way)
+        return way.total_batch / lockstep_seconds(self._complete(), way, self._collect(way))
 
 
-def _possible(request: Request, settings: Settings, costs: Costs | None, *, overlap: bool) -> list[Settings]:
+def _rank(ways: list[Settings], timesteps: float, rate: Callable[[Settings], float]) -> list[Settings]:
+    """The ways by the time of the whole run; the simplest before all others unless the best is worth more."""
+    seconds = {way: seconds_per_step(rate(way), way, timesteps) for way in ways}
+    best = min(ways, key=lambda way: seconds[way])
+    if seconds[ways[0]] <= WORTH * seconds[best]:
+        best = ways[0]
+    return sorted(ways, key=lambda way: (way is not best, seconds[way]))
+
+
+def _possible(request: Request, settings: Settings, costs: Costs) -> list[Settings]:
     """The ways that the env and the request allow, simplest first."""
-    executor, settings = request.executor, replace(settings, overlap=overlap)
+    executor, plain, n_envs = request.executor, settings.in_one_process, settings.n_envs
     if request.env:
         if executor not in ("auto", request.env):
             article = "a" if request.env == "batched" else "an"
             raise FlatoutError(f"--executor {executor} cannot run {article} {request.env} env; use auto")
-        return [replace(settings, executor=request.env)]
+        return [replace(plain, executor=request.env)]
     if executor == "batched":
         raise FlatoutError("--executor batched is for envs that step N at once; this env does not, use auto")
     if executor == "async":
         raise FlatoutError(
             "--executor async is for envs with async def reset and step; this env has none, use auto"
         )
-    plain = _in_one_process(settings)
-    n_workers = min(request.n_workers, settings.n_envs)
     if executor == "thread":
-        return [replace(plain, executor="thread", n_workers=settings.n_envs)]
-    if executor not in ("auto", "process"):
-        return [replace(plain, executor=executor)]
-    assert costs is not None, "executors to choose from are measured"
+        return [replace(plain, executor="thread", n_workers=n_envs)]
     if executor == "process":
-        if not request.picklable or settings.n_envs == 1:
-            return []
-        return [replace(plain, executor="process", n_workers=n_workers or env_workers(costs, settings))]
-    ways = candidates(costs, plain, picklable=request.picklable)
-    ways = (way for way in ways if request.subprocess_collectors or not way.in_subprocesses)
-    return [
-        replace(way, n_workers=n_workers or way.n_workers) if way.executor == "process" else way
-        for way in ways
-    ]
+        ways = [_in_workers(costs, plain)] if costs.picklable and n_envs > 1 else []
+    elif executor == "auto":
+        ways = [w for w in candidates(costs, plain) if request.subprocess_collectors or not w.in_subprocesses]
+    else:
+        return [replace(plain, executor=executor)]
+    n_workers = min(request.n_workers, n_envs)
+    return [replace(w, n_workers=n_workers or w.n_workers) if w.executor == "process" else w for w in ways]
 
 
-def candidates(costs: Costs, settings: Settings, *, picklable: bool = True) -> Iterator[Settings]:
+def candidates(costs: Costs, settings: Settings) -> Iterator[Settings]:
     """Every sensible way to step these envs with this overlap, simplest first.
 
     Collecting in a thread beside the learner is left out for envs that compute: the two would share Python's lock.
@@ -216,29 +175,24 @@ def candidates(costs: Costs, settings: Settings, *, picklable: bool = True) -> I
         if settings.executor == "async" or not settings.overlap:
             yield settings
         return
-    plain = _in_one_process(settings)
+    plain = settings.in_one_process
     if not settings.overlap or settings.on_device:
         yield plain
     if costs.waits:
         yield replace(plain, executor="thread", n_workers=n_envs)
-    if not picklable or n_envs == 1 or (n_cores == 1 and not costs.waits):
+    if not costs.picklable or n_envs == 1 or (n_cores == 1 and not costs.waits):
         return
     if n_cores > 1 and not settings.on_device:
         sizes = {n_cores - 1, n_cores} if settings.overlap else {n_cores}
         for n in sorted({min(n, n_envs) for n in sizes}):
             yield replace(plain, in_subprocesses=True, n_collectors=n)
-    yield replace(plain, executor="process", n_workers=env_workers(costs, settings))
+    yield _in_workers(costs, plain)
 
 
-def _in_one_process(settings: Settings) -> Settings:
-    """The simplest way: one env after the other."""
-    return replace(settings, executor="serial", n_collectors=1, in_subprocesses=False, n_workers=0)
-
-
-def env_workers(costs: Costs, settings: Settings) -> int:
-    """Worker processes of a `process` executor: two per core, or one per env for envs that wait."""
-    most = MAX_WAITING_WORKERS if costs.waits else WORKERS_PER_CORE * settings.n_cores
-    return min(settings.n_envs, most)
+def _in_workers(costs: Costs, plain: Settings) -> Settings:
+    """Envs in worker processes: two per core, or one per env for envs that wait."""
+    most = MAX_WAITING_WORKERS if costs.waits else WORKERS_PER_CORE * plain.n_cores
+    return replace(plain, executor="process", n_workers=min(plain.n_envs, most))
 
 
 def seconds_per_step(steps_per_second: float, settings: Settings, timesteps: float) -> float:
@@ -277,19 +231,19 @@ def decide_overlap(
     return True, f"collectors and the learner run on different cores, {times:.1f} × as fast"
 
 
-def _plan(way: Settings, request: Request, model: _Model) -> Plan:
+def _plan(way: Settings, request: Request, costs: Costs, speeds: _Speeds) -> Plan:
     rate = 0.0
     if request.env == "batched":
         reason = f"the env steps {way.n_envs} at once {request.where}"
     elif request.env == "async":
         reason = f"the env is async: {way.n_envs} envs in flight on one event loop"
-    elif model.costs is None or request.executor not in ("auto", "thread", "process"):
+    elif request.executor not in ("auto", "thread", "process"):
         reason = f"asked for with --executor {way.executor}"
     elif way.in_subprocesses and way.n_collectors == request.n_collectors:
         reason = f"asked for with --n-collectors {request.n_collectors}"
     else:
-        rate = model.steps_per_second(way) if way.overlap else model.collect_rate(way)
-        reason = _reason(way, model, model.costs, rate)
+        rate = speeds.running(way) if way.overlap else speeds.collecting(way)
+        reason = _reason(way, costs, speeds, rate)
     return Plan(
         kind=way.executor,
         n_collectors=way.n_collectors,
@@ -300,13 +254,13 @@ def _plan(way: Settings, request: Request, model: _Model) -> Plan:
     )
 
 
-def _reason(way: Settings, model: _Model, costs: Costs, rate: float) -> str:
+def _reason(way: Settings, costs: Costs, speeds: _Speeds, rate: float) -> str:
     cores = f" on {way.n_cores} cores" if way.in_subprocesses else ""
     if way.overlap:
         return f"{stepping(way)} beside the learner{cores}, about {rate:,.0f} steps/s"
     step = f"a step takes {duration(costs.step_seconds)}" + (", mostly waiting" if costs.waits else "")
-    serial = _in_one_process(way)
-    gain = "" if way == serial else f", {rate / model.collect_rate(serial):.1f} × one process"
+    serial = way.in_one_process
+    gain = "" if way == serial else f", {rate / speeds.collecting(serial):.1f} × one process"
     return f"{step}: {stepping(way)}{cores}, collecting about {rate:,.0f} steps/s{gain}"
 
 

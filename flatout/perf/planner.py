@@ -24,8 +24,8 @@ from flatout.models.actor import make_actor
 from flatout.models.policy import Policy
 from flatout.perf.costs import COMPILED_PYTHON, Costs, Points, Settings, UpdateCost, rising
 from flatout.perf.decide import Decision, Request, decide
-from flatout.perf.probe import StepTimes, time_steps
-from flatout.perf.simulate import FEW_ENV_STEPS
+from flatout.perf.probe import time_steps
+from flatout.timing import PhaseClock
 
 NARROW = 8
 """Units per layer of a network whose update is nothing but launching operations."""
@@ -42,12 +42,8 @@ def acting_seconds(policy: Policy, n_obs: int) -> float:
     """Seconds the policy takes to act on `n_obs` observations."""
     actor = make_actor(policy.model, n_obs, policy.device)
     noise = np.zeros((n_obs, policy.action.noise_size), np.float32)
-    actions, log_prob = (
-        np.zeros((n_obs, policy.action.size), policy.action.dtype),
-        np.zeros(n_obs, np.float32),
-    )
-    obs = policy.obs.alloc(n_obs)
-    times = []
+    actions = np.zeros((n_obs, policy.action.size), policy.action.dtype)
+    obs, log_prob, times = policy.obs.alloc(n_obs), np.zeros(n_obs, np.float32), []
     with on_threads(1):
         for _ in range(7):
             began = perf_counter()
@@ -58,11 +54,15 @@ def acting_seconds(policy: Policy, n_obs: int) -> float:
 
 def faster_device(policy: Policy, n_envs: int) -> torch.device:
     """The device on which the policy acts faster on this many envs: its own, or the CPU."""
-    cpu = torch.device("cpu")
     if policy.device.type == "cpu":
-        return cpu
-    copied = replace(policy, model=copy.deepcopy(policy.model).to(cpu), device=cpu)
-    return cpu if acting_seconds(copied, n_envs) < acting_seconds(policy, n_envs) else policy.device
+        return policy.device
+    return min(policy, copied_to_cpu(policy), key=lambda it: acting_seconds(it, n_envs)).device
+
+
+def copied_to_cpu(policy: Policy) -> Policy:
+    """The same policy on the CPU."""
+    cpu = torch.device("cpu")
+    return replace(policy, model=copy.deepcopy(policy.model).to(cpu), device=cpu)
 
 
 @contextmanager
@@ -86,7 +86,7 @@ def fastest(call: Callable[[], Any], n_times: int = 4) -> float:
     return min(times)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class UpdateProbe:
     """Times updates of a learner without learning anything."""
 
@@ -94,6 +94,16 @@ class UpdateProbe:
     policy: Policy
     learner: Learner[Any]
     precision: str = "fp32"
+
+    @classmethod
+    def of_copy(cls, config: RunConfig, policy: Policy) -> UpdateProbe:
+        """With a learner of its own."""
+        learner = config.descriptor.make_learner(
+            policy.model, config.algorithm, n_envs=config.n_envs, seed=0, clock=PhaseClock()
+        )
+        if config.compile == "auto":
+            learner.use_fused()
+        return cls(config, policy, learner)
 
     def form(self, n_threads: int) -> str:
         """The backend of the run's updates: `fused`, `compiled` (if that is in the cache) or `eager`."""
@@ -105,6 +115,10 @@ class UpdateProbe:
     def _compiled_path(self, n_threads: int) -> Path:
         spec = self.config.learner_spec(self.policy.obs, self.policy.action)
         return cached_path(Recipe(spec=spec, device="cpu", precision=self.precision, n_threads=n_threads))
+
+    def seconds(self, n_threads: int) -> UpdateCost:
+        """The update as the run does it."""
+        return self.fast(n_threads) or self.eager(n_threads, self.config.algorithm.batch_size)
 
     def fast(self, n_threads: int) -> UpdateCost | None:
         """The update by a backend other than eager; None if there is none."""
@@ -119,7 +133,7 @@ class UpdateProbe:
             seconds = fastest(step)
         return UpdateCost(python=min(COMPILED_PYTHON, seconds), points=((size, seconds),))
 
-    def eager(self, n_threads: int, *sizes: int, launch: float | None = None) -> UpdateCost:
+    def eager(self, n_threads: int, *sizes: int, launch: float = 0.0) -> UpdateCost:
         """The eager update, for minibatches of these sizes; `launch`: seconds of launching it, if known."""
         update, points = self.learner.update, []
         n_samples = update.parts.n_rows
@@ -132,7 +146,7 @@ class UpdateProbe:
         finally:
             update.parts.n_rows = n_samples
         rest = rising(tuple(points))
-        return UpdateCost(python=min(launch or 0.0, rest[-1][1]), points=rest)
+        return UpdateCost(python=min(launch, rest[-1][1]), points=rest)
 
     def launch_seconds(self) -> float:
         """Seconds of launching an update: of a network as deep, but so narrow that it computes next to nothing."""
@@ -144,97 +158,62 @@ class UpdateProbe:
         return fastest(partial(learner.update.eager_step, batch), 8)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunPlanner:
-    """Measures what a decision about a run needs, and decides."""
+def plan_run(
+    probe: UpdateProbe, env: EnvInfo, n_cores: int, timesteps: int, overlapped: bool | None = None
+) -> Decision:
+    """How to run so many env steps. `overlapped`: how the run began, if it is resumed."""
+    config, policy, learner = probe.config, probe.policy, probe.learner
+    kind = "batched" if env.batched else "async" if env.is_async else ""
+    measured: dict[str, Any] = {"step_seconds": None, "compute_share": None, "launch_seconds": None}
+    costs: Costs | None = None
+    if not kind and (config.executor in ("auto", "thread", "process") or config.overlap == "auto"):
+        costs = time_steps(env.factory, policy.action, seed=config.seed)
+        least = 1 if costs.waits else max(config.n_envs // n_cores, 1)
+        costs = replace(costs, act=acting_times(policy, {least, config.n_envs}))
+        measured |= {"step_seconds": costs.step_seconds, "compute_share": costs.compute_share}
+        measured["picklable"] = costs.picklable
 
-    config: RunConfig
-    env: EnvInfo
-    policy: Policy
-    learner: Learner[Any]
-    n_cores: int
-    n_steps: int
-    """Env steps the run is for."""
-    precision: str
-
-    def decide(self, overlapped: bool | None = None) -> Decision:
-        """How to run. `overlapped`: how the run began, if it is resumed."""
-        config, env = self.config, self.env
-        kind = "batched" if env.batched else "async" if env.is_async else ""
-        measured: dict[str, Any] = {"step_seconds": None, "compute_share": None, "launch_seconds": None}
-        costs: Costs | None = None
-        picklable = True
-        if not kind and (config.executor in ("auto", "thread", "process") or config.overlap == "auto"):
-            steps = time_steps(env.factory, self.policy.action, seed=config.seed)
-            picklable = steps.picklable
-            costs = self._costs(steps)
-            measured |= {"step_seconds": costs.step_seconds, "compute_share": costs.compute_share}
-            measured["picklable"] = picklable
-
-        def with_updates() -> Costs:
-            assert costs is not None
-            full = self._with_updates(costs)
-            measured["launch_seconds"] = full.update.python if costs.waits else None
-            return full
-
-        request = Request(
-            timesteps=self.n_steps,
-            executor=config.executor,
-            n_collectors=config.n_collectors,
-            n_workers=config.n_workers,
-            overlap=config.overlap,
-            env=kind,
-            where="in NumPy" if env.batched == "numpy" else f"as tensors on {env.device}",
-            picklable=picklable,
-            began_overlapped=overlapped,
-        )
-        settings = settings_of(config, self.policy, self.n_cores)
-        found = decide(
-            request,
-            settings,
-            costs,
-            with_updates=None if settings.on_device else with_updates,
-            remember=self._remember,
-            max_env_steps=FEW_ENV_STEPS,
-        )
-        return replace(found, measured=measured)
-
-    def _costs(self, steps: StepTimes) -> Costs:
-        """Steps and acting."""
-        n_envs = self.config.n_envs
-        costs = Costs(wait=steps.wait, compute=steps.compute, act=((1, 0.0),))
-        least = 1 if costs.waits else max(n_envs // self.n_cores, 1)
-        return replace(costs, act=acting_times(self.policy, {least, n_envs}))
-
-    def _with_updates(self, costs: Costs) -> Costs:
+    def with_updates() -> Costs:
         """The costs with those of updates, in the form that the run will use."""
-        alone, beside = (self.learner.threads(self.n_cores, n_taken) for n_taken in (0, 1))
-        size, timed = self.config.algorithm.batch_size, self._updates()
-        cost = {n: timed.fast(n) or timed.eager(n, size) for n in {alone, beside}}
-        if costs.waits and timed.form(alone) == "eager":  # envs on threads share Python's lock with it
-            launch = timed.launch_seconds()
+        assert costs is not None
+        alone, beside = (learner.threads(n_cores, n_taken) for n_taken in (0, 1))
+        size, cost = config.algorithm.batch_size, {n: probe.seconds(n) for n in {alone, beside}}
+        if costs.waits and probe.form(alone) == "eager":  # envs on threads share Python's lock with it
+            launch = probe.launch_seconds()
             cost = {n: replace(it, python=min(launch, it.seconds(size))) for n, it in cost.items()}
+        measured["launch_seconds"] = cost[alone].python if costs.waits else None
         return replace(costs, update=cost[alone], beside=cost[beside] if beside != alone else None)
 
-    def _updates(self) -> UpdateProbe:
-        return UpdateProbe(
-            config=self.config, policy=self.policy, learner=self.learner, precision=self.precision
-        )
-
-    def _remember(self, measure: Callable[[], float]) -> float:
+    def remember(measure: Callable[[], float]) -> float:
         """The gain of overlap, measured once for everything it depends on; `rule` is that of working it out."""
-        config, it = self.config, self.config.algorithm
+        it = config.algorithm
         facts = {
             "rule": 8,
             "env": [config.env, config.env_kwargs, config.executor],
             "algorithm": [config.algo, config.n_envs, it.n_steps, it.batch_size],
             "updates": config.updates_per_iteration,
             "network": list(config.network.network_arch),
-            "cores": self.n_cores,
+            "cores": n_cores,
             "compile": config.compile,
-            "update": self._updates().form(self.learner.threads(self.n_cores, 1)),
+            "update": probe.form(learner.threads(n_cores, 1)),
         }
         return remembered(facts, measure)
+
+    request = Request(
+        timesteps=timesteps,
+        executor=config.executor,
+        n_collectors=config.n_collectors,
+        n_workers=config.n_workers,
+        overlap=config.overlap,
+        env=kind,
+        where="in NumPy" if env.batched == "numpy" else f"as tensors on {env.device}",
+        began_overlapped=overlapped,
+    )
+    settings = settings_of(config, policy, n_cores)
+    updates = None if settings.on_device else with_updates
+    return replace(
+        decide(request, settings, costs, with_updates=updates, remember=remember), measured=measured
+    )
 
 
 def settings_of(config: RunConfig, policy: Policy, n_cores: int) -> Settings:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass
 from itertools import count
 from time import perf_counter, thread_time
 from typing import Any
@@ -19,7 +18,6 @@ from flatout.envs.wrappers import blocking
 from flatout.errors import one_line
 from flatout.perf.costs import Costs, Settings
 from flatout.perf.decide import Request, decide
-from flatout.perf.simulate import FEW_ENV_STEPS
 
 try:
     import resource
@@ -35,20 +33,6 @@ MAKE_VEC_STEPS = 1_000_000
 _UNKNOWN = count()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepTimes:
-    """Measured steps of one or several envs."""
-
-    wait: tuple[float, ...]
-    """Seconds of each step in which nothing was computed."""
-    compute: tuple[float, ...]
-    """Seconds of the same steps on a core, resets at episode ends included."""
-    slowness: tuple[float, ...] = (1.0,)
-    """Each env's mean step time ÷ the median env's; 1 unless it is more than twice as slow."""
-    picklable: bool = True
-    """Whether the env can be made in another process."""
-
-
 def time_steps(
     factory: EnvFactory,
     action: ActionLayout,
@@ -57,8 +41,8 @@ def time_steps(
     n_envs: int = 1,
     max_steps: int = 300,
     max_seconds: float = 1.0,
-) -> StepTimes:
-    """Step envs of its own with random actions for a moment, in turn, and time each step."""
+) -> Costs:
+    """Step envs of its own with random actions for a moment, in turn: the costs of stepping, resets included."""
     envs: list[gym.Env[Any, Any]] = []
     rng = np.random.default_rng(seed)
     began = perf_counter()
@@ -81,12 +65,12 @@ def time_steps(
     finally:
         for env in envs:
             env.close()
-    return StepTimes(
-        wait=tuple(waits),
-        compute=tuple(computes),
-        slowness=tuple(slowness),
-        picklable=_is_picklable(factory),
-    )
+    picklable = True
+    try:
+        cloudpickle.dumps(factory)
+    except Exception:
+        picklable = False
+    return Costs(wait=tuple(waits), compute=tuple(computes), slowness=tuple(slowness), picklable=picklable)
 
 
 def _time_each(
@@ -142,14 +126,6 @@ def random_action(action: ActionLayout, rng: np.random.Generator) -> Array:
     return np.array([[rng.integers(n) for n in action.nvec]])
 
 
-def _is_picklable(factory: EnvFactory) -> bool:
-    try:
-        cloudpickle.dumps(factory)
-    except Exception:
-        return False
-    return True
-
-
 def rank_kinds(
     factory: EnvFactory, action_space: gym.Space[Any], n_envs: int, seed: int
 ) -> tuple[list[str], list[str]]:
@@ -157,13 +133,10 @@ def rank_kinds(
     if n_envs == 1:
         return ["serial"], []
     try:
-        steps = time_steps(factory, ActionLayout(action_space), seed=seed)
+        costs = time_steps(factory, ActionLayout(action_space), seed=seed)
     except Exception as error:
         return ["serial"], [f"the env could not be measured ({one_line(error)}); using serial"]
-    costs = Costs(wait=steps.wait, compute=steps.compute, act=((1, 0.0),))
     settings = Settings(n_envs=n_envs, n_steps=128, batch_size=1, n_cores=usable_cores())
-    request = Request(
-        timesteps=MAKE_VEC_STEPS, picklable=steps.picklable, overlap="off", subprocess_collectors=False
-    )
-    found = decide(request, settings, costs, max_env_steps=FEW_ENV_STEPS)
-    return [plan.kind for plan in found.plans], [f"executor {found.plans[0].kind}: {found.plans[0].reason}"]
+    request = Request(timesteps=MAKE_VEC_STEPS, overlap="off", subprocess_collectors=False)
+    plans = decide(request, settings, costs).plans
+    return [plan.kind for plan in plans], [f"executor {plans[0].kind}: {plans[0].reason}"]

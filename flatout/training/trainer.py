@@ -26,7 +26,7 @@ from flatout.executors.base import EXECUTORS, EnvSet, Executor, Plan, RestartBud
 from flatout.learning.compile import Compilation, Recipe
 from flatout.learning.learner import Learner
 from flatout.models.policy import Policy
-from flatout.perf.planner import RunPlanner, faster_device
+from flatout.perf.planner import UpdateProbe, faster_device, plan_run
 from flatout.timing import DeviceClock, PhaseClock
 from flatout.training.checkpoint import Checkpoint
 from flatout.training.evaluation import Evaluation, eval_executor, evaluate
@@ -78,16 +78,8 @@ class Trainer:
         self.learner.reserve()
         if config.eval_every and env.factory.is_instance:
             self.notes.append(EVAL_IN_PLACE)
-        planner = RunPlanner(
-            config=config,
-            env=env,
-            policy=policy,
-            learner=self.learner,
-            n_cores=n_cores,
-            n_steps=n_steps,
-            precision=self.precision,
-        )
-        self._decision = planner.decide(overlapped)
+        probe = UpdateProbe(config, policy, self.learner, self.precision)
+        self._decision = plan_run(probe, env, n_cores, n_steps, overlapped)
         self.overlap, self.overlap_reason = self._decision.overlap, self._decision.overlap_reason
         self.state.overlapped = self.overlap
         self.plan, self.collector, rollouts = self._first_that_starts(self._decision.plans)

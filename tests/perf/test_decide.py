@@ -16,7 +16,7 @@ from flatout.perf.case import Case
 from flatout.perf.costs import START_SECONDS, WORTH, Costs, Settings, UpdateCost
 from flatout.perf.decide import MIN_GAIN, MIN_UPDATES, Decision, Request, decide, decide_overlap
 from flatout.perf.findings import diagnose
-from flatout.perf.simulate import FEW_ENV_STEPS, simulate
+from flatout.perf.simulate import simulate
 
 FUSED = UpdateCost(python=0.05e-3, points=((64, 0.16e-3),))
 QUICK = Costs(wait=(0.0,), compute=(6e-6,), act=((8, 4e-6), (16, 6e-6)), update=FUSED)
@@ -31,7 +31,7 @@ LONG = 10_000_000
 
 
 def decided(costs: Costs | None, settings: Settings = SETTINGS, **request: Any) -> Decision:
-    return decide(Request(**({"timesteps": LONG} | request)), settings, costs, max_env_steps=FEW_ENV_STEPS)
+    return decide(Request(**({"timesteps": LONG} | request)), settings, costs)
 
 
 def words(decision: Decision) -> str:
@@ -48,7 +48,12 @@ DECISIONS: dict[str, tuple[Costs | None, Settings, dict[str, Any], str]] = {
     "a quick env stays in one process": (QUICK, SETTINGS, {}, "serial, lockstep"),
     "a heavy env gets a collector per core": (HEAVY, SETTINGS, {}, "2 collectors, lockstep"),
     "a short run starts no processes": (HEAVY, SETTINGS, {"timesteps": 2048}, "serial, lockstep"),
-    "an env that cannot be pickled stays here": (HEAVY, SETTINGS, {"picklable": False}, "serial, lockstep"),
+    "an env that cannot be pickled stays here": (
+        replace(HEAVY, picklable=False),
+        SETTINGS,
+        {},
+        "serial, lockstep",
+    ),
     "on one core nothing is to be gained": (HEAVY, ONE_CORE, {}, "serial, lockstep"),
     "one env is one process": (HEAVY, ONE_ENV, {}, "serial, lockstep"),
     "envs that wait get threads, beside learning": (
@@ -66,9 +71,9 @@ DECISIONS: dict[str, tuple[Costs | None, Settings, dict[str, Any], str]] = {
     ),
     "on one core waiting envs still wait at the same time": (WAITS, ONE_CORE, {}, "thread 16, lockstep"),
     "waiting envs that cannot be pickled get threads": (
-        WAITS,
+        replace(WAITS, picklable=False),
         SETTINGS,
-        {"picklable": False},
+        {},
         "thread 16, lockstep",
     ),
     "an async env has one executor": (None, SETTINGS, {"env": "async"}, "async, overlap"),
@@ -116,9 +121,9 @@ DECISIONS: dict[str, tuple[Costs | None, Settings, dict[str, Any], str]] = {
     "overlap is asked for": (QUICK, SETTINGS, {"overlap": "on"}, "1 collectors, overlap"),
     "overlap is asked for on one core": (QUICK, ONE_CORE, {"overlap": "on"}, "serial, overlap"),
     "overlap is asked for without pickle": (
-        QUICK,
+        replace(QUICK, picklable=False),
         SETTINGS,
-        {"overlap": "on", "picklable": False},
+        {"overlap": "on"},
         "serial, overlap",
     ),
     "overlap is refused": (WAITS, SETTINGS, {"overlap": "off"}, "thread 16, lockstep"),
@@ -170,7 +175,7 @@ def test_what_cannot_run_is_refused(request_: dict[str, Any], error: str) -> Non
 
 
 def test_an_env_that_cannot_be_pickled_has_no_plan_with_processes() -> None:
-    assert decided(HEAVY, executor="process", picklable=False).plans == []
+    assert decided(replace(HEAVY, picklable=False), executor="process").plans == []
 
 
 def test_other_plans_follow_in_case_the_first_cannot_start() -> None:

@@ -142,7 +142,7 @@ def test_a_cheaper_step_is_advised_only_if_steps_are_most_of_collecting() -> Non
 
 
 def test_an_env_that_cannot_be_pickled_is_not_told_to_use_processes() -> None:
-    assert "env computes" not in [f.kind for f in diagnose(case(BURNS, SETTINGS, picklable=False))]
+    assert "env computes" not in [f.kind for f in diagnose(case(replace(BURNS, picklable=False), SETTINGS))]
 
 
 def test_the_records_of_a_run_on_a_gpu_show_its_load(tmp_path: Path) -> None:

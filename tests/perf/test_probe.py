@@ -26,8 +26,7 @@ def crowd() -> Iterator[None]:
 
 
 def probed(env: type[Burn] | type[Wait], max_steps: int) -> Costs:
-    steps = time_steps(env_factory(env), ActionLayout(env.action_space), seed=0, max_steps=max_steps)
-    return Costs(wait=steps.wait, compute=steps.compute, act=((1, 0.0),))
+    return time_steps(env_factory(env), ActionLayout(env.action_space), seed=0, max_steps=max_steps)
 
 
 @pytest.mark.usefixtures("crowd")
