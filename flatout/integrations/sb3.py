@@ -7,7 +7,7 @@ Stable-Baselines3 is imported when the first one is made.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from operator import methodcaller
 from time import perf_counter
@@ -33,8 +33,7 @@ def make_vec_env(
     **options: Any,
 ) -> Any:
     """A Stable-Baselines3 `VecEnv` of `n_envs` copies of an env; `options` go to the executor."""
-    vec_env_type = _vec_env_type()
-    return vec_env_type(open_envs(env, n_envs, executor, seed or 0, env_kwargs, options), seed)
+    return _vec_env_type()(open_envs(env, n_envs, executor, seed or 0, env_kwargs, options), seed)
 
 
 @cache
@@ -130,14 +129,13 @@ class _ExecutorVecEnv:
         self, method_name: str, *method_args: Any, indices: int | Iterable[int] | None = None, **kwargs: Any
     ) -> list[Any]:
         """The result of the method for each env."""
-        return self.executor.apply(_CallMethod(method_name, method_args, kwargs), _places(indices))
+        return self.executor.apply(partial(_call_method, method_name, method_args, kwargs), _places(indices))
 
     def env_is_wrapped(self, wrapper_class: type, indices: int | Iterable[int] | None = None) -> list[bool]:
         """Whether each env has the wrapper; always true for Monitor, whose statistics are in the infos."""
         is_monitor = wrapper_class.__module__ == "stable_baselines3.common.monitor"
-        return [
-            is_monitor or has for has in self.executor.apply(_HasWrapper(wrapper_class), _places(indices))
-        ]
+        found = self.executor.apply(partial(_has_wrapper, wrapper_class), _places(indices))
+        return [is_monitor or has for has in found]
 
     def get_images(self) -> list[Any]:
         """A frame of each env; None unless the render mode is rgb_array."""
@@ -152,25 +150,13 @@ def _places(indices: int | Iterable[int] | None) -> list[int] | None:
     return [indices] if isinstance(indices, int) else list(indices)
 
 
-class _CallMethod:
-    """Calls a method of an env; picklable for envs in other processes."""
-
-    def __init__(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._name, self._args, self._kwargs = name, args, kwargs
-
-    def __call__(self, env: gym.Env[Any, Any]) -> Any:
-        return env.get_wrapper_attr(self._name)(*self._args, **self._kwargs)
+def _call_method(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], env: gym.Env[Any, Any]) -> Any:
+    return env.get_wrapper_attr(name)(*args, **kwargs)
 
 
-class _HasWrapper:
-    """Whether an env has a wrapper; picklable for envs in other processes."""
-
-    def __init__(self, wrapper: type) -> None:
-        self._wrapper = wrapper
-
-    def __call__(self, env: gym.Env[Any, Any]) -> bool:
-        while isinstance(env, gym.Wrapper):
-            if isinstance(env, self._wrapper):
-                return True
-            env = env.env
-        return False
+def _has_wrapper(wrapper: type, env: gym.Env[Any, Any]) -> bool:
+    while isinstance(env, gym.Wrapper):
+        if isinstance(env, wrapper):
+            return True
+        env = env.env
+    return False

@@ -103,12 +103,7 @@ class RunFolder:
         self._made.clear()
 
     def _make_parents(self) -> None:
-        missing: list[Path] = []
-        parent = self.path.parent
-        while not parent.exists():
-            missing.append(parent)
-            parent = parent.parent
-        for folder in reversed(missing):
+        for folder in reversed([parent for parent in self.path.parents if not parent.exists()]):
             # If another run creates it first, the folder is not ours to remove.
             with suppress(FileExistsError):
                 folder.mkdir()

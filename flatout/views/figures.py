@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 NOTHING = "–"
 
@@ -74,6 +75,11 @@ def share_done(done: float, total: float) -> float:
 def seconds_left(done: float, total: float, per_second: float) -> float:
     """Seconds until `total` at this rate; infinite while the rate is 0."""
     return max(0.0, total - done) / per_second if per_second > 0 else math.inf
+
+
+def told(template: str, value: float | None, show: Callable[[float], str] = number) -> str:
+    """The template with the value in place of {}; empty if the value is None."""
+    return "" if value is None else template.format(show(value))
 
 
 def _decimals(size: float) -> int:

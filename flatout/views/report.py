@@ -24,7 +24,7 @@ from flatout.runlog.jsonl import number
 from flatout.runlog.lanes import is_idle, timeline
 from flatout.runlog.records import RunRecords, read_run
 from flatout.runlog.spans import Floats, Lane, Spans
-from flatout.views.figures import mean_and_std, percent, rate, seconds_text
+from flatout.views.figures import mean_and_std, percent, rate, seconds_text, told
 from flatout.views.text import busy_seconds, learner_wall, run_findings, summary_lines, verdict
 
 _TINY = 0.005
@@ -75,25 +75,26 @@ def _asset(name: str) -> str:
 
 
 def _tiles(records: RunRecords) -> str:
-    summary = records.summary
-    figures = {key: number(summary.get(key)) for key in summary}
-    mean, speed, busy = (figures.get(key) for key in ("return_mean", "steps_per_second", "learner_busy"))
-    device, wall = figures.get("device_utilization"), figures.get("wall_seconds")
+    keys = (
+        "return_mean",
+        "return_std",
+        "steps_per_second",
+        "learner_busy",
+        "device_utilization",
+        "wall_seconds",
+    )
+    mean, std, speed, busy, device, wall = (number(records.summary.get(key)) for key in keys)
     tiles = (
-        (
-            "return",
-            None if mean is None else mean_and_std(mean, figures.get("return_std")),
-            "last 100 episodes",
-        ),
-        ("steps/s", None if speed is None else rate(speed), "env steps per second of wall time"),
-        ("learner busy", None if busy is None else percent(busy), "share of the time in update work"),
-        ("device utilisation", None if device is None else percent(device), "any kernel ran; not how full"),
-        ("wall time", None if wall is None else seconds_text(wall), "learning, from its start to its end"),
+        ("return", "" if mean is None else mean_and_std(mean, std), "last 100 episodes"),
+        ("steps/s", told("{}", speed, rate), "env steps per second of wall time"),
+        ("learner busy", told("{}", busy, percent), "share of the time in update work"),
+        ("device utilisation", told("{}", device, percent), "any kernel ran; not how full"),
+        ("wall time", told("{}", wall, seconds_text), "learning, from its start to its end"),
     )
     return "".join(
         f'<div class="tile"><dt>{label}</dt><dd>{escape(value)}</dd><small>{note}</small></div>'
         for label, value, note in tiles
-        if value is not None
+        if value
     )
 
 
@@ -126,21 +127,20 @@ def _findings(findings: Sequence[Finding]) -> str:
 
 
 def _predicted(finding: Finding) -> str:
-    parts = []
-    if finding.gain is not None:
-        parts.append(f"{finding.gain:.2g} × the speed")
-    if finding.steps_per_second is not None:
-        parts.append(f"{rate(finding.steps_per_second)} steps/s")
-    if finding.learner_busy is not None:
-        parts.append(f"learner busy {percent(finding.learner_busy)}")
-    return f'<p class="predicted">predicted: {", ".join(parts)}</p>' if parts else ""
+    parts = (
+        told("{} × the speed", finding.gain, "{:.2g}".format),
+        told("{} steps/s", finding.steps_per_second, rate),
+        told("learner busy {}", finding.learner_busy, percent),
+    )
+    known = ", ".join(filter(None, parts))
+    return f'<p class="predicted">predicted: {known}</p>' if known else ""
 
 
 def _missing(records: RunRecords) -> str:
-    faults = f"<pre>{escape(records.faults[-4000:])}</pre>" if records.faults else ""
     items = "".join(f"<li>{escape(problem)}</li>" for problem in records.problems)
     text = f"<ul>{items}</ul>" if items else ""
-    if faults:
+    if records.faults:
+        faults = f"<pre>{escape(records.faults[-4000:])}</pre>"
         text += f"<details><summary>Envs were lost and rebuilt (faults.log)</summary>{faults}</details>"
     return f'<section id="missing"><h2>What is missing or went wrong</h2>{text}</section>' if text else ""
 
@@ -264,12 +264,8 @@ def _detail(lane: Lane, phases: list[str], begin: float, end: float) -> dict[str
     several = (seconds > 0).sum(axis=1) > 1
     main = columns[seconds.argmax(axis=1)] if len(inside) else np.zeros(0, int)
     mixed = {str(i): plain(1e3 * seconds[i], 3) for i in np.flatnonzero(several)}
-    return {
-        "start": start.tolist(),
-        "length": (stop - start).tolist(),
-        "phase": main.tolist(),
-        "mixed": mixed,
-    }
+    lists = {"start": start.tolist(), "length": (stop - start).tolist(), "phase": main.tolist()}
+    return lists | {"mixed": mixed}
 
 
 def _per_second(times: Floats, sums: Floats, t: Floats) -> Floats:

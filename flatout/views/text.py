@@ -14,7 +14,7 @@ from flatout.perf.findings import findings_of_run
 from flatout.runlog.jsonl import number as known_number
 from flatout.runlog.records import RunRecords, read_run
 from flatout.timing import LEARN_PHASES
-from flatout.views.figures import count, mean_and_std, number, percent, rate, seconds_text
+from flatout.views.figures import count, mean_and_std, number, percent, rate, seconds_text, told
 
 Summary = Mapping[str, Any]
 """The fields of summary.json, any of which may be null or missing."""
@@ -45,8 +45,9 @@ def summary_text(summary: Summary) -> str:
 
 def summary_lines(summary: Summary) -> list[tuple[str, str]]:
     """The summary as pairs of a label and its text, without what is not known."""
+    startup = told(", after {} to start", known_number(summary.get("startup_seconds")), seconds_text)
     lines = (
-        (str(summary.get("status") or "ended"), _steps_and_time(summary) + _after_startup(summary)),
+        (str(summary.get("status") or "ended"), _steps_and_time(summary) + startup),
         ("run", _identity(summary)),
         ("return", _return(summary)),
         ("target", _target(summary)),
@@ -67,14 +68,7 @@ def _numbers(fields: Summary, *keys: str) -> tuple[float | None, ...]:
 
 def _steps_and_time(summary: Summary) -> str:
     steps, wall, speed = _numbers(summary, "env_steps", "wall_seconds", "steps_per_second")
-    text = f"{count(steps or 0)} env steps"
-    text += f" in {seconds_text(wall)}" if wall is not None else ""
-    return text + (f", {rate(speed)} steps/s" if speed is not None else "")
-
-
-def _after_startup(summary: Summary) -> str:
-    startup = known_number(summary.get("startup_seconds"))
-    return f", after {seconds_text(startup)} to start" if startup is not None else ""
+    return f"{count(steps or 0)} env steps{told(' in {}', wall, seconds_text)}{told(', {} steps/s', speed, rate)}"
 
 
 def _identity(summary: Summary) -> str:
@@ -88,33 +82,31 @@ def _return(summary: Summary) -> str:
     mean, std, episodes = _numbers(summary, "return_mean", "return_std", "episodes")
     if mean is None:
         return "not known: no episode ended"
-    text = mean_and_std(mean, std)
-    if episodes is None:
-        return text
-    return f"{text} over the last {count(min(100, episodes))} of {count(episodes)} episodes"
+    last = (
+        ""
+        if episodes is None
+        else f" over the last {count(min(100, episodes))} of {count(episodes)} episodes"
+    )
+    return mean_and_std(mean, std) + last
 
 
 def _target(summary: Summary) -> str:
-    target, seconds, steps = _numbers(
-        summary, "target_return", "target_reached_seconds", "target_reached_steps"
+    keys = ("target_return", "target_reached_seconds", "target_reached_steps")
+    target, seconds, steps = _numbers(summary, *keys)
+    after = " and ".join(
+        filter(None, (told("{}", seconds, seconds_text), told("{} env steps", steps, count)))
     )
-    if target is None:
-        return ""
-    if seconds is None and steps is None:
-        return f"{number(target)} not reached"
-    after = [seconds_text(seconds)] if seconds is not None else []
-    after += [f"{count(steps)} env steps"] if steps is not None else []
-    return f"{number(target)} reached after {' and '.join(after)}"
+    return told("{} " + (f"reached after {after}" if after else "not reached"), target)
 
 
 def _busy(summary: Summary) -> str:
     busy, device, joules = _numbers(summary, "learner_busy", "device_utilization", "device_energy_joules")
-    parts = [f"{percent(busy)} of the time"] if busy is not None else []
-    if device is not None:
-        parts.append(f"device utilisation {percent(device)} (share of time in which any kernel ran)")
-    if joules is not None:
-        parts.append(f"{number(joules / 1000)} kJ")
-    return ", ".join(parts)
+    parts = (
+        told("{} of the time", busy, percent),
+        told("device utilisation {} (share of time in which any kernel ran)", device, percent),
+        told("{} kJ", joules and joules / 1000),
+    )
+    return ", ".join(filter(None, parts))
 
 
 def _phases(summary: Summary) -> str:
@@ -138,10 +130,9 @@ def _pipeline(summary: Summary) -> str:
     if collect is None or learn is None:
         return ""
     slower = "collecting" if collect < learn else "learning"
-    text = (
-        f"collects {rate(collect)} and learns {rate(learn)} steps/s when neither waits: {slower} is the limit"
-    )
-    return text if efficiency is None else f"{text}, {percent(efficiency)} of it reached"
+    reached = told(", {} of it reached", efficiency, percent)
+    speeds = f"collects {rate(collect)} and learns {rate(learn)} steps/s when neither waits"
+    return f"{speeds}: {slower} is the limit{reached}"
 
 
 def _executor(summary: Summary) -> str:
@@ -236,10 +227,8 @@ def report_text(run: Path | RunRecords, findings: Sequence[Finding] | None = Non
 def _finding(finding: Finding) -> str:
     text = f"{finding.what}: {finding.change}"
     text += f" ({' '.join(finding.flags)})" if finding.flags else ""
-    if finding.gain is None:
-        return text
-    speed = f", {rate(finding.steps_per_second)} steps/s" if finding.steps_per_second is not None else ""
-    return f"{text}: about {finding.gain:.1f} × the speed{speed}"
+    speed = told(", {} steps/s", finding.steps_per_second, rate)
+    return text if finding.gain is None else f"{text}: about {finding.gain:.1f} × the speed{speed}"
 
 
 def _row(label: str, text: str, width: int, most: int) -> list[str]:
