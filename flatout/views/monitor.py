@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 import psutil
 
-from flatout.runlog.jsonl import Tail, json_object, last_record, number
+from flatout.runlog.jsonl import Tail, last_record, number
 from flatout.runlog.lanes import idle_causes, lane_use, timeline
 from flatout.runlog.meters import open_gpu
-from flatout.runlog.records import is_running, run_status
+from flatout.runlog.recorder import cell_value
+from flatout.runlog.records import is_running, read_json, run_status
 from flatout.runlog.spans import Floats, Lane, SpanFollower
 from flatout.views.figures import seconds_left
 from flatout.views.live import History
@@ -25,6 +26,11 @@ _FIRST_SECONDS = 0.2
 """The first load of the cores is measured over this time; later ones since the read before."""
 WINDOW_SECONDS = 60.0
 """Time that the strips of a running run show."""
+_FIGURES = (
+    *("env_steps", "total_steps", "wall_seconds", "steps_per_second"),
+    *("episodes", "return_mean", "return_std", "learner_busy"),
+)
+"""Figures of progress.json that a job has under the same names."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,31 +122,36 @@ class JobReader:
         )
 
     def _figures(self, status: str, record: Mapping[str, Any]) -> dict[str, Any]:
-        self._config = self._config or _config(self._path)
-        known = {**self._config, **record}
+        self._config = self._config or read_json(self._path / "config.json")
+        known, runs = {**self._config, **record}, status == "running"
         executor, overlap = _mapping(record.get("executor")), _mapping(record.get("overlap"))
-        names = ("env_steps", "wall_seconds", "steps_per_second", "episodes", "return_mean", "return_std")
-        figures = {name: number(record.get(name)) for name in (*names, "learner_busy", "total_steps")}
-        updated, total = number(record.get("updated")), number(self._config.get("timesteps"))
-        runs = status == "running"
+        figures = {name: number(record.get(name)) for name in _FIGURES}
+        steps, speed, updated = (
+            figures["env_steps"],
+            figures["steps_per_second"],
+            number(record.get("updated")),
+        )
+        total = figures["total_steps"] or number(self._config.get("timesteps"))
         silent = max(0.0, time() - updated) if runs and updated is not None else None
-        figures["total_steps"] = figures["total_steps"] or total
+        left = None
+        if runs and steps is not None and total and speed:
+            left = max(0.0, seconds_left(steps, total, speed) - (silent or 0.0))
+        sample = last_record(self._path / "samples.jsonl", "t") if runs else {}
         return {
             **figures,
-            **{name: _word(known.get(name)) for name in ("env", "algo")},
+            "total_steps": total,
+            "env": _word(known.get("env")),
+            "algo": _word(known.get("algo")),
             "device": _word(record.get("device")),
             "outcome": _word(record.get("status")) if status == "ended" else "",
             "executor": _word(executor.get("kind")),
             "collectors": number(executor.get("collectors")),
             "overlap": on if isinstance(on := overlap.get("on"), bool) else None,
             "seconds_silent": silent,
-            "seconds_left": _left(figures, silent or 0.0) if runs else None,
+            "seconds_left": left,
             "returns": self._curve.read(),
-            "gpu": self._gpu() if runs else None,
+            "gpu": _mapping(sample.get("gpu")) or None,
         }
-
-    def _gpu(self) -> dict[str, Any] | None:
-        return _mapping(last_record(self._path / "samples.jsonl", "t").get("gpu")) or None
 
 
 class _Curve:
@@ -159,7 +170,7 @@ class _Curve:
             if self._column < 0:
                 name = "rollout/ep_rew_mean"
                 self._column = cells.index(name) if name in cells else len(cells)
-            elif self._column < len(cells) and (value := _float(cells[self._column])) is not None:
+            elif self._column < len(cells) and (value := number(cell_value(cells[self._column]))) is not None:
                 self._history.add(value)
         return self._history.values
 
@@ -181,20 +192,6 @@ def _strip(lane: Lane, edges: Floats) -> Strip:
     return Strip(lane=lane.name, clock=lane.clock, busy=use.busy, phases=phases, cells=cells)
 
 
-def _left(figures: Mapping[str, float | None], silent: float) -> float | None:
-    steps, total, speed = (figures[name] for name in ("env_steps", "total_steps", "steps_per_second"))
-    if steps is None or not total or not speed:
-        return None
-    return max(0.0, seconds_left(steps, total, speed) - silent)
-
-
-def _config(path: Path) -> dict[str, Any]:
-    try:
-        return json_object((path / "config.json").read_bytes()) or {}
-    except OSError:
-        return {}
-
-
 def _mapping(value: object) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
@@ -203,13 +200,6 @@ def _word(value: object) -> str:
     """Text without control characters."""
     text = "" if value is None else str(value)
     return "".join(character if character.isprintable() else " " for character in text)
-
-
-def _float(text: str) -> float | None:
-    try:
-        return number(float(text))
-    except ValueError:
-        return None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -268,7 +258,7 @@ class Monitor:
     def _find(self) -> None:
         """Add running runs; a run stays until its folder is removed."""
         self._readers = {path: reader for path, reader in self._readers.items() if path.is_dir()}
-        for path in _folders(self._runs_dir):
+        for path in sorted(self._runs_dir.glob("[!.]*/")):
             if path not in self._readers and is_running(path):
                 self._readers[path] = JobReader(path)
 
@@ -285,11 +275,3 @@ class Monitor:
             if meter is not None:
                 meter.close()
         return f"no NVIDIA GPU: {self._no_gpu}" if self._no_gpu else "no shown run uses the GPU"
-
-
-def _folders(runs_dir: Path) -> list[Path]:
-    try:
-        with os.scandir(runs_dir) as entries:
-            return sorted(Path(entry.path) for entry in entries if entry.is_dir() and entry.name[0] != ".")
-    except OSError:
-        return []

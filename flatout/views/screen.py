@@ -111,54 +111,41 @@ def _state(job: Job) -> Text:
 def _lines(job: Job, width: int, most_lanes: int) -> list[Text]:
     """The rows of a run, without those of which nothing is known."""
     if job.env_steps is None and not job.strips:
-        text = FIRST_ROLLOUT if job.status == "running" else "nothing recorded"
-        return [Text(text)]
-    lines = [_steps(job, width)]
-    if job.env_steps is not None:
-        lines += [_return(job, width), _speed(job, width)]
-    if most_lanes:
+        return [Text(FIRST_ROLLOUT if job.status == "running" else "nothing recorded")]
+    lines = [Text(FIRST_ROLLOUT)] if job.env_steps is None else _figure_lines(job, job.env_steps, width)
+    if most_lanes and job.strips:
         lines += _strip_lines(job, width, most_lanes)
     if job.idle:
-        lines += _sentence("idle", _idle(job), width)
-    return [line for line in lines if line.plain.strip()]
+        lines += _idle_lines(job, width)
+    return lines
 
 
-def _steps(job: Job, width: int) -> Text:
-    if job.env_steps is None:
-        return Text(FIRST_ROLLOUT)
+def _figure_lines(job: Job, env_steps: float, width: int) -> list[Text]:
     elapsed = None if job.wall_seconds is None else job.wall_seconds + (job.seconds_silent or 0.0)
-    return steps_row(job.env_steps, job.total_steps or 0, job.seconds_left, elapsed, width, "  ")
-
-
-def _return(job: Job, width: int) -> Text:
-    figures = return_figures(job.return_mean, job.return_std, job.returns, min(24, width // 4))
+    returns = return_figures(job.return_mean, job.return_std, job.returns, min(24, width // 4))
     if job.episodes is not None:
-        figures.append(figure("episodes", count(job.episodes)))
-    return row("return", figures, width, "   ", LABEL_CELLS)
-
-
-def _speed(job: Job, width: int) -> Text:
-    figures = []
+        returns.append(figure("episodes", count(job.episodes)))
+    speed = []
     if job.steps_per_second is not None:
-        figures.append(Text.assemble((rate(job.steps_per_second), "bold"), " steps/s"))
+        speed.append(Text.assemble((rate(job.steps_per_second), "bold"), " steps/s"))
     if job.learner_busy is not None:
-        figures.append(figure("learner busy", percent(job.learner_busy), "bold"))
-    return row("speed", figures, width, "   ", LABEL_CELLS) if figures else Text()
-
-
-def _idle(job: Job) -> str:
-    """The learner's idle share of the time shown, and its two largest causes."""
-    total = percent(sum(job.idle.values()))
-    causes = [f"{percent(share)} {cause}" for cause, share in list(job.idle.items())[:2] if share >= 0.005]
-    return f"{total}: {', '.join(causes)}" if causes else total
-
-
-def _sentence(label: str, text: str, width: int) -> list[Text]:
-    """Text in at most two lines."""
-    lines = textwrap.wrap(text, max(20, width - LABEL_CELLS), max_lines=2, placeholder=" …")
+        speed.append(figure("learner busy", percent(job.learner_busy), "bold"))
     return [
-        Text.assemble((f"{label if i == 0 else '':<{LABEL_CELLS}}", "dim"), line)
-        for i, line in enumerate(lines)
+        steps_row(env_steps, job.total_steps or 0, job.seconds_left, elapsed, width, "  "),
+        row("return", returns, width, "   ", LABEL_CELLS),
+        *([row("speed", speed, width, "   ", LABEL_CELLS)] if speed else []),
+    ]
+
+
+def _idle_lines(job: Job, width: int) -> list[Text]:
+    """The learner's idle share of the time shown, and its two largest causes, in at most two lines."""
+    causes = [f"{percent(share)} {cause}" for cause, share in list(job.idle.items())[:2] if share >= 0.005]
+    text = percent(sum(job.idle.values())) + (f": {', '.join(causes)}" if causes else "")
+    lines = textwrap.wrap(text, max(20, width - LABEL_CELLS), max_lines=2, placeholder=" …")
+    labels = ("idle", "")
+    return [
+        Text.assemble((f"{label:<{LABEL_CELLS}}", "dim"), line)
+        for label, line in zip(labels, lines, strict=False)
     ]
 
 
@@ -184,12 +171,12 @@ def _brief(job: Job, width: int) -> Text:
 
 def _strip_lines(job: Job, width: int, most: int) -> list[Text]:
     """The first lanes, a line for the others, and the legend."""
-    if not job.strips:
-        return []
     shown, rest = job.strips[:most], job.strips[most:]
     lines = [_strip_line(strip) for strip in shown]
     if rest:
-        lines.append(_other_strips(rest))
+        least, most_busy = (percent(busiest(strip.busy for strip in rest)) for busiest in (min, max))
+        busy = least if least == most_busy else f"{least} to {most_busy}"
+        lines.append(Text(f"{'':<{LABEL_CELLS}}… {len(rest)} more, busy {busy}", "dim"))
     return [*lines, *_legend(job, shown, width)]
 
 
@@ -201,29 +188,21 @@ def _strip_line(strip: Strip) -> Text:
     )
 
 
-def _other_strips(strips: Sequence[Strip]) -> Text:
-    low, high = min(strip.busy for strip in strips), max(strip.busy for strip in strips)
-    busy = percent(low) if percent(low) == percent(high) else f"{percent(low)} to {percent(high)}"
-    return Text(f"{'':<{LABEL_CELLS}}… {len(strips)} more, busy {busy}", "dim")
-
-
 def _legend(job: Job, strips: Sequence[Strip], width: int) -> list[Text]:
     """The time shown and the letters used, with shorter words or in two lines where it is narrow."""
     seen = [phase for strip in strips for phase in strip.cells if phase]
     phases = sorted(set(seen), key=lambda phase: -seen.count(phase))
     room = width - LABEL_CELLS
-    words = [_explained(phase, _MEANINGS) for phase in phases]
-    if len(first := fitting(words, room, "  ")) < len(words):
-        words = [_explained(phase, {}) for phase in phases]
-        first = fitting(words, room, "  ")
+    for meanings in (_MEANINGS, {}):
+        words = [
+            Text.assemble(_PHASES.get(phase, _OTHER), f" {meanings.get(phase, phase)}") for phase in phases
+        ]
+        if len(first := fitting(words, room, "  ")) == len(words):
+            break
     second = fitting(words[len(first) :], room, "  ")
     span = f"last {job.seconds_shown:.0f} s" if job.status == "running" else duration(job.seconds_shown)
     rows = [(span, first), ("", second)] if second else [(span, first)]
     return [row(label, shown, width, "  ", LABEL_CELLS) for label, shown in rows]
-
-
-def _explained(phase: str, meanings: Mapping[str, str]) -> Text:
-    return Text.assemble(_PHASES.get(phase, _OTHER), f" {meanings.get(phase, phase)}")
 
 
 def gauges(state: MonitorState, width: int) -> list[Text]:
