@@ -22,6 +22,7 @@ from benchmarks.stepping import Way, alternate
 from flatout.buffers.batch import alloc_batch
 from flatout.buffers.priority import Prioritized
 from flatout.buffers.replay import Replay
+from flatout.buffers.rollout import Rollout
 from flatout.envs.spaces import ActionLayout, ObsLayout
 
 BATCH = 256
@@ -57,14 +58,17 @@ def filled(capacity: int) -> tuple[Prioritized, Callable[[int], None]]:
     obs, action = ObsLayout(spaces.Box(-9, 9, (OBS_SIZE,))), ActionLayout(spaces.Discrete(2))
     replay, steps = Replay(obs, action, N_ENVS, capacity), Steps()
     sampler = Prioritized(replay, gamma=0.99, alpha=ALPHA)
-    actions = steps.action[:, :, None]
-    replay.begin((steps.obs[0],))
+    rollouts = []
+    for k in range(64):
+        rollout = Rollout.alloc(obs, action, 1, N_ENVS)
+        rollout.obs[0][:] = steps.obs[k - 1], steps.obs[k]
+        rollout.final_obs[0][0] = steps.obs[k]
+        rollout.action[0, :, 0], rollout.reward[0] = steps.action[k], steps.reward[k]
+        rollout.terminated[0], rollout.truncated[0] = steps.terminated[k], steps.truncated[k]
+        rollouts.append(rollout)
 
     def add(k: int) -> None:
-        k %= 64
-        ends = steps.terminated[k], steps.truncated[k]
-        now, final = (steps.obs[k],), (steps.obs[k],)
-        replay.add(actions[k], steps.reward[k], *ends, now, final)
+        replay.add_rollout(rollouts[k % 64])
 
     for k in range(capacity // N_ENVS + 1):
         add(k)

@@ -1,4 +1,4 @@
-"""Batches of sampled transitions, and the interface of what draws them.
+"""Batches of sampled transitions, and the allocation of arrays and tensors.
 
 In RAM a batch's tensors share their memory with arrays that compiled loops fill.
 """
@@ -6,16 +6,14 @@ In RAM a batch's tensors share their memory with arrays that compiled loops fill
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from flatout.envs.spaces import ActionLayout, Array, ObsLayout
-from flatout.errors import FlatoutError
 
 
 @dataclass(slots=True)
@@ -69,60 +67,6 @@ class ReplayBatch:
         return ReplayBatch(obs=tuple(sent[:n]), next_obs=tuple(sent[n : 2 * n]), **columns)
 
 
-class Ring(Protocol):
-    """What a sampler checks of its replay."""
-
-    n_envs: int
-    n_slots: int
-
-
-Replayed = TypeVar("Replayed", bound=Ring)
-
-
-class Sampler(Generic[Replayed]):
-    """Draws n-step transitions from a replay.
-
-    Draw number k depends on the seed, k, and what was stored and updated before it, on nothing else.
-    """
-
-    def __init__(self, replay: Replayed, *, gamma: float, n_step: int = 1, seed: int = 0) -> None:
-        if n_step < 1:
-            raise FlatoutError(f"n_step is {n_step}; use 1 or more")
-        if replay.n_slots - 1 <= n_step:
-            raise FlatoutError(
-                f"{n_step}-step returns of {replay.n_envs} envs need a buffer of at least "
-                f"{(n_step + 1) * replay.n_envs} transitions"
-            )
-        self.replay, self._gamma, self._n_step, self._seed = replay, gamma, n_step, seed
-        self.n_draws = 0
-
-    def sample(self, size: int, beta: float = 0.4, out: ReplayBatch | None = None) -> ReplayBatch:
-        """Draw `size` transitions, into `out` if it is given and the replay is in RAM.
-
-        Prioritized samplers set weights (n · P)^-beta relative to the largest of the batch; uniform ones set 1.
-        """
-        raise NotImplementedError
-
-    def update(self, index: Tensor, serial: Tensor, priority: Tensor) -> None:
-        """Set new priorities (|TD error|) of drawn transitions, except those that were overwritten since.
-
-        Uniform samplers ignore it.
-        """
-
-    def arrays(self) -> dict[str, Array]:
-        """Its state by name, to be saved with the replay's own arrays."""
-        return {"n_draws": np.array([self.n_draws])}
-
-    def restore(self, arrays: Mapping[str, Array]) -> None:
-        """Set the state from what `arrays` gave, once the replay is restored."""
-        self.n_draws = int(arrays["n_draws"][0])
-
-    def _nothing_stored(self) -> FlatoutError:
-        return FlatoutError(
-            f"the replay holds no {self._n_step}-step transition yet; collect more before sampling"
-        )
-
-
 def alloc_batch(obs: ObsLayout, action: ActionLayout, size: int, *, pin: bool = False) -> ReplayBatch:
     """A batch in ordinary or pinned memory; its weights are 1, the rest is not set."""
 
@@ -167,7 +111,7 @@ def torch_dtype(dtype: Any) -> torch.dtype:
     return torch.from_numpy(np.zeros(0, dtype)).dtype
 
 
-def as_bytes(array: Array, n_lead: int) -> Array:
-    """A view of the array as bytes below its leading dimensions."""
-    lead, rest = array.shape[:n_lead], array.shape[n_lead:]
-    return array.reshape(*lead, math.prod(rest)).view(np.uint8)
+def as_bytes(x: Any, n_lead: int) -> Any:
+    """A view of a contiguous array or tensor as bytes below its leading dimensions."""
+    flat = x.reshape(*x.shape[:n_lead], math.prod(x.shape[n_lead:]))
+    return flat.view(np.uint8 if isinstance(x, np.ndarray) else torch.uint8)

@@ -14,119 +14,64 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flatout.buffers.batch import ReplayBatch, Sampler, torch_dtype
-from flatout.buffers.capacity import check_saved, n_used, slot_spec, slots_per_env
+from flatout.buffers.batch import ReplayBatch, torch_dtype
 from flatout.buffers.priority import FAN, LEAF_FAN, MAX_PRIORITY, MIN_PRIORITY
+from flatout.buffers.replay import Rings, Sampler, to_host
 from flatout.buffers.replay_kernels import EMPTY, GOES_ON, TERMINATED, TRUNCATED, draw_key, fill_uniforms
 from flatout.buffers.rollout import Rollout, TensorRollout
 from flatout.envs.spaces import ActionLayout, Array, ObsLayout
 
-Tensors = tuple[Tensor, ...]
 
-
-class TensorReplay:
-    """The newest `capacity` steps of `n_envs` envs on a device; a truncation takes the memory of one step."""
+class TensorReplay(Rings[Tensor]):
+    """A replay on a device."""
 
     def __init__(
         self, obs: ObsLayout, action: ActionLayout, n_envs: int, capacity: int, device: torch.device
     ) -> None:
-        self.obs_layout, self.action_layout, self.n_envs, self.device = obs, action, n_envs, device
-        self.n_slots = slots_per_env(capacity, n_envs)
-        self.capacity = (self.n_slots - 1) * n_envs
-        self.size = size = self.n_slots * n_envs
-        self._spec = slot_spec(obs, action)
-        rings = {name: self._zeros(dtype, size, *shape) for name, (shape, dtype) in self._spec.items()}
-        self._rings = rings
-        self.obs: Tensors = tuple(rings[f"obs.{i}"] for i in range(len(obs.specs)))
-        self.action, self.reward, self.end = rings["action"], rings["reward"], rings["end"]
-        self.end.fill_(EMPTY)
-        self.head = self._zeros(np.int64, n_envs)
-        """Number of the slot with each env's newest observation, from which it has not acted yet."""
-        self.start = self._zeros(np.int64, n_envs)
-        """Number of the slot with the first observation of each env's current episode."""
+        def zeros(dtype: Any, *shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch_dtype(dtype), device=device)
+
+        super().__init__(obs, action, n_envs, capacity, zeros, torch.arange(n_envs, device=device))
+        self.device = device
         self.n_steps = self.reach = 0
-        """Steps that all envs took together, and an upper bound of `head`: what the host knows without a sync."""
-        self._held: set[int] = set()
-        self._all = torch.arange(n_envs, device=device)
-
-    def _zeros(self, dtype: Any, *shape: int) -> Tensor:
-        return torch.zeros(shape, dtype=torch_dtype(dtype), device=self.device)
-
-    def slots(self, envs: Tensor, number: Tensor) -> Tensor:
-        """The slots of these envs' slot numbers."""
-        return envs * self.n_slots + number % self.n_slots
-
-    def begin(self, obs: Tensors, env_indices: Tensor | None = None) -> None:
-        """Store the observations from which these envs act next; see `Replay.begin`."""
-        envs = self._all if env_indices is None else env_indices
-        head, start = self.head[envs], self.start[envs]
-        at = self.slots(envs, head)
-        changed = head == 0
-        for stored, new in zip(self.obs, obs, strict=True):
-            changed = changed | (_bytes(stored[at]) != _bytes(new)).any(1)
-        cut = changed & (head > start)
-        last = self.slots(envs, head - 1)
-        self.end[last] = torch.where(cut, TRUNCATED, self.end[last])
-        head = head + cut
-        at = self.slots(envs, head)
-        for stored, new in zip(self.obs, obs, strict=True):
-            stored[at] = new
-        self.end[at] = EMPTY
-        self.head[envs], self.start[envs] = head, torch.where(cut, head, start)
-        self.reach += 1
-
-    def add(
-        self,
-        action: Tensor,
-        reward: Tensor,
-        terminated: Tensor,
-        truncated: Tensor,
-        obs: Tensors,
-        final_obs: Tensors,
-        env_indices: Tensor | None = None,
-    ) -> None:
-        """Store one step of each of these envs; see `Replay.add`."""
-        envs = self._all if env_indices is None else env_indices
-        obs_t, final_t = (tuple(x[None] for x in tensors) for tensors in (obs, final_obs))
-        self._add(envs, action[None], reward[None], terminated[None], truncated[None], obs_t, final_t)
+        """Steps that every env took, at least, and an upper bound of `head`: what the host knows without a sync."""
 
     def add_rollout(self, rollout: TensorRollout | Rollout) -> None:
         """Store all steps of a rollout; see `Replay.add_rollout`."""
         arrays = (rollout.action, rollout.reward, rollout.terminated, rollout.truncated)
         action, reward, terminated, truncated = (self._to_device(x) for x in arrays)
         obs = tuple(self._to_device(x) for x in rollout.obs)
-        finals = tuple(x[1:] for x in obs)
+        next_obs = finals = tuple(x[1:] for x in obs)
         if isinstance(rollout, TensorRollout) or rollout.truncated.any():
             finals = tuple(self._to_device(x) for x in rollout.final_obs)
-        self.begin(tuple(x[0] for x in obs))
+        self._begin([x[0] for x in obs])
         # Few enough at a time that no ring wraps around: then no slot is written twice.
         span = max(1, (self.n_slots - 1) // 2)
-        for t in range(0, len(reward), span):
-            now, then = slice(t, t + span), slice(t + 1, t + span + 1)
-            ends = terminated[now], truncated[now]
-            next_obs, final = tuple(x[then] for x in obs), tuple(x[now] for x in finals)
-            self._add(self._all, action[now], reward[now], *ends, next_obs, final)
+        for t in range(0, rollout.n_steps, span):
+            now = slice(t, t + span)
+            obs_now, finals_now = [x[now] for x in next_obs], [x[now] for x in finals]
+            self._add(action[now], reward[now], terminated[now], truncated[now], obs_now, finals_now)
+        self.n_steps += rollout.n_steps
+        self.reach += 1 + 2 * rollout.n_steps
 
     def _to_device(self, x: Tensor | Array) -> Tensor:
         return torch.as_tensor(x).to(self.device)
 
     def _add(
         self,
-        envs: Tensor,
         action: Tensor,
         reward: Tensor,
         terminated: Tensor,
         truncated: Tensor,
-        obs: Tensors,
-        final_obs: Tensors,
+        obs: list[Tensor],
+        final_obs: list[Tensor],
     ) -> None:
-        n_steps = len(reward)
         cut = truncated & ~terminated
         n_cut = cut.cumsum(0)
-        t = torch.arange(n_steps, device=self.device)[:, None]
-        acted = self.head[envs] + t + n_cut - cut.long()
+        t = torch.arange(len(reward), device=self.device)[:, None]
+        acted = self.head + t + n_cut - cut.long()
         now, followed = acted + 1, acted + 1 + cut
-        here, final_at, obs_at = (self.slots(envs, number) for number in (acted, now, followed))
+        here, final_at, obs_at = (self.slots(self._envs, number) for number in (acted, now, followed))
         for stored, new, final in zip(self.obs, obs, final_obs, strict=True):
             stored[final_at] = torch.where(cut.view(*cut.shape, *(1,) * (new.ndim - 2)), final, new)
             stored[obs_at] = new
@@ -134,18 +79,11 @@ class TensorReplay:
         self.end[obs_at] = EMPTY
         how = torch.where(cut, TRUNCATED, terminated.to(torch.uint8) * TERMINATED)
         self.end[here] = how.to(torch.uint8)
-        self.action[here] = action.view(n_steps, len(envs), -1).to(self.action.dtype)
-        self.reward[here] = reward.float()
+        self.action[here] = action.to(self.action.dtype)
+        self.reward[here] = reward
         began = torch.where(terminated | truncated, followed, 0).amax(0)
-        self.start[envs] = torch.maximum(self.start[envs], began)
-        self.head[envs] = followed[-1]
-        self.n_steps += n_steps if envs is self._all else 0
-        self.reach += 2 * n_steps
-
-    def serials(self, index: Tensor) -> Tensor:
-        """The slot numbers that these slots hold now."""
-        head = self.head[index // self.n_slots]
-        return head - (head - index) % self.n_slots
+        torch.maximum(self.start, began, out=self.start)
+        self.head.copy_(followed[-1])
 
     def sample(
         self, index: Tensor, *, gamma: float, n_step: int = 1, weight: Tensor | None = None
@@ -180,41 +118,16 @@ class TensorReplay:
         return first, torch.maximum(torch.maximum(first, self.start), self.head - n_step + 1)
 
     def holds(self, n_step: int) -> bool:
-        """Whether some whole n-step window is stored; once true, it stays true.
-
-        Syncs with the device only until all envs have taken `n_step` steps together.
-        """
-        if self.n_steps < n_step and n_step not in self._held:
-            first, last = self.ranges(n_step)
-            if not bool((last > first).any()):
-                return False
-        self._held.add(n_step)
-        return True
-
-    def arrays(self) -> dict[str, Array]:
-        """Everything it holds by name, copied to RAM, in the form of `Replay.arrays`."""
-        head = self.head.cpu().numpy()
-        used = n_used(head, self.n_slots)
-        rings = {name: x[:, :used].cpu().numpy() for name, x in self._by_env().items()}
-        return {**rings, "head": head, "start": self.start.cpu().numpy()}
+        """Whether some whole n-step window is stored; syncs with the device until all envs have taken `n_step` steps."""
+        if self.n_steps >= n_step:
+            return True
+        first, last = self.ranges(n_step)
+        return bool((last > first).any())
 
     def restore(self, arrays: Mapping[str, Array]) -> None:
-        """Set the contents to what `arrays` of a replay gave, on a device or in RAM."""
-        check_saved(arrays, self._spec, self.n_envs, self.n_slots)
-        self.end.fill_(EMPTY)
-        for name, x in self._by_env().items():
-            x[:, : arrays[name].shape[1]] = self._to_device(arrays[name])
-        self.head.copy_(self._to_device(arrays["head"]))
-        self.start.copy_(self._to_device(arrays["start"]))
-        self.n_steps, self.reach = 0, int(arrays["head"].max())
-        self._held.clear()
-
-    def _by_env(self) -> dict[str, Tensor]:
-        return {name: x.view(self.n_envs, self.n_slots, *x.shape[1:]) for name, x in self._rings.items()}
-
-
-def _bytes(x: Tensor) -> Tensor:
-    return x.contiguous().view(len(x), -1).view(torch.uint8)
+        super().restore(arrays)
+        self.reach = int(arrays["head"].max())
+        self.n_steps = int(arrays["head"].min()) // 2  # a step takes two slots at most
 
 
 def uniforms(seed: int, draw: int, shape: tuple[int, ...], device: torch.device) -> Tensor:
@@ -306,17 +219,9 @@ def _ends(level: Tensor, fan: int, node: Tensor) -> Tensor:
 class TensorPrioritized(Sampler[TensorReplay]):
     """As `Prioritized`, on the device of its replay."""
 
-    def __init__(
-        self,
-        replay: TensorReplay,
-        *,
-        gamma: float,
-        n_step: int = 1,
-        alpha: float = 0.6,
-        eps: float = 1e-6,
-        seed: int = 0,
-    ) -> None:
-        super().__init__(replay, gamma=gamma, n_step=n_step, seed=seed)
+    def __init__(self, replay: TensorReplay, *, alpha: float = 0.6, eps: float = 1e-6, **how: Any) -> None:
+        """`how`: the keywords of `Sampler`."""
+        super().__init__(replay, **how)
         self._alpha, self._eps = alpha, eps
         self.tree = TensorSumTree(replay.size, replay.device)
         self._envs = torch.arange(replay.n_envs, device=replay.device)[:, None]
@@ -370,19 +275,16 @@ class TensorPrioritized(Sampler[TensorReplay]):
 
     def arrays(self) -> dict[str, Array]:
         it = self.replay
-        leaves = self.priorities.view(it.n_envs, it.n_slots)
-        used = n_used(it.head.cpu().numpy(), it.n_slots)
         return super().arrays() | {
-            "priority": leaves[:, :used].cpu().numpy(),
-            "seen": self._seen.cpu().numpy(),
-            "most": self._most.view(1).cpu().numpy(),
+            "priority": to_host(it.by_env(self.priorities, to_host(it.head))),
+            "seen": to_host(self._seen),
+            "most": to_host(self._most.view(1)),
         }
 
     def restore(self, arrays: Mapping[str, Array]) -> None:
-        it, saved = self.replay, torch.from_numpy(arrays["priority"])
-        leaves = torch.zeros(it.n_envs, it.n_slots)
-        leaves[:, : saved.shape[1]] = saved
-        self.tree.write(torch.arange(it.size, device=it.device), leaves.view(-1).to(it.device))
+        it, leaves = self.replay, torch.zeros(self.replay.size)
+        it.by_env(leaves, to_host(it.head))[:] = torch.from_numpy(arrays["priority"])
+        self.tree.write(torch.arange(it.size, device=it.device), leaves.to(it.device))
         self._seen = torch.from_numpy(arrays["seen"]).clone().to(it.device)
         self._most = torch.tensor(float(arrays["most"][0]), dtype=torch.float64, device=it.device)
         self._reach = it.reach

@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from flatout.buffers.batch import ReplayBatch, Sampler
+from flatout.buffers.batch import ReplayBatch
+from flatout.buffers.replay import Sampler
 from flatout.device.machine import usable_cores
 
 Result = TypeVar("Result")

@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from flatout.buffers.batch import ReplayBatch, Sampler, alloc_batch, as_array
-from flatout.buffers.capacity import n_used
-from flatout.buffers.replay import Replay
+from flatout.buffers.batch import ReplayBatch, alloc_batch, as_array
+from flatout.buffers.replay import Replay, Sampler
 from flatout.buffers.replay_kernels import EMPTY, draw_key, first_and_end, prefetch, slot_of, uniform
 from flatout.device.jit import compiled
 from flatout.envs.spaces import Array
@@ -200,17 +199,9 @@ def _catch_up(
 class Prioritized(Sampler[Replay]):
     """Draws transitions with probability ∝ (priority + eps)^alpha; new ones have the largest priority so far."""
 
-    def __init__(
-        self,
-        replay: Replay,
-        *,
-        gamma: float,
-        n_step: int = 1,
-        alpha: float = 0.6,
-        eps: float = 1e-6,
-        seed: int = 0,
-    ) -> None:
-        super().__init__(replay, gamma=gamma, n_step=n_step, seed=seed)
+    def __init__(self, replay: Replay, *, alpha: float = 0.6, eps: float = 1e-6, **how: Any) -> None:
+        """`how`: the keywords of `Sampler`."""
+        super().__init__(replay, **how)
         self._alpha, self._eps = alpha, eps
         levels = tree_levels(replay.size)
         self._offsets = np.array(levels)
@@ -264,19 +255,17 @@ class Prioritized(Sampler[Replay]):
         )
 
     def arrays(self) -> dict[str, Array]:
-        ring = self.replay.n_envs, self.replay.n_slots
-        used = n_used(self.replay.head, self.replay.n_slots)
         return super().arrays() | {
-            "priority": self.priorities.reshape(ring)[:, :used],
+            "priority": self.replay.by_env(self.priorities, self.replay.head),
             "seen": self._seen,
             "most": np.array([self._most]),
         }
 
     def restore(self, arrays: Mapping[str, Array]) -> None:
-        ring, leaves = (self.replay.n_envs, self.replay.n_slots), self._leaves[: self.replay.size]
+        it, leaves = self.replay, self._leaves[: self.replay.size]
         leaves[:] = 0
-        leaves.reshape(ring)[:, : arrays["priority"].shape[1]] = arrays["priority"]
-        sum_up(*self._tree, np.arange(self.replay.size), self.replay.size)
+        it.by_env(leaves, it.head)[:] = arrays["priority"]
+        sum_up(*self._tree, np.arange(it.size), it.size)
         self._seen[:] = arrays["seen"]
         self._most = float(arrays["most"][0])
         super().restore(arrays)

@@ -1,109 +1,140 @@
-"""Replay in RAM: the newest steps of N envs, each observation stored once.
+"""Replay in RAM: the newest steps of N envs, each observation stored once; and uniform sampling.
 
-Every env has its own ring of time slots and its own write position, so envs may step at different times. A step's
-next observation is in the next slot. Where an episode was truncated, its final observation takes a slot of its own
-before the first observation of the next episode.
+Every env has its own ring of time slots. A step's next observation is in the next slot. Where an episode was
+truncated, its final observation takes a slot of its own before the first observation of the next episode.
 B: batch, T: time steps, N: envs, M: slots of each; slot i = n · M + t.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Generic, TypeVar
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from flatout.buffers import replay_kernels as kernel
-from flatout.buffers.batch import ReplayBatch, Sampler, alloc, alloc_batch, as_bytes
+from flatout.buffers.batch import ReplayBatch, alloc, alloc_batch, as_bytes
 from flatout.buffers.capacity import check_saved, n_used, slot_spec, slots_per_env
-from flatout.buffers.rollout import Rollout
-from flatout.envs.spaces import ActionLayout, Array, ObsArrays, ObsLayout
+from flatout.buffers.replay_kernels import EMPTY, TRUNCATED
+from flatout.buffers.rollout import Rollout, Values
+from flatout.envs.spaces import ActionLayout, Array, ObsLayout
+from flatout.errors import FlatoutError
 
 
-class Replay:
-    """The newest `capacity` steps of `n_envs` envs; a truncation takes the memory of one step."""
+class Rings(Generic[Values]):
+    """The newest `capacity` steps of `n_envs` envs, in arrays or tensors; a truncation takes the memory of one step."""
 
     def __init__(
-        self, obs: ObsLayout, action: ActionLayout, n_envs: int, capacity: int, *, pin: bool = False
+        self,
+        obs: ObsLayout,
+        action: ActionLayout,
+        n_envs: int,
+        capacity: int,
+        zeros: Callable[..., Values],
+        envs: Values,
     ) -> None:
-        self.obs_layout, self.action_layout, self.n_envs, self.pin = obs, action, n_envs, pin
+        """`zeros(dtype, *shape)` allocates; `envs` counts the envs from 0."""
+        self.obs_layout, self.action_layout, self.n_envs, self._envs = obs, action, n_envs, envs
         self.n_slots = slots_per_env(capacity, n_envs)
         self.capacity = (self.n_slots - 1) * n_envs
         self.size = size = self.n_slots * n_envs
         """Slots of all envs."""
         self._spec = slot_spec(obs, action)
-        rings = {name: alloc(dtype, size, *shape, pin=pin) for name, (shape, dtype) in self._spec.items()}
+        rings = {name: zeros(dtype, size, *shape) for name, (shape, dtype) in self._spec.items()}
         self._rings = rings
-        self.obs: ObsArrays = tuple(rings[f"obs.{i}"] for i in range(len(obs.specs)))
+        self.obs = tuple(rings[f"obs.{i}"] for i in range(len(obs.specs)))
         self.action, self.reward, self.end = rings["action"], rings["reward"], rings["end"]
-        self.end.fill(kernel.EMPTY)
-        self.head = np.zeros(n_envs, np.int64)
+        self.end[:] = EMPTY
+        self.head = zeros(np.int64, n_envs)
         """Number of the slot with each env's newest observation, from which it has not acted yet."""
-        self.start = np.zeros(n_envs, np.int64)
+        self.start = zeros(np.int64, n_envs)
         """Number of the slot with the first observation of each env's current episode."""
-        self._begun = np.zeros(n_envs, np.bool_)
-        self._all = np.arange(n_envs)
-        self._obs_bytes = [as_bytes(x, 1) for x in self.obs]
 
-    def begin(self, obs: ObsArrays, env_indices: Array | None = None) -> None:
-        """Store the observations from which these envs (default: all) act next.
+    def slots(self, envs: Any, number: Any) -> Any:
+        """The slots of these envs' slot numbers."""
+        return envs * self.n_slots + number % self.n_slots
+
+    def serials(self, index: Values) -> Values:
+        """The slot numbers that these slots hold now."""
+        head: Any = self.head[index // self.n_slots]
+        out: Values = head - (head - index) % self.n_slots
+        return out
+
+    def _begin(self, obs: Sequence[Values]) -> None:
+        """Store the observations from which the envs act next.
 
         An env whose newest observation is a different one has started a new episode: the one before is truncated.
         """
-        envs = self._all if env_indices is None else env_indices
-        self._begun[envs] = True
-        at = self.head[envs] % self.n_slots + envs * self.n_slots
-        changed = self.head[envs] == 0  # nothing stored yet
-        new_bytes = self._as_bytes(obs, 1)
-        for stored, new in zip(self._obs_bytes, new_bytes, strict=True):
-            changed |= (stored[at] != new).any(1)
-        if changed.any():
-            kernel.begin(envs, changed, self.n_slots, self.head, self.start, self.end, at)
-            self._put(at[None], [x[None] for x in new_bytes], np.full_like(at[None], -1), None)
+        envs: Any = self._envs
+        head: Any = self.head
+        start: Any = self.start
+        pairs: list[tuple[Any, Any]] = list(zip(self.obs, obs, strict=True))
+        at = self.slots(envs, head)
+        changed = head == 0  # nothing stored yet
+        for stored, new in pairs:
+            changed |= (as_bytes(stored[at], 1) != as_bytes(new, 1)).any(1)
+        in_ram = isinstance(head, np.ndarray)
+        if in_ram and not changed.any():  # on a device this would be a host sync
+            return
+        where: Any = np.where if in_ram else torch.where
+        cut, last = changed & (head > start), self.slots(envs, head - 1)
+        self.end[last] = where(cut, TRUNCATED, self.end[last])
+        head += cut
+        start[:] = where(cut, head, start)
+        at = self.slots(envs, head)
+        for stored, new in pairs:
+            stored[at] = new
+        self.end[at] = EMPTY
 
-    def add(
-        self,
-        action: Array,
-        reward: Array,
-        terminated: Array,
-        truncated: Array,
-        obs: ObsArrays,
-        final_obs: ObsArrays,
-        env_indices: Array | None = None,
-    ) -> None:
-        """Store one step of each of these envs (default: all).
+    def by_env(self, x: Any, head: Array) -> Any:
+        """What is in all slots, as (N, slots, …) without the slots that were never reached; a view."""
+        return x.reshape(self.n_envs, self.n_slots, *x.shape[1:])[:, : n_used(head, self.n_slots)]
 
-        `obs` follows the step: where an episode ended, it is the first observation of the next one. `final_obs` is
-        read only where an episode was truncated.
+    def arrays(self) -> dict[str, Array]:
+        """Everything it holds by name, without the slots that were never reached; views if it is in RAM."""
+        head = to_host(self.head)
+        rings = {name: to_host(self.by_env(x, head)) for name, x in self._rings.items()}
+        return {**rings, "head": head, "start": to_host(self.start)}
+
+    def restore(self, arrays: Mapping[str, Array]) -> None:
+        """Set the contents to what `arrays` of a replay gave, in RAM or on a device.
+
+        The number of envs, the capacity and the spaces must be the same.
         """
-        envs = self._all if env_indices is None else env_indices
-        assert self._begun[envs].all(), "call begin with an env's first observation before its first step"
-        obs_t, final_t = (tuple(x[None] for x in arrays) for arrays in (obs, final_obs))
-        self._add(envs, action[None], reward[None], terminated[None], truncated[None], obs_t, final_t)
+        check_saved(arrays, self._spec, self.n_envs, self.n_slots)
+        self.end[:] = EMPTY
+        views = {name: self.by_env(x, arrays["head"]) for name, x in self._rings.items()}
+        for name, x in {**views, "head": self.head, "start": self.start}.items():
+            x[:] = arrays[name] if isinstance(x, np.ndarray) else torch.from_numpy(arrays[name])
+
+
+def to_host(x: Array | Tensor) -> Array:
+    """The values in RAM: the same memory if they are there already."""
+    return x if isinstance(x, np.ndarray) else x.cpu().numpy()
+
+
+class Replay(Rings[Array]):
+    """A replay in RAM."""
+
+    def __init__(
+        self, obs: ObsLayout, action: ActionLayout, n_envs: int, capacity: int, *, pin: bool = False
+    ) -> None:
+        super().__init__(obs, action, n_envs, capacity, partial(alloc, pin=pin), np.arange(n_envs))
+        self.pin = pin
+        self._obs_bytes = [as_bytes(x, 1) for x in self.obs]
 
     def add_rollout(self, rollout: Rollout) -> None:
         """Store all steps of a rollout; an env that does not continue from its newest observation was reset."""
-        self.begin(tuple(x[0] for x in rollout.obs))
-        ends = rollout.terminated, rollout.truncated
-        next_obs = tuple(x[1:] for x in rollout.obs)
-        self._add(self._all, rollout.action, rollout.reward, *ends, next_obs, rollout.final_obs)
-
-    def _add(
-        self,
-        envs: Array,
-        action: Array,
-        reward: Array,
-        terminated: Array,
-        truncated: Array,
-        obs: ObsArrays,
-        final_obs: ObsArrays,
-    ) -> None:
-        obs_at, final_at = np.empty((2, *reward.shape), np.int64)
+        self._begin([x[0] for x in rollout.obs])
+        obs_at, final_at = np.empty((2, *rollout.reward.shape), np.int64)
         kernel.advance(
-            np.ascontiguousarray(envs, np.int64),
-            np.ascontiguousarray(action, self.action.dtype).reshape(*reward.shape, -1),
-            np.ascontiguousarray(reward, np.float32),
-            np.ascontiguousarray(terminated, np.bool_),
-            np.ascontiguousarray(truncated, np.bool_),
+            np.ascontiguousarray(rollout.action, self.action.dtype),
+            np.ascontiguousarray(rollout.reward),
+            np.ascontiguousarray(rollout.terminated),
+            np.ascontiguousarray(rollout.truncated),
             self.n_slots,
             self.head,
             self.start,
@@ -113,17 +144,9 @@ class Replay:
             obs_at,
             final_at,
         )
-        self._put(obs_at, self._as_bytes(obs, 2), final_at, self._as_bytes(final_obs, 2))
-
-    def _as_bytes(self, arrays: ObsArrays, n_lead: int) -> list[Array]:
-        pairs = zip(arrays, self.obs, strict=True)
-        out = [as_bytes(np.ascontiguousarray(x, mine.dtype), n_lead) for x, mine in pairs]
-        assert all(x.shape[-1] == y.shape[1] for x, y in zip(out, self._obs_bytes, strict=True)), "shapes"
-        return out
-
-    def _put(self, obs_at: Array, obs: list[Array], final_at: Array, final_obs: list[Array] | None) -> None:
-        for out, new, final in zip(self._obs_bytes, obs, final_obs or obs, strict=True):
-            kernel.put(obs_at, new, final_at, final, out)
+        for obs, final, out in zip(rollout.obs, rollout.final_obs, self._obs_bytes, strict=True):
+            new, last = (as_bytes(np.ascontiguousarray(x), 2) for x in (obs[1:], final))
+            kernel.put(obs_at, new, final_at, last, out)
 
     def sample(
         self, index: Array, *, gamma: float, n_step: int = 1, out: ReplayBatch | None = None
@@ -154,49 +177,63 @@ class Replay:
             kernel.take_two(stored, to.index, to.next_index, obs, next_obs)
         return out
 
-    def serials(self, index: Array) -> Array:
-        """The slot numbers that these slots hold now."""
-        n, t = np.divmod(index, self.n_slots)
-        out: Array = self.head[n] - (self.head[n] - t) % self.n_slots
-        return out
 
-    def __len__(self) -> int:
-        """Transitions that are stored now."""
-        return int(np.count_nonzero(self.end != kernel.EMPTY))
+Replayed = TypeVar("Replayed", bound=Rings[Any])
+
+
+class Sampler(Generic[Replayed]):
+    """Draws n-step transitions from a replay.
+
+    Draw number k depends on the seed, k, and what was stored and updated before it, on nothing else.
+    """
+
+    def __init__(self, replay: Replayed, *, gamma: float, n_step: int = 1, seed: int = 0) -> None:
+        if n_step < 1:
+            raise FlatoutError(f"n_step is {n_step}; use 1 or more")
+        if replay.n_slots - 1 <= n_step:
+            raise FlatoutError(
+                f"{n_step}-step returns of {replay.n_envs} envs need a buffer of at least "
+                f"{(n_step + 1) * replay.n_envs} transitions"
+            )
+        self.replay, self._gamma, self._n_step, self._seed = replay, gamma, n_step, seed
+        self.n_draws = 0
+
+    def sample(self, size: int, beta: float = 0.4, out: ReplayBatch | None = None) -> ReplayBatch:
+        """Draw `size` transitions, into `out` if it is given and the replay is in RAM.
+
+        Prioritized samplers set weights (n · P)^-beta relative to the largest of the batch; uniform ones set 1.
+        """
+        raise NotImplementedError
+
+    def update(self, index: Tensor, serial: Tensor, priority: Tensor) -> None:
+        """Set new priorities (|TD error|) of drawn transitions, except those that were overwritten since.
+
+        Uniform samplers ignore it.
+        """
 
     def arrays(self) -> dict[str, Array]:
-        """Everything it holds by name, without the slots that were never reached: views, to be saved before more is added."""
-        used = n_used(self.head, self.n_slots)
-        rings = {
-            name: x.reshape(self.n_envs, self.n_slots, *x.shape[1:])[:, :used]
-            for name, x in self._rings.items()
-        }
-        return {**rings, "head": self.head, "start": self.start}
+        """Its state by name, to be saved with the replay's own arrays."""
+        return {"n_draws": np.array([self.n_draws])}
 
     def restore(self, arrays: Mapping[str, Array]) -> None:
-        """Set the contents to what `arrays` gave; the number of envs, the capacity and the spaces must be the same."""
-        check_saved(arrays, self._spec, self.n_envs, self.n_slots)
-        self.head[:] = arrays["head"]
-        self.end.fill(kernel.EMPTY)
-        self._begun[:] = self.head > 0
-        for name, array in self.arrays().items():
-            array[...] = arrays[name]
+        """Set the state from what `arrays` gave, once the replay is restored."""
+        self.n_draws = int(arrays["n_draws"][0])
+
+    def _nothing_stored(self) -> FlatoutError:
+        return FlatoutError(
+            f"the replay holds no {self._n_step}-step transition yet; collect more before sampling"
+        )
 
 
 class Uniform(Sampler[Replay]):
     """Draws every transition whose n-step window is stored with the same probability."""
-
-    def __init__(self, replay: Replay, *, gamma: float, n_step: int = 1, seed: int = 0) -> None:
-        super().__init__(replay, gamma=gamma, n_step=n_step, seed=seed)
-        self._upto = np.zeros(replay.n_envs, np.int64)
 
     def sample(self, size: int, beta: float = 0.4, out: ReplayBatch | None = None) -> ReplayBatch:  # noqa: ARG002
         it, index = self.replay, np.empty(size, np.int64)
         if out is not None:
             out.weight.fill_(1)
         key = kernel.draw_key(self._seed, self.n_draws)
-        state = it.head, it.start, it.end
-        if not kernel.draw_uniform(key, self._n_step, it.n_slots, *state, self._upto, index):
+        if not kernel.draw_uniform(key, self._n_step, it.n_slots, it.head, it.start, it.end, index):
             raise self._nothing_stored()
         self.n_draws += 1
         return it.sample(index, gamma=self._gamma, n_step=self._n_step, out=out)

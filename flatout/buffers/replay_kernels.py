@@ -85,7 +85,6 @@ def slot_of(n: int, number: int, n_slots: int) -> int:
 
 @compiled
 def advance(
-    envs: Array,
     action: Array,
     reward: Array,
     terminated: Array,
@@ -99,61 +98,39 @@ def advance(
     obs_at: Array,
     final_at: Array,
 ) -> None:
-    """Store (T, B) transitions of B envs; writes to `obs_at` and `final_at` which slots take the next observations."""
+    """Store (T, N) transitions; writes to `obs_at` and `final_at` which slots take the next observations."""
     for t in range(reward.shape[0]):
-        for i in range(len(envs)):
-            n = envs[i]
+        for n in range(reward.shape[1]):
             here = slot_of(n, head[n], n_slots)
             for j in range(action.shape[2]):
-                action_out[here, j] = action[t, i, j]
-            reward_out[here] = reward[t, i]
+                action_out[here, j] = action[t, n, j]
+            reward_out[here] = reward[t, n]
             head[n] += 1
-            final_at[t, i] = -1
+            final_at[t, n] = -1
             end_out[here] = GOES_ON
-            if terminated[t, i]:
+            if terminated[t, n]:
                 end_out[here] = TERMINATED
                 start[n] = head[n]
-            elif truncated[t, i]:
+            elif truncated[t, n]:
                 end_out[here] = TRUNCATED
-                final_at[t, i] = slot_of(n, head[n], n_slots)
-                end_out[final_at[t, i]] = EMPTY
+                final_at[t, n] = slot_of(n, head[n], n_slots)
+                end_out[final_at[t, n]] = EMPTY
                 head[n] += 1
                 start[n] = head[n]
-            obs_at[t, i] = slot_of(n, head[n], n_slots)
-            end_out[obs_at[t, i]] = EMPTY
+            obs_at[t, n] = slot_of(n, head[n], n_slots)
+            end_out[obs_at[t, n]] = EMPTY
 
 
 @compiled
 def put(obs_at: Array, obs: Array, final_at: Array, final_obs: Array, out: Array) -> None:
-    """Write (T, B, bytes) observations to their slots in order of time; a negative slot means none."""
+    """Write (T, N, bytes) observations to their slots in order of time; a negative slot of a final one means none."""
     for t in range(obs_at.shape[0]):
-        for i in range(obs_at.shape[1]):
-            if final_at[t, i] >= 0:
+        for n in range(obs_at.shape[1]):
+            if final_at[t, n] >= 0:
                 for j in range(out.shape[1]):
-                    out[final_at[t, i], j] = final_obs[t, i, j]
-            if obs_at[t, i] >= 0:
-                for j in range(out.shape[1]):
-                    out[obs_at[t, i], j] = obs[t, i, j]
-
-
-@compiled
-def begin(
-    envs: Array, changed: Array, n_slots: int, head: Array, start: Array, end: Array, at: Array
-) -> None:
-    """Write to `at` the slots of the envs' newest observations, -1 where they have not changed.
-
-    An episode with steps is truncated first: its newest observation stays as its final one.
-    """
-    for i in range(len(envs)):
-        n = envs[i]
-        at[i] = -1
-        if changed[i]:
-            if head[n] > start[n]:
-                end[slot_of(n, head[n] - 1, n_slots)] = TRUNCATED
-                head[n] += 1
-                start[n] = head[n]
-            at[i] = slot_of(n, head[n], n_slots)
-            end[at[i]] = EMPTY
+                    out[final_at[t, n], j] = final_obs[t, n, j]
+            for j in range(out.shape[1]):
+                out[obs_at[t, n], j] = obs[t, n, j]
 
 
 @compiled
@@ -234,10 +211,10 @@ def first_and_end(n: int, n_step: int, n_slots: int, head: Array, start: Array) 
 
 @compiled
 def draw_uniform(
-    key: Any, n_step: int, n_slots: int, head: Array, start: Array, end: Array, upto: Array, index_out: Array
+    key: Any, n_step: int, n_slots: int, head: Array, start: Array, end: Array, index_out: Array
 ) -> bool:
-    """Fill `index_out` with eligible slots, all equally likely; false if there are none. `upto` is scratch, (N,)."""
-    n_envs, total = len(head), 0
+    """Fill `index_out` with eligible slots, all equally likely; false if there are none."""
+    n_envs, total, upto = len(head), 0, np.empty(len(head), np.int64)
     for n in range(n_envs):
         first, last = first_and_end(n, n_step, n_slots, head, start)
         total += last - first

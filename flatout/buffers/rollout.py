@@ -75,7 +75,6 @@ class Learnable(Protocol):
 
     def tensors(self, staging: Staging) -> RolloutTensors:
         """The rollout as tensors on the staging's device."""
-        ...
 
 
 def rollout_spec(obs: ObsLayout, action: ActionLayout, n_steps: int, n_envs: int) -> Spec:

@@ -120,25 +120,10 @@ class Filled:
         self.replay = Replay(OBS, ACTION, n_envs, n_envs * per_env)
         self.tensors = TensorReplay(OBS, ACTION, n_envs, n_envs * per_env, CPU)
         self._rng = rng
-        self.begin(list(range(n_envs)))
 
-    def begin(self, rows: list[int]) -> None:
-        """Pass the current observations to the real replays."""
-        obs, which = leaves_of([self.plain.now[n] for n in rows]), np.array(rows)
-        self.replay.begin(obs, which)
-        self.tensors.begin(_tensors(obs), torch.from_numpy(which))
-
-    def step(self, rows: list[int]) -> None:
-        """One step of these envs."""
-        steps = [self.plain.step(n) for n in rows]
-        now, final = leaves_of([self.plain.now[n] for n in rows]), leaves_of([s.followed for s in steps])
-        action = np.array([[s.action] for s in steps])
-        ends = np.array([s.terminated for s in steps]), np.array([s.truncated for s in steps])
-        reward, which = np.array([s.reward for s in steps]), np.array(rows)
-        self.replay.add(action, reward, *ends, now, final, which)
-        terminated, truncated = (torch.from_numpy(end) for end in ends)
-        lifted = torch.from_numpy(action), torch.from_numpy(reward), terminated, truncated
-        self.tensors.add(*lifted, _tensors(now), _tensors(final), torch.from_numpy(which))
+    def step(self) -> None:
+        """One step of all envs."""
+        self.rollout(1)
 
     def rollout(self, n_steps: int) -> None:
         """A whole rollout, as collectors make it: final observations of steps that ended no episode are arbitrary."""
@@ -160,24 +145,11 @@ class Filled:
         self.tensors.add_rollout(out)
 
     def anything(self) -> None:
-        """One random event: all or some envs step, a rollout is added, or an env is lost."""
-        n_envs, kind = self.plain.n_envs, self._rng.integers(8)
-        some = np.flatnonzero(self._rng.random(n_envs) < 0.6).tolist() or [0]
+        """One random event: a step or a rollout is added, before it sometimes an env is lost."""
+        kind = self._rng.integers(8)
         if kind == 0:
-            lost = int(self._rng.integers(n_envs))
-            self.plain.restart(lost)
-            if self._rng.random() < 0.5:  # else the next rollout shows it
-                self.begin([lost])
-            else:
-                self.rollout(int(self._rng.integers(1, 6)))
-        elif kind == 1:
-            self.rollout(int(self._rng.integers(1, 12)))
-        else:
-            self.step(some if kind < 5 else list(range(n_envs)))
-
-
-def _tensors(leaves: ObsArrays) -> tuple[torch.Tensor, ...]:
-    return tuple(torch.from_numpy(leaf) for leaf in leaves)
+            self.plain.restart(int(self._rng.integers(self.plain.n_envs)))
+        self.rollout(int(self._rng.integers(1, 12)) if kind < 3 else 1)
 
 
 def expected(plain: PlainReplay, index: Array, gamma: float, n_step: int) -> dict[str, Any]:

@@ -71,7 +71,7 @@ def test_timing_does_not_change_the_samples(depth: int) -> None:
 def test_a_prefetched_batch_uses_the_priorities_of_its_request() -> None:
     filled = Filled(1, 20, 0, p_terminated=0, p_truncated=0)
     for _ in range(10):
-        filled.step([0])
+        filled.step()
     sampler = Prioritized(filled.replay, gamma=0.9, alpha=1.0, eps=0.0)
     alloc = partial(alloc_batch, OBS, ACTION, 10)
     with opened(Prefetch(sampler, 10, CPU, alloc=alloc, background=True)) as fetch:
@@ -93,14 +93,14 @@ def test_errors_in_the_prefetching_thread_are_raised(background: bool) -> None:
         fetch.ask()
         with pytest.raises(FlatoutError, match="holds no 1-step transition yet"):
             fetch.take()
-        filled.step([0])
+        filled.step()
         fetch.ask()
         assert fetch.take().index.tolist() == [0] * 4
 
 
 def test_a_batch_is_copied_to_the_learners_device() -> None:
     filled = Filled(1, 20, 0)
-    filled.step([0])
+    filled.step()
     meta = torch.device("meta")
     with opened(Prefetch(Prioritized(filled.replay, gamma=0.9), 4, meta, background=True)) as fetch:
         fetch.ask()

@@ -33,7 +33,7 @@ def steady(n_envs: int = 2, per_env: int = 10, n_steps: int = 8) -> Filled:
     """Envs whose episodes never end, after `n_steps`."""
     filled = Filled(n_envs, per_env, 0, p_terminated=0, p_truncated=0)
     for _ in range(n_steps):
-        filled.step(list(range(n_envs)))
+        filled.step()
     return filled
 
 
@@ -195,10 +195,10 @@ def test_new_steps_get_the_largest_priority_once_they_are_eligible(which: int) -
     sampler = both(filled, n_step=3, alpha=1.0, eps=0.0)[which]
     assert parts(sampler).tolist() == [1, 1] + [0] * 9  # the last two wait for their windows
     set_all(sampler, np.array([0, 1]), np.array([7.0, 0.5]))
-    filled.step([0])
+    filled.step()
     assert parts(sampler).tolist() == [7, 0.5, 7] + [0] * 8
     filled.plain.p_terminated = 1.0
-    filled.step([0])
+    filled.step()
     assert parts(sampler).tolist() == [7, 0.5, 7, 7, 7, 7] + [0] * 5
     assert filled.plain.head == [6]
 
@@ -209,13 +209,13 @@ def test_slots_overwritten_meanwhile_are_not_updated(which: int) -> None:
     sampler = both(filled, alpha=1.0, eps=0.0)[which]
     old = sampler.sample(64)
     for _ in range(2):
-        filled.step([0])  # a new step in the first slot, and the newest observation in the second
+        filled.step()  # a new step in an env's first slot, and the newest observation in the second
     before = parts(sampler)
     sampler.update(old.index, old.serial, torch.full((64,), 9.0))
-    kept = sorted(set(old.index.tolist()) - {0, 1})
+    kept = sorted(set(old.index.tolist()) - {0, 1, 5, 6})
     assert parts(sampler)[[0, 1]].tolist() == before[[0, 1]].tolist() == [1.0, 0.0]
     assert parts(sampler)[kept].tolist() == [9.0] * len(kept)
-    filled.step([0])
+    filled.step()
     assert parts(sampler)[1] == 9.0  # the new step there, as the largest so far
     sampler.update(torch.tensor([1, 1, 1]), torch.tensor([1, 6, 1]), torch.tensor([100.0, 3.0, 100.0]))
     assert parts(sampler)[1] == 3.0
