@@ -19,8 +19,7 @@ from flatout.config.fields import replace as replace_fields
 from flatout.config.run_config import RunConfig, preset_note, read_file, resolve
 from flatout.device.accelerator import resolve_device
 from flatout.device.machine import gc_frozen, machine, usable_cores
-from flatout.envs.check import EnvInfo
-from flatout.envs.check_batched import check_env
+from flatout.envs.check import EnvInfo, check
 from flatout.envs.make import EnvSource, env_factory
 from flatout.envs.spaces import ActionLayout, ObsLayout, space_from_json
 from flatout.errors import FlatoutError
@@ -82,7 +81,7 @@ class Agent:
         if factory is None or config.env_kwargs != factory.kwargs:
             factory = env_factory(source, config.env_kwargs)
         device = resolve_device(config.device)
-        info = check_env(replace(factory, device=device), seed=config.seed, n_envs=config.n_envs)
+        info = check(replace(factory, device=device), seed=config.seed, n_envs=config.n_envs)
         if info.n_envs not in (None, config.n_envs):
             config = _resolve(name, settings, config_file, info.n_envs)
         if info.batched == "tensor" and config.device == "auto":
@@ -329,7 +328,7 @@ class Agent:
         """The env with these keyword arguments, checked; refused if its spaces or number of envs differ."""
         config = self.config
         factory = replace(env_factory(self._source, kwargs), device=self.device)
-        info = check_env(factory, seed=config.seed, n_envs=config.n_envs)
+        info = check(factory, seed=config.seed, n_envs=config.n_envs)
         for kind, known in (("observation", self.policy.obs), ("action", self.policy.action)):
             if getattr(info, f"{kind}_space") != known.space:
                 raise FlatoutError(f"the env's {kind} space is not the one this agent was trained with")

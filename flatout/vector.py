@@ -17,9 +17,9 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
-from flatout.envs.check import validate_spaces
 from flatout.envs.make import EnvFactory, EnvSource, env_factory
 from flatout.envs.spaces import ActionLayout, Array, ObsArrays, ObsLayout
+from flatout.envs.validate import validate_spaces
 from flatout.envs.wrappers import Blocking, blocking
 from flatout.errors import EnvError, FlatoutError, did_you_mean, one_line
 from flatout.executors.base import (

@@ -16,9 +16,9 @@ from flatout.buffers.rollout import Rollout, TensorRollout
 from flatout.collect.collector import Collector, Collects
 from flatout.collect.noise import NO_EXPLORATION, Exploration
 from flatout.collect.ragged import Interrupted
-from flatout.envs.check import nan_message
-from flatout.envs.check_batched import same_device
+from flatout.envs.check import same_device
 from flatout.envs.spaces import ActionLayout, Array
+from flatout.envs.validate import nan_message
 from flatout.errors import EnvError, FlatoutError
 from flatout.executors.base import EnvSet, Episode
 from flatout.executors.batched import BatchedExecutor

@@ -1,7 +1,4 @@
-"""Checks an env before training: its spaces, reset, and some random steps, against Gymnasium's API.
-
-An env that breaks the API is refused with an EnvError of one line; smaller flaws become warnings.
-"""
+"""Checks an env before training, single or batched: its spaces, reset, and some random steps, against Gymnasium's API."""
 
 from __future__ import annotations
 
@@ -10,25 +7,34 @@ import re
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 import gymnasium as gym
 import numpy as np
-from gymnasium import spaces
-from numpy.typing import NDArray
+import torch
 
-from flatout.envs.make import BatchedEnvs, BatchedKind, EnvFactory
+from flatout.envs.make import BatchedEnvs, BatchedKind, EnvFactory, batched_kind
 from flatout.envs.spaces import MASK_KEY, logit_sizes
+from flatout.envs.validate import (
+    has_mask,
+    nan_message,
+    sample_action,
+    simple_parts,
+    validate_flag,
+    validate_obs,
+    validate_reward,
+    validate_spaces,
+)
 from flatout.envs.wrappers import Blocking, MaskFromInfo, blocking
 from flatout.errors import EnvError, is_engine_file, one_line
 
 RETURNS = {"reset": ("obs", "info"), "step": ("obs", "reward", "terminated", "truncated", "info")}
-SIMPLE_SPACES = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
-# A value may be cast to a wider kind of number (bool to int to float), not to a narrower one.
-KIND_WIDTH = {"b": 0, "u": 1, "i": 1, "f": 2}
+BATCHED_STEPS = 4
+"""Steps of a batched env: enough to see shapes; NaN and wrong episode ends are checked all through the run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +44,7 @@ class EnvInfo:
     factory: EnvFactory
     observation_space: gym.Space[Any]
     action_space: gym.Space[Any]
-    warnings: tuple[str, ...]
+    warnings: tuple[str, ...] = ()
     is_async: bool = False
     """Whether its reset and step are coroutine functions."""
     batched: BatchedKind | None = None
@@ -52,126 +58,78 @@ class EnvInfo:
 def check(
     factory: EnvFactory,
     *,
-    env: gym.Env[Any, Any] | None = None,
+    n_envs: int = 1,
     seed: int = 0,
     max_steps: int = 200,
     max_seconds: float = 1.0,
 ) -> EnvInfo:
-    """Take random steps in one env, the given or a new one; raises EnvError at the first break of Gymnasium's API."""
+    """Take random steps in a new env; raises EnvError at the first break of Gymnasium's API.
+
+    A batched env is made with `n_envs` envs if it takes `num_envs`.
+    """
     notes: list[str] = []
     with warnings.catch_warnings(record=True) as raised:
         warnings.simplefilter("always")
-        env = env or blocking(factory)
+        env: Any = blocking(partial(factory.make, n_envs))  # type: ignore[arg-type]  # a batched env is returned as it is
+        kind = batched_kind(env)
         try:
-            deadline = time.perf_counter() + max_seconds
-            validate_spaces(env)
-            env, obs = _start(env, seed, notes)
-            _random_steps(env, obs, notes, max_steps, deadline)
+            if kind:
+                info = _check_batched(factory, env, kind, seed, notes)
+            else:
+                info = _check_single(factory, env, seed, notes, max_steps, max_seconds)
         except EnvError as error:
             raise EnvError(f"{factory.name}: {error}") from error.__cause__
         finally:
-            _close(env, notes)
+            if not factory.is_instance:
+                _close(env, notes)
+    return replace(info, warnings=tuple(dict.fromkeys(notes + _plain_warnings(raised))))
+
+
+def _check_single(
+    factory: EnvFactory,
+    env: gym.Env[Any, Any],
+    seed: int,
+    notes: list[str],
+    max_steps: int,
+    max_seconds: float,
+) -> EnvInfo:
+    deadline = time.perf_counter() + max_seconds
+    validate_spaces(env)
+    env.action_space.seed(seed)
+    obs, info = _reset(env, 0, notes, seed=seed, options=None)
+    if MASK_KEY in info and not has_mask(env.observation_space):
+        if logit_sizes(env.action_space):
+            env = MaskFromInfo(env)
+            obs, _ = _reset(env, 0, notes, seed=seed, options=None)
+        else:
+            notes.append("info['action_mask'] is ignored: a Box action space has nothing to mask")
+    for step in range(1, max_steps + 1):
+        mask = obs[MASK_KEY] if has_mask(env.observation_space) else None
+        action = sample_action(env.action_space, mask, step - 1)
+        obs, reward, terminated, truncated, _ = _call(partial(env.step, action), "step", step)
+        notes += validate_obs(env.observation_space, obs, step)
+        validate_reward(reward, step)
+        notes += validate_flag("terminated", terminated, step) + validate_flag("truncated", truncated, step)
+        if terminated or truncated:
+            obs, _ = _reset(env, step, notes)
+        if time.perf_counter() >= deadline:
+            break
     return EnvInfo(
         factory=replace(factory, mask_in_info=isinstance(env, MaskFromInfo)),
         observation_space=env.observation_space,
         action_space=env.action_space,
-        warnings=tuple(dict.fromkeys(notes + plain_warnings(raised))),
         is_async=isinstance(env.unwrapped, Blocking),
     )
 
 
-def nan_message(what: str, env_index: int, step: int, kind: str = "a NaN") -> str:
-    """`env 3 gave a NaN observation at step 117`."""
-    return f"env {env_index} gave {kind} {what} at step {step}"
-
-
-def validate_spaces(env: gym.Env[Any, Any] | BatchedEnvs, prefix: str = "") -> None:
-    """Raise EnvError unless the env has both spaces, of supported kinds; `prefix` is `single_` for a batched env."""
-    obs_name, action_name = f"{prefix}observation_space", f"{prefix}action_space"
-    for name in (obs_name, action_name):
-        space = getattr(env, name, None)
-        if space is None:
-            raise EnvError(f"has no {name}; set self.{name} in __init__")
-        if not isinstance(space, gym.Space):
-            raise EnvError(
-                f"{name} is a {type(space).__module__}.{type(space).__name__}, not a gymnasium space"
-            )
-    observation_space, action_space = getattr(env, obs_name), getattr(env, action_name)
-    _validate_obs_space(observation_space, obs_name)
-    if not isinstance(action_space, SIMPLE_SPACES):
-        kinds = "Discrete, MultiDiscrete, MultiBinary and Box"
-        raise EnvError(f"{action_name} is a {type(action_space).__name__}; supported are {kinds}")
-    _refuse_empty(action_space, action_name)
-    if has_mask(observation_space):
-        _validate_mask_space(observation_space[MASK_KEY], action_space)
-
-
-def validate_obs(space: gym.Space[Any], obs: object, *, env_index: int = 0, step: int = 0) -> list[str]:
-    """Warnings about an observation; raises EnvError if it does not fit its space."""
-    notes = []
-    for part, value, path in simple_parts(space, obs, "observation", step):
-        array = _as_declared(part, value, path, step)
-        if array.dtype.kind == "f" and not np.isfinite(array).all():
-            kind = "a NaN" if np.isnan(array).any() else "an infinite"
-            raise EnvError(nan_message(path, env_index, step, kind))
-        low, high = _bounds(part)
-        if np.any(array < low) or np.any(array > high):
-            # A discrete value out of range has no one-hot code; a Box value is only badly scaled.
-            if not isinstance(part, spaces.Box):
-                raise EnvError(f"{path} at step {step} is {_shorten(value)}, outside {_describe(part)}")
-            notes.append(f"{path} is outside the bounds that its space declares")
-        notes += _cast_note(part, value, array, path)
-    return notes
-
-
-def _start(env: gym.Env[Any, Any], seed: int, notes: list[str]) -> tuple[gym.Env[Any, Any], Any]:
-    """The env, wrapped if its mask is in the info, and its first observation."""
-    env.action_space.seed(seed)
-    obs, info = _reset(env, 0, notes, seed)
-    if MASK_KEY not in info or has_mask(env.observation_space):
-        return env, obs
-    if not logit_sizes(env.action_space):
-        notes.append("info['action_mask'] is ignored: a Box action space has nothing to mask")
-        return env, obs
-    env = MaskFromInfo(env)
-    return env, _reset(env, 0, notes, seed)[0]
-
-
-def _random_steps(
-    env: gym.Env[Any, Any], obs: Any, notes: list[str], max_steps: int, deadline: float
-) -> None:
-    for step in range(1, max_steps + 1):
-        mask = obs[MASK_KEY] if has_mask(env.observation_space) else None
-        action = sample_action(env.action_space, mask, step - 1)
-        obs, done = _step(env, action, step, notes)
-        if done:
-            obs = _reset(env, step, notes)[0]
-        if time.perf_counter() >= deadline:
-            break
-
-
-def _reset(
-    env: gym.Env[Any, Any], step: int, notes: list[str], seed: int | None = None
-) -> tuple[Any, dict[str, Any]]:
-    kwargs: dict[str, Any] = {} if seed is None else {"seed": seed, "options": None}
-    obs, info = call(lambda: env.reset(**kwargs), "reset", step)
-    require_dict(info, "reset")
-    notes += validate_obs(env.observation_space, obs, step=step)
+def _reset(env: gym.Env[Any, Any], step: int, notes: list[str], **kwargs: Any) -> tuple[Any, ...]:
+    obs, info = _call(partial(env.reset, **kwargs), "reset", step)
+    notes += validate_obs(env.observation_space, obs, step)
     return obs, info
 
 
-def _step(env: gym.Env[Any, Any], action: Any, step: int, notes: list[str]) -> tuple[Any, bool]:
-    obs, reward, terminated, truncated, info = call(lambda: env.step(action), "step", step)
-    require_dict(info, "step")
-    notes += validate_obs(env.observation_space, obs, step=step)
-    _validate_reward(reward, step)
-    notes += _validate_flag("terminated", terminated, step)
-    notes += _validate_flag("truncated", truncated, step)
-    return obs, bool(terminated or truncated)
-
-
-def call(method: Callable[[], Any], name: str, step: int) -> tuple[Any, ...]:
-    """Call reset or step and return its tuple of the right length."""
+def _call(method: Callable[[], Any], name: str, step: int) -> tuple[Any, ...]:
+    """Call reset or step and return its tuple of the right length, with a dict as info."""
     try:
         result = method()
     except EnvError:
@@ -181,10 +139,14 @@ def call(method: Callable[[], Any], name: str, step: int) -> tuple[Any, ...]:
     if inspect.iscoroutine(result):
         result.close()
         raise EnvError(f"{name}() is async; give both reset and step an async def")
-    if isinstance(result, tuple) and len(result) == len(RETURNS[name]):
-        return result
-    got = f"{len(result)} values" if isinstance(result, tuple) else f"one value ({type(result).__name__})"
-    raise EnvError(_wrong_count(name, got))
+    if not isinstance(result, tuple):
+        raise EnvError(_wrong_count(name, f"one value ({type(result).__name__})"))
+    if len(result) != len(RETURNS[name]):
+        raise EnvError(_wrong_count(name, f"{len(result)} values"))
+    if not isinstance(result[-1], dict):
+        kind = type(result[-1]).__name__
+        raise EnvError(f"{name}() returned an info that is a {kind}; it must be a dict")
+    return result
 
 
 def _wrong_count(name: str, got: str) -> str:
@@ -210,172 +172,119 @@ def _raised(error: Exception, name: str, step: int) -> str:
     return f"raised in {name if name == 'reset' else f'step {step}'}: {one_line(error)}"
 
 
-def require_dict(info: object, name: str) -> None:
-    """Raise EnvError unless the info is a dict."""
-    if not isinstance(info, dict):
-        raise EnvError(f"{name}() returned an info that is a {type(info).__name__}; it must be a dict")
+def _check_batched(
+    factory: EnvFactory, envs: BatchedEnvs, kind: BatchedKind, seed: int, notes: list[str]
+) -> EnvInfo:
+    n_envs = envs.num_envs
+    if not isinstance(n_envs, int | np.integer) or n_envs < 1:
+        raise EnvError(f"num_envs is {n_envs!r}; it must be at least 1")
+    validate_spaces(envs, "single_")
+    notes += _BatchedTrial(envs, kind, seed).run()
+    if factory.is_instance:  # the run continues with this one: leave it in new episodes
+        _call(lambda: envs.reset(seed=seed), "reset", BATCHED_STEPS)
+    return EnvInfo(
+        factory=factory,
+        observation_space=envs.single_observation_space,
+        action_space=envs.single_action_space,
+        batched=kind,
+        n_envs=int(n_envs),
+        device=str(envs.device) if kind == "tensor" else "cpu",  # type: ignore[union-attr]
+    )
 
 
-def _validate_reward(reward: object, step: int) -> None:
+class _BatchedTrial:
+    """A few checked random steps of a batched env."""
+
+    def __init__(self, envs: BatchedEnvs, kind: BatchedKind, seed: int) -> None:
+        self._envs, self._seed, self._n_envs = envs, seed, int(envs.num_envs)
+        self._device = torch.device(envs.device) if kind == "tensor" else None  # type: ignore[union-attr]
+        self._space, self._action_space = envs.single_observation_space, envs.single_action_space
+        self._step = 0
+
+    def run(self) -> list[str]:
+        """Take the steps; returns warnings, or raises EnvError."""
+        self._action_space.seed(self._seed)
+        obs, info = _call(lambda: self._envs.reset(seed=self._seed), "reset", 0)
+        self._validate_obs(obs, "observation")
+        notes = self._notes(info)
+        for self._step in range(1, BATCHED_STEPS + 1):
+            result = _call(partial(self._envs.step, self._actions(obs)), "step", self._step)
+            self._validate_step(*result)
+            obs = result[0]
+        return notes
+
+    def _validate_step(self, obs: Any, reward: Any, terminated: Any, truncated: Any, info: Any) -> None:
+        self._validate_obs(obs, "observation")
+        self._validate(reward, "reward", ())
+        for name, flags in (("terminated", terminated), ("truncated", truncated)):
+            self._validate(flags, name, ())
+            if _to_numpy(flags).dtype != np.bool_:
+                raise EnvError(f"{name} at step {self._step} is not an array of bools")
+        if self._device is not None:
+            if "final_obs" not in info:
+                raise EnvError(
+                    "step() gave no info['final_obs']; a batched env of tensors must give it at every step"
+                )
+            self._validate_obs(info["final_obs"], "final_obs", finite=False)
+
+    def _notes(self, info: dict[str, Any]) -> list[str]:
+        notes = []
+        if self._device is None and "autoreset_mode" not in self._envs.metadata:  # type: ignore[union-attr]
+            notes.append("metadata['autoreset_mode'] is missing; Gymnasium's default NEXT_STEP is assumed")
+        if MASK_KEY in info and not has_mask(self._space):
+            notes.append("info['action_mask'] of a batched env is ignored; put it into a Dict observation")
+        return notes
+
+    def _actions(self, obs: Any) -> Any:
+        masks = _to_numpy(obs[MASK_KEY]) if has_mask(self._space) else [None] * self._n_envs
+        actions = np.stack([sample_action(self._action_space, mask, self._step) for mask in masks])
+        return actions if self._device is None else torch.from_numpy(actions).to(self._device)
+
+    def _validate_obs(self, obs: Any, path: str, finite: bool = True) -> None:
+        for part, values, name in simple_parts(self._space, obs, path, self._step):
+            self._validate(values, name, part.shape or (), finite)
+
+    def _validate(self, values: Any, name: str, shape: tuple[int, ...], finite: bool = True) -> None:
+        if self._device is not None:
+            self._refuse_other_device(values, name)
+        array = _to_numpy(values)
+        if array.dtype.kind not in "buif":
+            raise EnvError(f"{name} at step {self._step} is not an array of numbers")
+        if array.shape != (self._n_envs, *shape):
+            raise EnvError(
+                f"{name} at step {self._step} has shape {array.shape}; "
+                f"for {self._n_envs} envs it must be {(self._n_envs, *shape)}"
+            )
+        bad = ~np.isfinite(array.reshape(self._n_envs, -1)).all(axis=1)
+        if finite and bad.any():
+            kind = "a NaN" if np.isnan(array).any() else "an infinite"
+            raise EnvError(nan_message(name, int(bad.argmax()), self._step, kind))
+
+    def _refuse_other_device(self, values: Any, name: str) -> None:
+        if not isinstance(values, torch.Tensor):
+            raise EnvError(f"{name} at step {self._step} is a {type(values).__name__}, not a torch tensor")
+        if not same_device(values.device, self._device):
+            raise EnvError(f"{name} at step {self._step} is on {values.device}; the env says {self._device}")
+
+
+def same_device(a: torch.device | str, b: torch.device | str | None) -> bool:
+    """Whether two names mean the same device; `cuda` without an index matches every CUDA device."""
+    one, other = torch.device(a), torch.device(b or "cpu")
+    return one.type == other.type and (one.index == other.index or None in (one.index, other.index))
+
+
+def _to_numpy(values: Any) -> Any:
+    return values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
+
+
+def _close(env: Any, notes: list[str]) -> None:
     try:
-        array = np.asarray(reward)
-    except Exception:
-        array = np.asarray(None)  # not a number
-    if array.dtype.kind not in KIND_WIDTH:
-        raise EnvError(f"reward at step {step} is {_shorten(reward)}; return a number")
-    if array.shape != ():
-        raise EnvError(f"reward at step {step} is an array of shape {array.shape}; return float(reward)")
-    if not np.isfinite(array):
-        raise EnvError(nan_message("reward", 0, step, "a NaN" if np.isnan(array) else "an infinite"))
-
-
-def _validate_flag(name: str, value: object, step: int) -> list[str]:
-    if isinstance(value, bool | np.bool_):
-        return []
-    if isinstance(value, int | np.integer) and value in (0, 1):
-        return [f"{name} is the int {value} where Gymnasium expects a bool; return bool({name})"]
-    got = f"an array of shape {value.shape}" if isinstance(value, np.ndarray) else _shorten(value)
-    raise EnvError(f"{name} at step {step} is {got}; return bool({name})")
-
-
-def sample_action(space: gym.Space[Any], mask: Any, step: int) -> Any:
-    """A random action that the mask, if any, allows."""
-    if mask is None:
-        return space.sample()
-    mask = np.ravel(mask)
-    if not np.isin(mask, (0, 1)).all():
-        raise EnvError(f"action_mask at step {step} holds other values than 0 and 1")
-    sizes = logit_sizes(space)
-    parts = np.split(mask, np.cumsum(sizes)[:-1])
-    if not all(part.any() for part in parts):
-        raise EnvError(
-            f"action_mask at step {step} allows no action; allow at least one until the episode ends"
-        )
-    choices = np.array([space.np_random.choice(np.flatnonzero(part)) for part in parts])
-    if isinstance(space, spaces.Discrete):
-        return space.start + choices[0]
-    start = space.start if isinstance(space, spaces.MultiDiscrete) else 0
-    return (choices.reshape(space.shape) + start).astype(space.dtype)
-
-
-def has_mask(space: gym.Space[Any]) -> TypeGuard[spaces.Dict]:
-    """Whether observations of this space carry an action mask."""
-    return isinstance(space, spaces.Dict) and MASK_KEY in space.spaces
-
-
-def _validate_mask_space(mask_space: gym.Space[Any], action_space: gym.Space[Any]) -> None:
-    n_logits = sum(logit_sizes(action_space))
-    if not n_logits:
-        raise EnvError(
-            "observation_space['action_mask'] cannot mask a Box action space; give the key another name"
-        )
-    if mask_space.shape != (n_logits,):
-        raise EnvError(
-            f"observation_space['action_mask'] has shape {mask_space.shape}; "
-            f"{_describe(action_space)} needs ({n_logits},), one value for each choice"
-        )
-
-
-def _validate_obs_space(space: gym.Space[Any], path: str) -> None:
-    if isinstance(space, spaces.Dict | spaces.Tuple):
-        children = _children(space)
-        if not children:
-            raise EnvError(f"{path} is an empty {type(space).__name__}")
-        for key, child in children.items():
-            _validate_obs_space(child, f"{path}[{key!r}]")
-    elif isinstance(space, SIMPLE_SPACES):
-        _refuse_empty(space, path)
-    else:
-        kinds = "Box, Discrete, MultiDiscrete, MultiBinary, and Dict and Tuple of those"
-        raise EnvError(f"{path} is a {type(space).__name__}; supported are {kinds}")
-
-
-def _refuse_empty(space: gym.Space[Any], path: str) -> None:
-    if 0 in (space.shape or ()):
-        raise EnvError(f"{path} has no elements: its shape is {space.shape}")
-
-
-def _children(space: spaces.Dict | spaces.Tuple[Any]) -> dict[Any, gym.Space[Any]]:
-    return dict(space.spaces) if isinstance(space, spaces.Dict) else dict(enumerate(space.spaces))
-
-
-def simple_parts(
-    space: gym.Space[Any], value: Any, path: str, step: int
-) -> Iterator[tuple[gym.Space[Any], Any, str]]:
-    """Each simple space in `space`, its part of the observation, and the name of that part."""
-    if not isinstance(space, spaces.Dict | spaces.Tuple):
-        yield space, value, path
-        return
-    container = Mapping if isinstance(space, spaces.Dict) else (tuple, list)
-    if not isinstance(value, container):
-        raise EnvError(
-            f"{path} at step {step} is a {type(value).__name__}; its space is a {type(space).__name__}"
-        )
-    children = _children(space)
-    keys = set(value) if isinstance(value, Mapping) else set(range(len(value)))
-    if isinstance(space, spaces.Tuple) and len(keys) != len(children):
-        raise EnvError(f"{path} at step {step} has {len(keys)} parts; its Tuple space has {len(children)}")
-    for what, odd in (("lacks", set(children) - keys), ("has the undeclared", keys - set(children))):
-        if odd:
-            raise EnvError(f"{path} at step {step} {what} {', '.join(sorted(map(repr, odd)))}")
-    for key, child in children.items():
-        yield from simple_parts(child, value[key], f"{path}[{key!r}]", step)
-
-
-def _as_declared(space: gym.Space[Any], value: object, path: str, step: int) -> NDArray[Any]:
-    try:
-        array = np.asarray(value)
-    except Exception as error:
-        raise EnvError(f"{path} at step {step} is not an array: {one_line(error)}") from error
-    width = KIND_WIDTH.get(array.dtype.kind)
-    if width is None or width > KIND_WIDTH[np.dtype(space.dtype).kind] or array.shape != space.shape:
-        kind = {"O": "objects", "U": "strings", "S": "bytes"}.get(array.dtype.kind, array.dtype.name)
-        is_array = isinstance(value, np.ndarray | np.generic | list | tuple)
-        got = f"{kind} of shape {array.shape}" if is_array else f"a {type(value).__name__}"
-        raise EnvError(f"{path} at step {step} is {got}; its space is {_describe(space)}")
-    return array
-
-
-def _bounds(space: gym.Space[Any]) -> tuple[Any, Any]:
-    match space:
-        case spaces.Box():
-            return space.low, space.high
-        case spaces.Discrete():
-            return space.start, space.start + space.n - 1
-        case spaces.MultiDiscrete():
-            return space.start, space.start + space.nvec - 1
-        case _:
-            return 0, 1
-
-
-def _cast_note(space: gym.Space[Any], value: object, array: NDArray[Any], path: str) -> list[str]:
-    if isinstance(value, list | tuple):
-        return [f"{path} is a {type(value).__name__}, not a NumPy array; it is converted at every step"]
-    is_array = isinstance(value, np.ndarray | np.generic)
-    if is_array and isinstance(space, spaces.Box) and not np.can_cast(array.dtype, space.dtype):
-        return [f"{path} is {array.dtype} where its space says {space.dtype}; it is cast at every step"]
-    return []
-
-
-def _describe(space: gym.Space[Any]) -> str:
-    if isinstance(space, spaces.Box):  # its repr prints whole arrays of bounds, over several lines
-        return f"a Box of shape {space.shape}, {space.dtype}"
-    return _shorten(space)
-
-
-def _shorten(value: object) -> str:
-    text = " ".join(repr(value).split())
-    return text if len(text) <= 80 else text[:77] + "..."
-
-
-def _close(env: gym.Env[Any, Any], notes: list[str]) -> None:
-    try:
-        env.close()
+        getattr(env, "close", lambda: None)()  # optional for a batched env
     except Exception as error:
         notes.append(f"close() raised {one_line(error)}")
 
 
-def plain_warnings(raised: list[warnings.WarningMessage]) -> list[str]:
+def _plain_warnings(raised: list[warnings.WarningMessage]) -> list[str]:
     """Python warnings as text, one for each line of code that raised some."""
     by_place: dict[str, str] = {}
     for warning in raised:

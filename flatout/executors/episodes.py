@@ -12,8 +12,8 @@ from functools import cache
 
 import numpy as np
 
-from flatout.envs.check import nan_message
 from flatout.envs.spaces import Array, ObsArrays
+from flatout.envs.validate import nan_message
 from flatout.errors import EnvError
 from flatout.executors.base import Episode, Step
 

@@ -16,8 +16,8 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from flatout.envs.check import nan_message
 from flatout.envs.spaces import Array
+from flatout.envs.validate import nan_message
 from flatout.errors import EnvError, FlatoutError, one_line
 from flatout.executors.base import (
     EnvCall,

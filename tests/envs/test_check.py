@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
-from flatout.envs.check import EnvInfo, check, nan_message, validate_obs
+from flatout.envs.check import EnvInfo, check
 from flatout.envs.make import env_factory
+from flatout.envs.validate import nan_message, validate_obs
 from flatout.errors import EnvError, where
 
 Info = dict[str, Any]

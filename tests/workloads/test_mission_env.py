@@ -13,7 +13,7 @@ import pytest
 from gymnasium.utils.env_checker import check_env
 
 import flatout  # noqa: F401  # registers the env
-from flatout.envs.check import sample_action
+from flatout.envs.validate import sample_action
 from flatout.workloads.mission import Mission
 from flatout.workloads.mission.game import Game
 from flatout.workloads.mission.grid import breaches
