@@ -167,9 +167,7 @@ def collectors(
     else:
         executor = SerialExecutor(EnvSet(factory, policy.obs, np.arange(n_envs), 1))
         executor.reset()
-        here = Collector(
-            executor, policy.model, policy.action, device=torch.device("cpu"), seed=1, clock=clock
-        )
+        here = Collector(executor, policy.model, device=torch.device("cpu"), seed=1, clock=clock)
         collect = partial(here.collect, Rollout.alloc(policy.obs, policy.action, n_steps, n_envs))
         close = executor.close
 

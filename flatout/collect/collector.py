@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ import torch
 from flatout.buffers.rollout import Rollout
 from flatout.collect.noise import NO_EXPLORATION, ActionNoise, Exploration
 from flatout.collect.ragged import Interrupted, RaggedCollection
-from flatout.envs.spaces import ActionLayout, Array, ObsArrays
+from flatout.envs.spaces import Array, ObsArrays
 from flatout.executors.base import Episode, Executor, Step
 from flatout.models.actor import Actor, make_actor
 from flatout.models.policy import PolicyNet, copy_parameters
@@ -35,7 +35,6 @@ class Collects(Protocol[R_contra]):
     @property
     def lanes(self) -> Sequence[Lane]:
         """The clock of each collector."""
-        ...
 
     def trace(self, spans: bool) -> None:
         """Restart the clocks, with or without spans; call it while nothing is being collected."""
@@ -50,19 +49,44 @@ class Collects(Protocol[R_contra]):
         """Begin new episodes in every env."""
 
     def collect(self, rollout: R_contra, stop: Callable[[], bool]) -> list[Episode]:
-        """Fill the rollout; returns the episodes that ended."""
-        ...
+        """Fill the rollout from the envs' current state; returns the episodes that ended."""
 
     def snapshot(self) -> dict[str, Array]:
         """What `restore` needs to bring every env back to the end of the last rollout."""
-        ...
 
     def restore(self, snapshot: Mapping[str, Array]) -> list[int]:
-        """Bring the envs back to a snapshot; returns those that began a new episode."""
-        ...
+        """Bring the envs back to a snapshot of any executor; returns those that began a new episode."""
 
     def close(self) -> None:
         """Close every env."""
+
+
+class LocalCollector:
+    """What collectors in this process do alike."""
+
+    def __init__(self, executor: Any, clock: PhaseClock) -> None:
+        self.executor, self._clock = executor, clock
+        self.n_steps = 0
+        """Steps each env has taken for finished rollouts: the position in its noise stream."""
+
+    @property
+    def lanes(self) -> list[Lane]:
+        """The collector's clock."""
+        return [self._clock]
+
+    def trace(self, spans: bool) -> None:
+        """Restart the clock, with or without spans."""
+        self._clock.traced = spans
+        self._clock.restart({}, Phase.SLOT)
+
+    def snapshot(self) -> dict[str, Array]:
+        """What `restore` needs."""
+        snapshot: dict[str, Array] = self.executor.snapshot()
+        return snapshot
+
+    def close(self) -> None:
+        """Close every env."""
+        self.executor.close()
 
 
 @dataclass(slots=True)
@@ -71,14 +95,15 @@ class _Policy:
     actor: Actor
 
 
-class Collector:
+class Collector(LocalCollector):
     """Fills rollouts by acting in the executor's envs."""
+
+    executor: Executor
 
     def __init__(
         self,
         executor: Executor,
         model: PolicyNet,
-        layout: ActionLayout,
         *,
         device: torch.device,
         seed: int,
@@ -87,16 +112,14 @@ class Collector:
         exploration: Exploration = NO_EXPLORATION,
     ) -> None:
         """`model` acts; if there is a `source`, `publish` copies its parameters to `model`."""
-        self.executor, self._layout, self._clock = executor, layout, clock
+        super().__init__(executor, clock)
         self.model, self._head, self._source, self._device = model, model.head, source, device
         self._policy = _Policy(model, make_actor(model, executor.n_envs, device))
         self._spare: _Policy | None = None
         """The policy of the next rollout, where envs may start it ahead."""
-        self._all = np.arange(executor.n_envs)
-        self._noise = ActionNoise(layout, executor.env_ids, seed, exploration)
+        self._to_env, self._all = model.action.to_env, np.arange(executor.n_envs)
+        self._noise = ActionNoise(model.action, executor.env_ids, seed, exploration)
         self._ragged = RaggedCollection(executor, model, self._noise, self._act, clock)
-        self.n_steps = 0
-        """Steps each env has taken for finished rollouts: the position in its noise stream."""
 
     def collect(self, rollout: Rollout, stop: Callable[[], bool] = lambda: False) -> list[Episode]:
         """Fill the rollout from the envs' current state; returns the episodes that ended."""
@@ -143,7 +166,7 @@ class Collector:
         actor.act(obs, noise, action_out, log_prob_out)
         if self._head.squashes:
             action_out = self._head.squash(torch.from_numpy(action_out)).numpy()
-        return self._layout.to_env(action_out)
+        return self._to_env(action_out)
 
     def publish(self) -> None:
         """Act with the learner's current parameters."""
@@ -165,33 +188,15 @@ class Collector:
         self._spare.actor.bind()
         self._ragged.offered = rollout, self._spare.actor
 
-    @property
-    def lanes(self) -> list[Lane]:
-        """The collector's clock."""
-        return [self._clock]
-
-    def trace(self, spans: bool) -> None:
-        """Restart the clock, with or without spans."""
-        self._clock.traced = spans
-        self._clock.restart({}, Phase.SLOT)
-
     def reset(self) -> None:
         """Begin new episodes in every env."""
         self._ragged.discard_next()
         self.executor.reset()
 
-    def snapshot(self) -> dict[str, Array]:
-        """What `restore` needs to bring every env back to the end of the last rollout."""
-        return self.executor.snapshot()
-
     def restore(self, snapshot: Mapping[str, Array]) -> list[int]:
         """Bring the envs back to a snapshot of any executor; returns those that began a new episode."""
         self._ragged.discard_next()
         return self.executor.restore(snapshot)
-
-    def close(self) -> None:
-        """Close every env."""
-        self.executor.close()
 
 
 def _store(rollout: Rollout, t: int, now: Step) -> None:

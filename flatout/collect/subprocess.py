@@ -108,9 +108,15 @@ class SubprocessCollectors:
         self.lanes = [SubprocessLane(f"collector {i}") for i in range(n_collectors)]
         self.budget = envs.budget or RestartBudget()
         self._pool = WorkerPool(
-            "collector", n_collectors, envs.env_ids, self._start, timeout=timeout, budget=self.budget
+            "collector",
+            n_collectors,
+            envs.env_ids,
+            collector_main,
+            self._make_job,
+            shared=self._shared,
+            timeout=timeout,
+            budget=self.budget,
         )
-        self._pool.open()
 
     @property
     def pids(self) -> list[int]:
@@ -168,31 +174,22 @@ class SubprocessCollectors:
         """End every collector."""
         self._pool.close()
 
-    def _start(
-        self, i: int, generation: int
-    ) -> tuple[Callable[..., None], tuple[CollectorJob], SharedArrays]:
-        first, end = self._pool.shares[i]
+    def _make_job(self, _: int, generation: int, first: int, end: int) -> CollectorJob:
         envs = replace(self._job.envs, env_ids=np.arange(first, end))
-        return collector_main, (replace(self._job, envs=envs, generation=generation),), self._shared
+        return replace(self._job, envs=envs, generation=generation)
 
 
 def collector_main(connection: Connection, job: CollectorJob, shared: SharedArrays) -> None:
     """A collector process: collects rollouts when told."""
     torch.set_num_threads(1)
     envs = job.envs
-    assert envs.action is not None, "collectors choose actions"
     model = job.make_model()
     ParamBlock(model, shared["params"], shared["version"]).adopt()
     executor = make_executor("serial", replace(envs, seed=worker_seed(envs.seed, job.generation)))
     clock = PhaseClock()
+    cpu = torch.device("cpu")
     collector = Collector(
-        executor,
-        model,
-        envs.action,
-        device=torch.device("cpu"),
-        seed=envs.seed,
-        clock=clock,
-        exploration=job.exploration,
+        executor, model, device=cpu, seed=envs.seed, clock=clock, exploration=job.exploration
     )
     first, end = int(envs.env_ids[0]), int(envs.env_ids[-1]) + 1
     rollouts = [rollout.part(first, end) for rollout in shared_rollouts(shared)]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flatout.buffers.rollout import Rollout, TensorRollout
-from flatout.collect.collector import Collector, Collects
+from flatout.collect.collector import Collector, Collects, LocalCollector
 from flatout.collect.noise import NO_EXPLORATION, Exploration
 from flatout.collect.ragged import Interrupted
 from flatout.envs.check import same_device
@@ -25,7 +25,7 @@ from flatout.executors.batched import BatchedExecutor
 from flatout.executors.tensors import TensorExecutor, open_batched
 from flatout.models.actor import KernelActor, is_small
 from flatout.models.policy import PolicyNet, copy_parameters
-from flatout.timing import ACT, ENV, STORE, Lane, Phase, PhaseClock
+from flatout.timing import ACT, ENV, STORE, Phase, PhaseClock
 
 KERNEL_ROWS = 512
 """Number of envs up to which the compiled policy acts faster on the CPU than torch, which is better at many rows."""
@@ -92,40 +92,29 @@ class DeviceNoise:
         return noise if self._shift is None else noise.add_(self._shift)
 
 
-class TensorCollector:
+class TensorCollector(LocalCollector):
     """Fills tensor rollouts by acting in the executor's envs."""
+
+    executor: TensorExecutor
 
     def __init__(
         self,
         executor: TensorExecutor,
         model: PolicyNet,
-        layout: ActionLayout,
         *,
         seed: int,
         clock: PhaseClock,
         source: PolicyNet | None = None,
         exploration: Exploration = NO_EXPLORATION,
     ) -> None:
-        self.executor, self._model, self._clock = executor, model, clock
-        self._source = source
-        self._actions = TensorActions(layout, executor.device)
-        self._noise = DeviceNoise(layout, executor.n_envs, seed, executor.device, exploration)
+        super().__init__(executor, clock)
+        self._model, self._source = model, source
+        self._actions = TensorActions(model.action, executor.device)
+        self._noise = DeviceNoise(model.action, executor.n_envs, seed, executor.device, exploration)
         small = executor.n_envs <= KERNEL_ROWS and is_small(model, executor.device)
         self._actor = KernelActor(model) if small else None
         self._returns = torch.zeros(executor.n_envs, dtype=torch.float64, device=executor.device)
         self._lengths = torch.zeros(executor.n_envs, dtype=torch.int64, device=executor.device)
-        self.n_steps = 0
-        """Steps each env has taken for finished rollouts."""
-
-    @property
-    def lanes(self) -> list[Lane]:
-        """The collector's clock."""
-        return [self._clock]
-
-    def trace(self, spans: bool) -> None:
-        """Restart the clock, with or without spans."""
-        self._clock.traced = spans
-        self._clock.restart({}, Phase.SLOT)
 
     def publish(self) -> None:
         """Act with the learner's current parameters."""
@@ -141,19 +130,11 @@ class TensorCollector:
         self._returns.zero_()
         self._lengths.zero_()
 
-    def snapshot(self) -> dict[str, Array]:
-        """What `restore` needs."""
-        return self.executor.snapshot()
-
     def restore(self, snapshot: Mapping[str, Array]) -> list[int]:
         """Begin new episodes in every env, not those with which the run began."""
         self._returns.zero_()
         self._lengths.zero_()
         return self.executor.restore(snapshot)
-
-    def close(self) -> None:
-        """Close the envs."""
-        self.executor.close()
 
     # No inference mode: an env could not change tensors elsewhere that it made there.
     @torch.no_grad()
@@ -274,7 +255,6 @@ def batched_collector(
         collector = Collector(
             executor,
             model,
-            action,
             device=device,
             seed=envs.seed,
             clock=clock,
@@ -289,5 +269,5 @@ def batched_collector(
         )
     rollouts = [TensorRollout(obs, action, n_steps, executor.n_envs, executor.device) for _ in range(n_slots)]
     return TensorCollector(
-        executor, model, action, seed=envs.seed, clock=clock, source=source, exploration=exploration
+        executor, model, seed=envs.seed, clock=clock, source=source, exploration=exploration
     ), rollouts

@@ -7,7 +7,7 @@ so `recv` returns all envs of each worker that is ready.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from time import perf_counter
@@ -92,12 +92,18 @@ class ProcessExecutor(Executor):
         self.budget = envs.budget or RestartBudget(max_restarts, window_seconds)
         self.notes = self.budget.notes
         self._pool = WorkerPool(
-            "worker", n_workers, envs.env_ids, self._start, timeout=step_timeout, budget=self.budget
+            "worker",
+            n_workers,
+            envs.env_ids,
+            worker_main,
+            self._make_job,
+            shared=self._shared,
+            timeout=step_timeout,
+            budget=self.budget,
         )
         sizes = [end - first for first, end in self._pool.shares]
         self._worker_of = np.repeat(np.arange(n_workers), sizes)
         self._indices = [np.arange(first, end) for first, end in self._pool.shares]
-        self._pool.open()
 
     @property
     def pids(self) -> list[int]:
@@ -136,10 +142,20 @@ class ProcessExecutor(Executor):
         for n in indices:
             worker = int(self._worker_of[n])
             by_worker.setdefault(worker, []).append(n - self._pool.shares[worker][0])
-        messages = {i: Command.APPLY + _pack_call(function, own) for i, own in by_worker.items()}
-        answers = self._pool.ask(messages)
-        values = {i: iter(_unpack_results(answers[i])) for i in sorted(answers)}
-        return [next(values[int(self._worker_of[n])]) for n in indices]
+        try:
+            calls = {i: bytes(cloudpickle.dumps((function, own))) for i, own in by_worker.items()}
+        except Exception as error:
+            raise EnvError(
+                f"the function cannot be sent to the envs' processes: {one_line(error)}"
+            ) from error
+        answers = self._pool.ask({i: Command.APPLY + call for i, call in calls.items()})
+        results = {}
+        for i in sorted(answers):
+            values, failure = pickle.loads(answers[i])
+            if failure is not None:
+                raise failure
+            results[i] = iter(values)
+        return [next(results[int(self._worker_of[n])]) for n in indices]
 
     def send(self, actions: Array, env_indices: Array) -> None:
         """Send actions; a worker starts when the actions of all its envs are there."""
@@ -181,7 +197,7 @@ class ProcessExecutor(Executor):
 
     def mark(self) -> None:
         """Remember the current state as the one that `snapshot` describes."""
-        self._assert_idle()
+        assert not self._busy, "receive all steps first"
         self._pool.ask_all(Command.MARK)
 
     def snapshot(self) -> dict[str, Array]:
@@ -190,7 +206,7 @@ class ProcessExecutor(Executor):
 
     def restore(self, snapshot: Mapping[str, Array]) -> list[int]:
         """Bring the envs back to a snapshot; returns the envs that began a new episode."""
-        self._assert_idle()
+        assert not self._busy, "receive all steps first"
         fresh = self._pool.restore(snapshot)
         self._pool.restarted.clear()
         self._statistics.restore(snapshot)
@@ -200,9 +216,6 @@ class ProcessExecutor(Executor):
     def close(self) -> None:
         """End every worker."""
         self._pool.close()
-
-    def _assert_idle(self) -> None:
-        assert not self._busy, "receive all steps first"
 
     def _spin_briefly(self) -> None:
         if self._spin and self._busy:
@@ -249,15 +262,13 @@ class ProcessExecutor(Executor):
                 self._take_infos(i, answer)
         self.final_infos = {}
 
-    def _start(self, i: int, generation: int) -> tuple[Callable[..., None], tuple[Job], SharedArrays]:
-        first, end = self._pool.shares[i]
+    def _make_job(self, i: int, generation: int, first: int, end: int) -> Job:
         if generation > 0:  # now, because the new worker overwrites the last observations
             source = self._obs_before if i in self._busy else self.current.obs
             for final, obs in zip(self.current.final_obs, source, strict=True):
                 final[first:end] = obs[first:end]
         envs = replace(self._job_envs, env_ids=self.env_ids[first:end])
-        job = Job(envs=envs, first=first, end=end, index=i, generation=generation)
-        return worker_main, (job,), self._shared
+        return Job(envs=envs, first=first, end=end, index=i, generation=generation)
 
 
 def worker_main(connection: Connection, job: Job, shared: SharedArrays) -> None:
@@ -354,34 +365,15 @@ def _pack_infos(infos: Sequence[dict[str, Any]], final_infos: Mapping[int, dict[
         ) from None
 
 
-def _pack_call(function: Callable[..., Any], env_indices: Sequence[int]) -> bytes:
-    """A function to be called with these envs of a worker."""
-    try:
-        return bytes(cloudpickle.dumps((function, list(env_indices))))
-    except Exception as error:
-        raise EnvError(f"the function cannot be sent to the envs' processes: {one_line(error)}") from error
-
-
 def _call(envs: SerialExecutor, packed: bytes) -> bytes:
     """Call a packed function and pack what it returned, or what it raised."""
     try:
         function, env_indices = pickle.loads(packed)
         return pack((envs.apply(function, env_indices), None))
     except Exception as error:
-        return pack((None, _sendable(error)))
-
-
-def _unpack_results(packed: bytes) -> list[Any]:
-    """What the function returned for each env; raises what it raised."""
-    values, error = pickle.loads(packed)
-    if error is not None:
-        raise error
-    return list(values)
-
-
-def _sendable(error: Exception) -> Exception:
-    try:
-        pickle.loads(pack(error))
-    except Exception:  # many exceptions cannot be made again from their message
-        return EnvError(one_line(error))
-    return error
+        try:
+            answer = pack((None, error))
+            pickle.loads(answer)
+        except Exception:  # many exceptions cannot be made again from their message
+            answer = pack((None, EnvError(one_line(error))))
+        return answer

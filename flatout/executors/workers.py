@@ -27,6 +27,7 @@ from typing import Any
 import cloudpickle
 import numpy as np
 
+from flatout.device.shared import SharedArrays
 from flatout.envs.spaces import Array
 from flatout.errors import EnvError, FlatoutError
 from flatout.executors.base import Executor, RestartBudget
@@ -105,14 +106,16 @@ class WorkerPool:
         name: str,
         n_workers: int,
         env_ids: Array,
-        start: Callable[[int, int], tuple[Callable[..., None], tuple[Any, ...], Any]],
+        main: Callable[..., None],
+        make_job: Callable[[int, int, int, int], Any],
         *,
+        shared: SharedArrays,
         timeout: float,
-        budget: RestartBudget | None,
+        budget: RestartBudget,
     ) -> None:
-        """`start(i, generation)` returns the target, arguments and shared arrays of worker i."""
-        self._name, self._env_ids, self._start = name, env_ids, start
-        self._timeout, self.budget = timeout, budget or RestartBudget()
+        """A worker runs `main(connection, make_job(i, generation, first env, end of its envs), shared)`."""
+        self._name, self._env_ids, self._main, self._make_job = name, env_ids, main, make_job
+        self._shared, self._timeout, self._budget = shared, timeout, budget
         edges = np.linspace(0, len(env_ids), n_workers + 1).astype(int).tolist()
         self.shares = list(pairwise(edges))
         """For each worker the index of its first env, and one after its last."""
@@ -123,11 +126,8 @@ class WorkerPool:
         self._poll, self._polled = select.poll(), set[int]()
         self._by_fd: dict[int, int] = {}
         self._children: list[ChildProcess] = []
-
-    def open(self) -> None:
-        """Start the workers."""
         try:
-            for i in range(len(self.shares)):
+            for i in range(n_workers):
                 self._children.append(self._child(i))
         except BaseException:
             self.close()
@@ -150,12 +150,7 @@ class WorkerPool:
     ) -> list[tuple[int, bytes | None]]:
         """Answers that come within `seconds`, as soon as there is one; None for a worker that was replaced."""
         waiting = set(waiting)
-        answers: list[tuple[int, bytes | None]] = []
-        for i in self._ready(waiting, seconds):
-            answer, cause = self._read(i)
-            if answer is None:
-                self._replace(i, *cause)
-            answers.append((i, answer))
+        answers = [(i, self._read(i)) for i in self._ready(waiting, seconds)]
         if not answers:
             now = perf_counter()
             for i in waiting:
@@ -210,8 +205,8 @@ class WorkerPool:
             child.kill()
 
     def _child(self, i: int) -> ChildProcess:
-        target, args, shared = self._start(i, self._generations[i])
-        return ChildProcess(f"flatout {self._name} {i}", target, args, shared)
+        job = self._make_job(i, self._generations[i], *self.shares[i])
+        return ChildProcess(f"flatout {self._name} {i}", self._main, (job,), self._shared)
 
     def _ready(self, waiting: set[int], seconds: float) -> list[int]:
         """Those of the workers that have something to read or are dead, as soon as there is one."""
@@ -222,34 +217,34 @@ class WorkerPool:
                 self._poll.register(fd, select.POLLIN)
         return [self._by_fd[fd] for fd, _ in self._poll.poll(seconds * 1000)]
 
-    def _read(self, i: int) -> tuple[bytes | None, tuple[str, str]]:
-        """Worker i's answer, or None with its cause of death and traceback; raises HOPELESS errors."""
+    def _read(self, i: int) -> bytes | None:
+        """Worker i's answer; None if it has died or failed and was replaced. Raises HOPELESS errors."""
         try:
             answer: bytes = self._children[i].connection.recv_bytes()
         except (EOFError, OSError):
-            return None, (self._children[i].cause_of_death(), "")
+            self._replace(i, self._children[i].cause_of_death())
+            return None
         if answer[:1] == DONE:
-            return answer[1:], ("", "")
+            return answer[1:]
         line, _, details = str(answer[1:], errors="replace").partition("\n")
         if answer[:1] == HOPELESS:
             raise EnvError(f"{line} ({self._describe(i)})")
-        return None, (line, details)
+        self._replace(i, line, details)
+        return None
 
     def _replace(self, i: int, cause: str, traceback_text: str = "") -> None:
         """Kill worker i and start a new one, if the budget allows one more."""
         what = f"{self._describe(i)}: {cause}"
         self._children[i].kill()
-        self.budget.spend(what, traceback_text)
+        self._budget.spend(what, traceback_text)
         self._generations[i] += 1
         self._children[i] = self._child(i)
         self._polled = set()
         self._deadlines[i] = perf_counter() + self._timeout
 
     def _describe(self, i: int) -> str:
-        first, end = self.shares[i]
-        ids = self._env_ids
-        pid = self._children[i].pid
-        return f"{self._name} {i} with envs {ids[first]} to {ids[end - 1]}, pid {pid}"
+        ids = self._env_ids[slice(*self.shares[i])]
+        return f"{self._name} {i} with envs {ids[0]} to {ids[-1]}, pid {self._children[i].pid}"
 
 
 def serve(connection: Connection, answers: Mapping[bytes, Callable[[bytes], bytes]]) -> None:
@@ -266,13 +261,11 @@ def env_answers(executor: Executor) -> dict[bytes, Callable[[bytes], bytes]]:
         executor.reset()
         return b""
 
-    def snapshot(_: bytes) -> bytes:
-        return pickle.dumps(executor.snapshot())
-
-    def restore(body: bytes) -> bytes:
-        return pickle.dumps(executor.restore(pickle.loads(body)))
-
-    return {Command.RESET: reset, Command.SNAPSHOT: snapshot, Command.RESTORE: restore}
+    return {
+        Command.RESET: reset,
+        Command.SNAPSHOT: lambda _: pickle.dumps(executor.snapshot()),
+        Command.RESTORE: lambda body: pickle.dumps(executor.restore(pickle.loads(body))),
+    }
 
 
 def worker_seed(seed: int, generation: int) -> int:

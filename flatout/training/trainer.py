@@ -168,7 +168,6 @@ class Trainer:
         collector = Collector(
             make_executor(plan.kind, envs, n_workers=plan.n_workers),
             model,
-            policy.action,
             device=device,
             seed=config.seed,
             clock=clock,

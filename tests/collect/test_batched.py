@@ -26,7 +26,7 @@ def test_a_transition_never_spans_two_episodes(mode: AutoresetMode) -> None:
     obs, action = ObsLayout(envs.single_observation_space), ActionLayout(envs.single_action_space)
     model = build(obs, action, NetworkConfig(network_arch=(8,)), seed=1)
     executor = BatchedExecutor(envs, obs, np.arange(3), seed=5)
-    collector = Collector(executor, model, action, device=torch.device("cpu"), seed=7, clock=PhaseClock())
+    collector = Collector(executor, model, device=torch.device("cpu"), seed=7, clock=PhaseClock())
     collector.reset()
     rollout = Rollout.alloc(obs, action, N_STEPS, 3)
     episodes = []

@@ -29,9 +29,7 @@ def collector(executor: Any) -> tuple[Collector, list[Rollout]]:
     """A collector with a policy of its own, and two rollouts."""
     source = build(OBS, ACTION, NetworkConfig(network_arch=(8,)), 0)
     model = build(OBS, ACTION, NetworkConfig(network_arch=(8,)), 0)
-    made = Collector(
-        executor, model, ACTION, device=torch.device("cpu"), seed=1, clock=PhaseClock(), source=source
-    )
+    made = Collector(executor, model, device=torch.device("cpu"), seed=1, clock=PhaseClock(), source=source)
     return made, [Rollout.alloc(OBS, ACTION, N_STEPS, N_ENVS) for _ in range(2)]
 
 

@@ -73,9 +73,7 @@ def test_rollouts_do_not_depend_on_the_number_of_processes(env_id: str, n_envs: 
     try:
         for executor in (SerialExecutor(envs), process):
             executor.reset()
-            collector = Collector(
-                executor, model, action, device=torch.device("cpu"), seed=1, clock=PhaseClock()
-            )
+            collector = Collector(executor, model, device=torch.device("cpu"), seed=1, clock=PhaseClock())
             rollout = Rollout.alloc(envs.obs, action, N_STEPS, n_envs)
             got = []
             for _ in range(8):
@@ -132,7 +130,7 @@ def test_a_worker_lost_in_a_ragged_rollout_leaves_only_complete_transitions(tmp_
     executor = ProcessExecutor(job.envs, n_workers=3, step_timeout=10)
     try:
         executor.reset()
-        collector = Collector(executor, model, action, device=torch.device("cpu"), seed=1, clock=PhaseClock())
+        collector = Collector(executor, model, device=torch.device("cpu"), seed=1, clock=PhaseClock())
         rollout = Rollout.alloc(job.envs.obs, action, N_STEPS, 6)
         for _ in range(4):
             collector.collect(rollout)

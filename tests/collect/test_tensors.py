@@ -80,7 +80,7 @@ def model(**settings: Any) -> ActorCritic:
 
 def collector(n_envs: int, policy: ActorCritic, envs: Targets | None = None) -> TensorCollector:
     executor = TensorExecutor(envs or Targets(n_envs), OBS, np.arange(n_envs), seed=3)
-    out = TensorCollector(executor, policy, ACTION, seed=7, clock=PhaseClock())
+    out = TensorCollector(executor, policy, seed=7, clock=PhaseClock())
     out.reset()
     return out
 
