@@ -13,10 +13,9 @@ import psutil
 
 from flatout.runlog.folder import RunFolder
 from flatout.runlog.jsonl import json_object, number
-from flatout.runlog.lanes import cause_of, idle_causes, is_idle, lane_use
 from flatout.runlog.recorder import cell_value, read_rows
 from flatout.runlog.samples import Samples, read_samples
-from flatout.runlog.spans import Floats, Spans, read_spans
+from flatout.runlog.spans import Floats, Spans, cause_of, idle_causes, is_idle, lane_use, read_spans
 
 _FRESH_SECONDS = 3.0
 """A run without progress.json is running if it wrote a sample this recently."""

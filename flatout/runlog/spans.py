@@ -1,6 +1,7 @@
 """spans.jsonl, what each lane did and when: written while a run trains, read back whole or as it grows.
 
-Read spans lie on one continuous clock from the start of the run, across resumes.
+Read spans lie on one continuous clock from the start of the run, across resumes. From them come the busy and idle
+shares of each lane, its timeline, and the causes of its idle time in plain words.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import json
 import math
 import threading
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -20,8 +22,8 @@ import numpy as np
 import numpy.typing as npt
 
 from flatout.runlog.jsonl import Record, Tail, end_last_line, json_object, number, plural, read_records
+from flatout.timing import LEARN_PHASES, Phase, Span
 from flatout.timing import Lane as TimedLane
-from flatout.timing import Span
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 Row: TypeAlias = tuple[float, float, Mapping[str, float]]
@@ -31,6 +33,25 @@ VERSION = 1
 WRITE_SECONDS = 0.5
 _ROUNDING = 1e-4
 """Spans may overlap by this much before it counts as a problem."""
+WAITS: dict[str, str] = {
+    Phase.ENV: "waiting for envs",
+    Phase.TAIL: "waiting for the slowest env",
+    Phase.ACT: "waiting for inference",
+    Phase.STORE: "Python overhead of collecting",
+}
+"""What the learner waits for while a collector is in a phase."""
+
+CAUSES: dict[str, str] = WAITS | {
+    Phase.WAIT: "waiting for data",
+    Phase.STAGE: "staging data",
+    Phase.RECORD: "writing records",
+    Phase.COMPILE: "compiling",
+    Phase.EVALUATE: "evaluating",
+    Phase.CHECKPOINT: "saving checkpoints",
+    Phase.PUBLISH: "handing parameters to the collectors",
+    Phase.START: "starting",
+    Phase.SLOT: "waiting for the learner",
+}
 
 
 class SpanFile:
@@ -225,9 +246,8 @@ def make_lane(name: str, clock: str, rows: Sequence[Row]) -> tuple[Lane, int]:
     taken = np.maximum.accumulate(np.concatenate(([-np.inf], end)))[:-1]
     left = np.clip((end - np.maximum(start, taken)) / (end - start), 0.0, 1.0)
     n_cut = int(((taken - start > _ROUNDING) & (left < 1.0)).sum())
-    lane = Lane(name, clock, np.maximum(start, taken), end, phases, seconds * left[:, None])
-    kept = left > 0
-    return replace(lane, start=lane.start[kept], end=end[kept], seconds=lane.seconds[kept]), n_cut
+    kept, start, seconds = left > 0, np.maximum(start, taken), seconds * left[:, None]
+    return Lane(name, clock, start[kept], end[kept], phases, seconds[kept]), n_cut
 
 
 def _row(record: Record, offset: float) -> Row | None:
@@ -267,3 +287,85 @@ def _lane_order(key: tuple[str, str]) -> tuple[int, int, str]:
     number_in_name = name.rpartition(" ")[2]
     rank = {"learner": 0, "device": 1}.get(name, 2 if name.startswith("collector") else 3)
     return rank, int(number_in_name) if number_in_name.isdecimal() else 0, name
+
+
+@dataclass(frozen=True)
+class LaneUse:
+    """How a lane spent its wall time."""
+
+    wall: float
+    seconds: Mapping[str, float]
+    """Per phase."""
+    busy: float
+    """Share of the wall time."""
+    idle: float
+
+
+def is_idle(lane: str, phase: str) -> bool:
+    """Whether a phase counts as idle time of a lane."""
+    return phase == Phase.SLOT if lane.startswith("collector") else phase not in LEARN_PHASES
+
+
+def lane_use(lane: Lane) -> LaneUse:
+    """Busy and idle shares of one lane."""
+    seconds, wall = lane.total(), lane.wall
+    idle = sum(value for phase, value in seconds.items() if is_idle(lane.name, phase))
+    busy = sum(seconds.values()) - idle
+    shares = [value / wall if wall > 0 else 0.0 for value in (busy, idle)]
+    return LaneUse(wall, seconds, *shares)
+
+
+def timeline(lane: Lane, edges: Floats) -> Floats:
+    """The share of each phase (column) in each bin of time (row)."""
+    return np.diff(lane.until(edges), axis=0) / np.diff(edges)[:, None]
+
+
+def idle_causes(spans: Spans, name: str = "learner") -> dict[str, float]:
+    """A lane's idle seconds by cause in plain words, largest first; they add up to its idle time."""
+    lane = spans.lanes.get(name)
+    if lane is None:
+        return {}
+    causes: defaultdict[str, float] = defaultdict(float)
+    for phase, seconds in lane.total().items():
+        if phase == Phase.WAIT:
+            for cause, part in _causes_of_waiting(lane, spans).items():
+                causes[cause] += part
+        elif is_idle(name, phase):
+            causes[cause_of(phase)] += seconds
+    largest_first = sorted(causes.items(), key=lambda item: -item[1])
+    return {cause: seconds for cause, seconds in largest_first if seconds > 0}
+
+
+def cause_of(phase: str) -> str:
+    """The cause of idle time in a phase."""
+    return CAUSES.get(phase, f"in phase {phase!r}")
+
+
+def _without_slots_in_folds(collector: Lane) -> Lane:
+    """The lane without `slot` in folded spans: the collector waits for the learner while the learner does not wait."""
+    if Phase.SLOT not in collector.phases:
+        return collector
+    slot = collector.phases.index(Phase.SLOT)
+    total = collector.seconds.sum(axis=1)
+    work = total - collector.seconds[:, slot]
+    seconds = collector.seconds * np.divide(total, work, out=np.ones_like(total), where=work > 0)[:, None]
+    seconds[:, slot] = np.where(work > 0, 0.0, total)
+    return replace(collector, seconds=seconds)
+
+
+def _causes_of_waiting(lane: Lane, spans: Spans) -> dict[str, float]:
+    """The seconds of `wait`, split by what the collectors did meanwhile."""
+    wait = lane.seconds[:, lane.phases.index(Phase.WAIT)]
+    work = np.zeros((len(wait), len(WAITS)))
+    for collector in spans.collectors:
+        if collector.clock == lane.clock:
+            working = _without_slots_in_folds(collector)
+            done = working.until(lane.end) - working.until(lane.start)
+            for column, phase in enumerate(WAITS):
+                if phase in collector.phases:
+                    work[:, column] += done[:, collector.phases.index(phase)]
+    # Where collectors worked less than the learner waited, the rest has no known cause.
+    whole = np.maximum(work.sum(axis=1), wait)
+    split = work * np.divide(wait, whole, out=np.zeros_like(wait), where=whole > 0)[:, None]
+    causes = dict(zip(WAITS.values(), split.sum(axis=0).tolist(), strict=True))
+    return causes | {CAUSES[Phase.WAIT]: max(0.0, float(wait.sum()) - sum(causes.values()))}

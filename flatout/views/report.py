@@ -21,9 +21,8 @@ import numpy.typing as npt
 from flatout.perf.case import Finding
 from flatout.runlog.folder import write_text
 from flatout.runlog.jsonl import number
-from flatout.runlog.lanes import is_idle, timeline
 from flatout.runlog.records import RunRecords, read_run
-from flatout.runlog.spans import Floats, Lane, Spans
+from flatout.runlog.spans import Floats, Lane, Spans, is_idle, timeline
 from flatout.views.figures import mean_and_std, percent, rate, seconds_text, told
 from flatout.views.text import busy_seconds, learner_wall, run_findings, summary_lines, verdict
 

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flatout.runlog.lanes import idle_causes, lane_use, timeline
-from flatout.runlog.spans import Spans, make_lane, read_spans
+from flatout.runlog.spans import Spans, idle_causes, lane_use, make_lane, read_spans, timeline
 from tests.runlog.lane_examples import chain, folded, lockstep, overlap, write_lines
 
 COLLECTING = ("act", "env", "tail", "store", "slot")
