@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from flatout.runlog.folder import RunFolder
-from flatout.runlog.jsonl import json_object, number
+from flatout.runlog.folder import RunFolder, number, read_json
 from flatout.runlog.recorder import cell_value, read_rows
 from flatout.runlog.samples import Samples, read_samples
 from flatout.runlog.spans import Floats, Spans, cause_of, idle_causes, is_idle, lane_use, read_spans
@@ -148,14 +147,6 @@ def _read_json(path: Path, problems: list[str]) -> dict[str, Any]:
     if not value:
         problems.append(f"{path.name} {'cannot be read' if path.exists() else 'is missing'}")
     return value
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; empty if there is none."""
-    try:
-        return json_object(path.read_bytes()) or {}
-    except OSError:
-        return {}
 
 
 def _read_metrics(path: Path, problems: list[str]) -> dict[str, Floats]:

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from flatout.runlog.jsonl import Record, end_last_line, number, plural, read_records
+from flatout.runlog.folder import Record, end_last_line, number, plural, read_records
 from flatout.runlog.meters import GpuMeter, HostMeter, open_gpu
 from flatout.runlog.spans import Floats
 

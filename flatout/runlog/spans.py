@@ -21,7 +21,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from flatout.runlog.jsonl import Record, Tail, end_last_line, json_object, number, plural, read_records
+from flatout.runlog.folder import Record, Tail, end_last_line, json_object, number, plural, read_records
 from flatout.timing import LEARN_PHASES, Phase, Span
 from flatout.timing import Lane as TimedLane
 

@@ -56,7 +56,7 @@ class PlainDisplay:
         """Print a line if the last one is old enough."""
         self._latest = progress
         if self._is_due(progress):
-            self._show(progress)
+            self.close()
 
     def note(self, text: str) -> None:
         """Print `text`."""
@@ -66,20 +66,16 @@ class PlainDisplay:
     def close(self) -> None:
         """Print the last figures, if they are not printed yet."""
         if self._latest is not None and self._latest is not self._shown:
-            self._show(self._latest)
+            self._shown = self._latest
+            self.note(plain_line(self._latest))
 
     def _is_due(self, progress: Progress) -> bool:
         if self._shown is None:
             return progress.seconds >= self.first_seconds
         waited = progress.seconds - self._shown.seconds
         n_steps = progress.env_steps - self._shown.env_steps
-        return waited >= self.least_seconds and (
-            waited >= self.most_seconds or n_steps >= 0.1 * progress.total_steps
-        )
-
-    def _show(self, progress: Progress) -> None:
-        self._shown = progress
-        self.note(plain_line(progress))
+        is_much = waited >= self.most_seconds or n_steps >= 0.1 * progress.total_steps
+        return waited >= self.least_seconds and is_much
 
 
 def plain_line(progress: Progress) -> str:

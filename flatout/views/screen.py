@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.text import Text
 
-from flatout.runlog.jsonl import number
+from flatout.runlog.folder import number
 from flatout.timing import Phase
 from flatout.views.figures import count, duration, mean_and_std, percent, rate, share_done
 from flatout.views.live import (

@@ -11,7 +11,7 @@ import numpy as np
 
 from flatout.perf.case import Finding
 from flatout.perf.findings import findings_of_run
-from flatout.runlog.jsonl import number as known_number
+from flatout.runlog.folder import number as known_number
 from flatout.runlog.records import RunRecords, read_run
 from flatout.timing import LEARN_PHASES
 from flatout.views.figures import count, mean_and_std, number, percent, rate, seconds_text, told

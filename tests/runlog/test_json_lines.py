@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from flatout.runlog.jsonl import Tail, last_record
+from flatout.runlog.folder import Tail, last_record
 
 
 def test_a_tail_gives_each_whole_line_once(tmp_path: Path) -> None:
