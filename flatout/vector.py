@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import zip_longest
 from operator import methodcaller
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
-from flatout.envs.make import EnvFactory, EnvSource, env_factory
+from flatout.envs.make import EnvSource, env_factory
 from flatout.envs.spaces import ActionLayout, Array, ObsArrays, ObsLayout
 from flatout.envs.validate import validate_spaces
 from flatout.envs.wrappers import Blocking, blocking
@@ -110,8 +111,7 @@ class VecEnv(VectorEnv[Any, Any, Array]):
     def step(self, actions: Any) -> tuple[Any, Array, Array, Array, dict[str, Any]]:
         """One step of all envs; where an episode ended, `infos["final_obs"]` is its last observation."""
         now = lost_as_truncated(step(self.executor, np.asarray(actions)))
-        infos = self._infos(now)
-        obs = self._obs(now.obs)
+        obs, infos = self._obs(now.obs), self._infos(now)
         if not self._copy:
             return obs, now.reward, now.terminated, now.truncated, infos
         return obs, now.reward.copy(), now.terminated.copy(), now.truncated.copy(), infos
@@ -131,7 +131,7 @@ class VecEnv(VectorEnv[Any, Any, Array]):
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Each env's attribute of this name, called with the arguments if it can be."""
-        return tuple(self.executor.apply(_Call(name, args, kwargs)))
+        return tuple(self.executor.apply(partial(_get_or_call, name, args, kwargs)))
 
     def get_attr(self, name: str) -> tuple[Any, ...]:
         """Each env's attribute of this name."""
@@ -206,15 +206,9 @@ class VecEnv(VectorEnv[Any, Any, Array]):
         return {"final_obs": obs, "_final_obs": mask, "final_info": told, "_final_info": mask.copy()}
 
 
-class _Call:
-    """Gets or calls an env's attribute; picklable, so that it reaches envs in other processes."""
-
-    def __init__(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._name, self._args, self._kwargs = name, args, kwargs
-
-    def __call__(self, env: gym.Env[Any, Any]) -> Any:
-        attribute = env.get_wrapper_attr(self._name)
-        return attribute(*self._args, **self._kwargs) if callable(attribute) else attribute
+def _get_or_call(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], env: gym.Env[Any, Any]) -> Any:
+    attribute = env.get_wrapper_attr(name)
+    return attribute(*args, **kwargs) if callable(attribute) else attribute
 
 
 def _masked(options: Mapping[str, Any] | None, n_envs: int) -> list[int] | None:
@@ -280,9 +274,23 @@ def open_envs(
         raise FlatoutError(f"n_envs must be at least 1, got {n_envs}")
     _check_options(kind, options)
     factory = env_factory(env, env_kwargs)
-    sample, awaits = _sample(factory)
+    sample = blocking(factory)
+    try:
+        validate_spaces(sample)
+    except EnvError as error:
+        raise EnvError(f"{factory.name}: {error}") from error
+    finally:
+        sample.close()
+    awaits = isinstance(sample, Blocking)
+    if isinstance(sample, Blocking):
+        sample = sample.env
+    if awaits and kind in EXECUTORS and kind != "async":
+        raise FlatoutError(f"executor '{kind}' cannot run an async env; use 'async'")
+    if kind == "async" and not awaits:
+        raise FlatoutError(
+            "executor 'async' is for envs with async def reset and step; use 'thread' or 'auto'"
+        )
     layout, action_space = ExactLayout(sample.observation_space), sample.action_space
-    _check_fits(kind, awaits)
     notes: list[str] = []
     ranked: Sequence[str] = [kind]
     if kind == "auto":
@@ -301,7 +309,11 @@ def open_envs(
         try:
             executor = make_executor(this, envs, **options)
             if kind == "auto":
-                _await_start(executor)
+                try:
+                    executor.apply(id)  # worker processes fail only after they have started
+                except BaseException:
+                    executor.close()
+                    raise
             return OpenEnvs(executor=executor, layout=layout, sample=sample, kind=this, notes=notes)
         except Exception as error:
             if following is None:
@@ -320,36 +332,6 @@ def _check_options(kind: str, options: Mapping[str, Any]) -> None:
     n_workers = options.get("n_workers")
     if n_workers is not None and n_workers < 1:
         raise FlatoutError(f"n_workers must be at least 1, got {n_workers}")
-
-
-def _sample(factory: EnvFactory) -> tuple[gym.Env[Any, Any], bool]:
-    """An env, closed again, and whether it is async."""
-    made = blocking(factory)
-    try:
-        validate_spaces(made)
-    except EnvError as error:
-        raise EnvError(f"{factory.name}: {error}") from error
-    finally:
-        made.close()
-    return (made.env, True) if isinstance(made, Blocking) else (made, False)
-
-
-def _check_fits(kind: str, awaits: bool) -> None:
-    if awaits and kind in EXECUTORS and kind != "async":
-        raise FlatoutError(f"executor '{kind}' cannot run an async env; use 'async'")
-    if kind == "async" and not awaits:
-        raise FlatoutError(
-            "executor 'async' is for envs with async def reset and step; use 'thread' or 'auto'"
-        )
-
-
-def _await_start(executor: Executor) -> None:
-    """Have every env answer: worker processes fail only after they have started."""
-    try:
-        executor.apply(id)
-    except BaseException:
-        executor.close()
-        raise
 
 
 def lost_as_truncated(now: Step) -> Step:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
@@ -35,15 +35,11 @@ class BenchmarkResult:
 
     steps_per_second: float
     learner_busy: float
-    collect_rate: float | None
-    learn_rate: float | None
     phases: dict[str, float]
     """Share of wall time by phase."""
-    extra_seconds: float
-    """Checkpoints, evaluation and records, per iteration."""
-    summary: dict[str, Any]
     metrics: dict[str, float]
     """Medians over iterations of the metrics that findings look at."""
+    summary: dict[str, Any]
 
 
 def measure(agent: Agent, seconds: float, tell: Callable[[str], None] = lambda _: None) -> Case:
@@ -56,8 +52,12 @@ def measure(agent: Agent, seconds: float, tell: Callable[[str], None] = lambda _
     settings = trainer_settings(agent)
     tell(f"running it for {seconds:.0f} s")
     result = short_benchmark(agent, seconds)
-    compiled = bool(result.summary["compiled"])
-    settings = replace(settings, compiled=compiled, extra_seconds=result.extra_seconds)
+    extra = sum(result.phases.get(name, 0.0) for name in EXTRA_PHASES)
+    settings = replace(
+        settings,
+        compiled=bool(result.summary["compiled"]),
+        extra_seconds=extra * settings.total_batch / result.steps_per_second,
+    )
     return Case(
         costs=fit_costs(costs, settings, result),
         settings=settings,
@@ -131,34 +131,25 @@ def short_benchmark(agent: Agent, seconds: float) -> BenchmarkResult:
     agent.learn(10**9, callback=watch)
     (first_at, first), (last_at, last) = seen[0], seen[-1]
     wall = max(last_at - first_at, 1e-9)
-    summary = agent.summary
-    spent = {name: s - first.phases.get(name, 0.0) for name, s in last.phases.items()}
-    busy = sum(spent.get(phase, 0.0) for phase in LEARN_PHASES)
+    phases = {name: (s - first.phases.get(name, 0.0)) / wall for name, s in last.phases.items()}
+    metrics = {name: [p.metrics[name] for _, p in seen if name in p.metrics] for name in METRICS}
     return BenchmarkResult(
         steps_per_second=(last.env_steps - first.env_steps) / wall,
-        learner_busy=busy / wall,
-        collect_rate=summary["collect_rate"],
-        learn_rate=(last.env_steps - first.env_steps) / busy if busy > 0 else None,
-        phases={name: s / wall for name, s in spent.items()},
-        extra_seconds=sum(spent.get(name, 0.0) for name in EXTRA_PHASES)
-        / max(last.iteration - first.iteration, 1),
-        summary=summary,
-        metrics=_medians([progress.metrics for _, progress in seen]),
+        learner_busy=sum(phases.get(phase, 0.0) for phase in LEARN_PHASES),
+        phases=phases,
+        metrics={name: statistics.median(values) for name, values in metrics.items() if values},
+        summary=agent.summary,
     )
-
-
-def _medians(iterations: list[Mapping[str, float]]) -> dict[str, float]:
-    columns = {name: [row[name] for row in iterations if name in row] for name in METRICS}
-    return {name: statistics.median(column) for name, column in columns.items() if column}
 
 
 def fit_costs(costs: Costs, settings: Settings, result: BenchmarkResult) -> Costs:
     """The costs corrected by what a real lockstep run shows: the overhead around updates, and how long a step takes
     together with all that a collector, a thread or a worker adds to it."""
-    rate = result.collect_rate
-    if not rate or not result.learn_rate or settings.overlap:
+    rate = result.summary["collect_rate"]
+    if not rate or not result.learner_busy or settings.overlap:
         return costs
-    factor = settings.total_batch / result.learn_rate / learn_seconds(costs, settings)
+    learn = settings.total_batch * result.learner_busy / result.steps_per_second
+    factor = learn / learn_seconds(costs, settings)
     costs = replace(costs, learn_overhead=costs.learn_overhead * min(max(factor, 0.5), 4.0))
     name = {"thread": "passing", "async": "passing", "process": "handover"}.get(settings.executor)
     if name is not None:

@@ -26,9 +26,7 @@ class Gpu:
 
     name: str
     """The driver's name, such as `NVIDIA GeForce RTX 4070`."""
-
     memory_bytes: int
-
     compute_capability: str
     """Such as `8.9`; decides which number formats the device supports."""
 
@@ -53,12 +51,10 @@ def resolve_device(text: str, gpus: Sequence[Gpu] | None = None) -> str:
         return name
     index = re.fullmatch(r"cuda(?::(\d+))?", name)
     if name != "auto" and index is None:
-        meant = (
-            f"; did you mean {_MEANT[name]!r}?"
-            if name in _MEANT
-            else did_you_mean(name, ("auto", "cpu", "cuda"))
-        )
-        raise FlatoutError(f"--device {text!r}: no such device{meant or ''} (auto, cpu, cuda or cuda:N)")
+        hint = did_you_mean(name, ("auto", "cpu", "cuda"))
+        if name in _MEANT:
+            hint = f"; did you mean {_MEANT[name]!r}?"
+        raise FlatoutError(f"--device {text!r}: no such device{hint} (auto, cpu, cuda or cuda:N)")
     if gpus is None:
         gpus = cuda_devices()
     if index is None:
@@ -77,13 +73,6 @@ def _torch_build() -> str:
     if torch.version.cuda is None:
         return f"this torch build ({torch.__version__}) has no CUDA"
     return f"this torch build ({torch.__version__}, CUDA {torch.version.cuda}) sees no usable driver"
-
-
-def free_device_memory(device: torch.device) -> int:
-    """Free bytes on a CUDA device."""
-    import torch
-
-    return int(torch.cuda.mem_get_info(device)[0])
 
 
 def choose_precision(wanted: str, device: torch.device, n_params: int) -> str:

@@ -18,7 +18,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from flatout.device.accelerator import Gpu, cuda_devices, free_device_memory
+from flatout.device.accelerator import Gpu, cuda_devices
 
 _CGROUPS = Path("/sys/fs/cgroup")
 SMALL_WORK = 100_000_000
@@ -33,21 +33,15 @@ class Machine:
 
     cores: int
     """Cores this process may use, by affinity and CPU quota."""
-
     memory_bytes: int
     """Memory this process may use, by the container's limit."""
-
     memory_available_bytes: int
-
     cpu: str
     """The processor's model name."""
-
     platform: str
     """Operating system and architecture."""
-
     versions: dict[str, str | None]
     """Python and the packages that influence results; None if not installed."""
-
     gpus: tuple[Gpu, ...]
     """CUDA devices in torch's order."""
 
@@ -78,9 +72,8 @@ def usable_cores(cgroups: Path = _CGROUPS, membership: Path = Path("/proc/self/c
     # Not every system has affinities.
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for folder in _groups("cpu", cgroups, membership):
-        quota = _words(folder / "cpu.max") or _words(folder / "cpu.cfs_quota_us") + _words(
-            folder / "cpu.cfs_period_us"
-        )
+        v1 = [word for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us") for word in _words(folder / name)]
+        quota = _words(folder / "cpu.max") or v1
         if len(quota) == 2 and quota[0].isdigit() and int(quota[1]) > 0:
             allowed = min(allowed, int(quota[0]) // int(quota[1]))
     return max(1, allowed)
@@ -107,7 +100,11 @@ def usable_memory(cgroups: Path = _CGROUPS, membership: Path = Path("/proc/self/
 
 def free_memory(device: Any) -> int:
     """Free bytes on a torch device; on the host, what this process may still use."""
-    return free_device_memory(device) if device.type == "cuda" else usable_memory()[1]
+    if device.type != "cuda":
+        return usable_memory()[1]
+    import torch
+
+    return int(torch.cuda.mem_get_info(device)[0])
 
 
 def wait_without_spinning() -> None:
@@ -171,11 +168,7 @@ def remembered(facts: dict[str, Any], measure: Callable[[], float]) -> float:
 
 def _groups(controller: str, cgroups: Path, membership: Path) -> Iterator[Path]:
     """Folders of this process's control groups and their parents, whose limits all apply (cgroups v1 and v2)."""
-    try:
-        lines = membership.read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
+    for line in _read(membership).splitlines():
         _, controllers, group = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue
@@ -191,17 +184,18 @@ def _bytes(folder: Path, *names: str) -> int | None:
 
 
 def _words(path: Path) -> list[str]:
-    try:
-        return path.read_text().split()
-    except OSError:
-        return []
+    return _read(path).split()
+
+
+def _read(path: Path) -> str:
+    """The file's text; empty if it cannot be read."""
+    with suppress(OSError):
+        return path.read_text()
+    return ""
 
 
 def _cpu_model() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
+    lines = _read(Path("/proc/cpuinfo")).splitlines()
     named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(named, "") or platform.processor() or platform.machine()
 

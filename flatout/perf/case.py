@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -117,13 +117,6 @@ class Case:
         gain = predicted[0] / self.steps_per_second
         return Finding(kind, what, evidence, change, flags, *predicted, gain)
 
-    def with_envs(self, n_envs: int) -> Settings:
-        """The settings with so many envs, and the same total batch if that is possible."""
-        settings, total = self.settings, self.settings.total_batch
-        n_steps = total // n_envs if total % n_envs == 0 else settings.n_steps
-        n_workers = n_envs if settings.executor == "thread" else settings.n_workers
-        return replace(settings, n_envs=n_envs, n_steps=max(n_steps, 1), n_workers=n_workers)
-
 
 def case_of_run(
     summary: Mapping[str, Any], config: Mapping[str, Any], system: Mapping[str, Any], samples: Samples | None
@@ -135,6 +128,7 @@ def case_of_run(
     """
     settings = _settings(summary, config, int(system["cores"]))
     wall = float(summary["wall_seconds"])
+    throttled = samples.throttled if samples is not None else {}
     return Case(
         costs=_costs(summary, settings),
         settings=settings,
@@ -148,7 +142,7 @@ def case_of_run(
         checkpoint_every=config["checkpoint_every"],
         memory_share=_memory_share(samples, system),
         device_utilization=summary.get("device_utilization"),
-        throttled=_throttled(samples),
+        throttled=tuple(reason for reason, share in throttled.items() if share >= THROTTLED_SHARE),
     )
 
 
@@ -206,9 +200,3 @@ def _memory_share(samples: Samples | None, system: Mapping[str, Any]) -> float |
     used = samples.gpu.get("memory", samples.memory)
     shares = used / samples.gpu.get("memory_total", system.get("memory_bytes", np.nan))
     return float(np.nanmax(shares)) if np.isfinite(shares).any() else None
-
-
-def _throttled(samples: Samples | None) -> tuple[str, ...]:
-    """Reasons for throttling that a good part of the samples give."""
-    told = samples.throttled.items() if samples is not None else ()
-    return tuple(reason for reason, share in told if share >= THROTTLED_SHARE)

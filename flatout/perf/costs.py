@@ -1,7 +1,7 @@
 """The costs of a run in seconds, and the settings that spend them: the input of every prediction of speed.
 
-Times of env steps, acting and updates are measured for each run. What stays the same from run to run is a constant
-here, with the measurement it comes from (2 cores of an AMD EPYC, Python 3.11, torch 2.13).
+Times of env steps, acting and updates are measured for each run. What stays the same from run to run is a constant or
+a default here, with the measurement it comes from (2 cores of an AMD EPYC, Python 3.11, torch 2.13).
 """
 
 from __future__ import annotations
@@ -13,27 +13,12 @@ from flatout.device.machine import torch_threads
 
 START_SECONDS = 2.5
 """Starting the first worker process or subprocess collector: a fork server that imports torch."""
-HANDOVER_SECONDS = 150e-6
-"""A message to a worker process and its answer, half of it in either process. CartPole with 32 envs on 4 workers took
-772 µs a time step, of which stepping is 60 µs; 32 envs that wait 10 ms on 32 workers took 15.3 ms."""
 THREAD_SECONDS = 60e-6
 """A step's way through a thread, without what the collector does for it."""
 COROUTINE_SECONDS = 35e-6
 """A step's way through the event loop."""
-STORE_SECONDS = 25e-6
-"""A collector's own work per time step: noise, storing, counting."""
-ITERATION_SECONDS = 1e-3
-"""An iteration's work besides collecting and learning: publishing parameters, metrics, records. CartPole with 256 steps
-per rollout spends 1.2 ms of 8.5 ms on it."""
 COMPILED_PYTHON = 0.05e-3
 """Seconds of a compiled or fused update that hold Python's lock."""
-LEARN_OVERHEAD = 1.3
-"""Learning from a rollout ÷ its updates at their fastest: advantages, shuffling, interruptions."""
-BUSY_CORES = 1.25
-"""How much longer work takes while other cores work too: they share caches, and often a core's arithmetic units."""
-CROWDED_CORES = 1.3
-"""How much longer work takes with more collectors and learner threads than cores: CartPole ran at 47 k steps/s with two
-collectors beside a learner on two cores, at 53 k with one. Env workers, which sleep between steps, lose nothing."""
 WORKERS_PER_CORE = 2
 """Env workers for envs that compute: 0.95 of the speed of two processes that share nothing, 0.70 with one per core."""
 MAX_WAITING_WORKERS = 32
@@ -106,16 +91,25 @@ class Costs:
     """The update in its compiled or fused form; None: not known."""
     beside: UpdateCost | None = None
     """The update on the threads it has while subprocess collectors use other cores; None: as alone."""
-    learn_overhead: float = LEARN_OVERHEAD
-    iteration: float = ITERATION_SECONDS
-    store: float = STORE_SECONDS
-    handover: float = HANDOVER_SECONDS
+    learn_overhead: float = 1.3
+    """Learning from a rollout ÷ its updates at their fastest: advantages, shuffling, interruptions."""
+    iteration: float = 1e-3
+    """An iteration's work besides collecting and learning: publishing parameters, metrics, records. CartPole with 256
+    steps per rollout spends 1.2 ms of 8.5 ms on it."""
+    store: float = 25e-6
+    """A collector's own work per time step: noise, storing, counting."""
+    handover: float = 150e-6
+    """A message to a worker process and its answer, half of it in either process. CartPole with 32 envs on 4 workers
+    took 772 µs a time step, of which stepping is 60 µs; 32 envs that wait 10 ms on 32 workers took 15.3 ms."""
     passing: float = THREAD_SECONDS
     """A step's way through a thread or an event loop."""
     hold: float = 0.025
     """Share of a step time for which envs that are ready wait for others, to be acted on together."""
-    busy: float = BUSY_CORES
-    crowded: float = CROWDED_CORES
+    busy: float = 1.25
+    """How much longer work takes while other cores work too: they share caches, and often a core's arithmetic units."""
+    crowded: float = 1.3
+    """How much longer work takes with more collectors and learner threads than cores: CartPole ran at 47 k steps/s with
+    two collectors beside a learner on two cores, at 53 k with one. Env workers, which sleep between steps, lose nothing."""
 
     @property
     def step_seconds(self) -> float:

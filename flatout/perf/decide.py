@@ -242,8 +242,17 @@ def _plan(way: Settings, request: Request, costs: Costs, speeds: _Speeds) -> Pla
     elif way.in_subprocesses and way.n_collectors == request.n_collectors:
         reason = f"asked for with --n-collectors {request.n_collectors}"
     else:
-        rate = speeds.running(way) if way.overlap else speeds.collecting(way)
-        reason = _reason(way, costs, speeds, rate)
+        cores = f" on {way.n_cores} cores" if way.in_subprocesses else ""
+        if way.overlap:
+            rate = speeds.running(way)
+            reason = f"{stepping(way)} beside the learner{cores}, about {rate:,.0f} steps/s"
+        else:
+            rate, serial = speeds.collecting(way), way.in_one_process
+            step = duration(costs.step_seconds) + (", mostly waiting" if costs.waits else "")
+            gain = "" if way == serial else f", {rate / speeds.collecting(serial):.1f} × one process"
+            reason = (
+                f"a step takes {step}: {stepping(way)}{cores}, collecting about {rate:,.0f} steps/s{gain}"
+            )
     return Plan(
         kind=way.executor,
         n_collectors=way.n_collectors,
@@ -252,16 +261,6 @@ def _plan(way: Settings, request: Request, costs: Costs, speeds: _Speeds) -> Pla
         steps_per_second=rate,
         reason=reason,
     )
-
-
-def _reason(way: Settings, costs: Costs, speeds: _Speeds, rate: float) -> str:
-    cores = f" on {way.n_cores} cores" if way.in_subprocesses else ""
-    if way.overlap:
-        return f"{stepping(way)} beside the learner{cores}, about {rate:,.0f} steps/s"
-    step = f"a step takes {duration(costs.step_seconds)}" + (", mostly waiting" if costs.waits else "")
-    serial = way.in_one_process
-    gain = "" if way == serial else f", {rate / speeds.collecting(serial):.1f} × one process"
-    return f"{step}: {stepping(way)}{cores}, collecting about {rate:,.0f} steps/s{gain}"
 
 
 def stepping(way: Settings) -> str:

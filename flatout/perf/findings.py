@@ -74,7 +74,11 @@ def _envs_that_wait(case: Case) -> Iterator[Finding]:
         )
     slow = {i: factor for i, factor in enumerate(costs.slowness) if factor > 2}
     n, total = settings.n_envs, settings.total_batch
-    more = [case.with_envs(m) for m in ladder(2 * n, 16 * n) if total % m == 0]
+    more = [
+        replace(settings, n_envs=m, n_steps=total // m, n_workers=m if settings.n_workers else 0)
+        for m in ladder(2 * n, 16 * n)
+        if total % m == 0
+    ]
     if costs.waits and settings.executor in ("thread", "async") and not slow and more:
         rates = [case.predict(tried)[0] for tried in more]
         # The smallest number that gives nearly all there is to gain.

@@ -102,24 +102,24 @@ class _Pipeline:
         self._n_begun = self._n_collected = 0
         """Rollouts that may be begun, and that are complete."""
         self._done, self._some = Signal(), Signal()
-        self._alone = not learn and not settings.overlap
-        """Whether rollout follows rollout: there is no pipeline to be filled."""
-        self._marks = [0.0] if self._alone else []
-        self._busy: list[float] = []
+        self._began = self._busy = 0.0
+        """When the iterations that count began, and for how long the learner has worked since."""
 
     def run(self) -> tuple[float, float]:
         """Seconds of an iteration, and the share of them in which the learner works; without learning, of collecting."""
+        # Where rollout follows rollout, two are enough: there is no pipeline to be filled.
+        n_first, n = (1, N_ITERATIONS) if self._learns or self._settings.overlap else (0, 2)
         if self._waiting:
             self._cores.start(self._collect_ready())
-        self._cores.start(self._iterate())
+        self._cores.start(self._iterate(n_first, n))
         self._cores.run()
-        passed = self._marks[-1] - self._marks[0]
-        seconds = passed / (len(self._marks) - 1) / self._scale
-        return seconds, sum(self._busy[1:]) / max(passed, EPSILON)
+        passed = self._cores.now - self._began
+        return passed / n / self._scale, self._busy / max(passed, EPSILON)
 
-    def _iterate(self) -> Activity:
+    def _iterate(self, n_first: int, n: int) -> Activity:
+        """So many iterations that do not count, then n that do."""
         overlap, learn = self._settings.overlap, self._learns
-        for k in range(1, N_ITERATIONS + (0 if self._alone else 2)):
+        for k in range(1, n_first + n + 1):
             self._begin(k)
             while self._n_collected < k:
                 yield self._done
@@ -128,12 +128,13 @@ class _Pipeline:
             began = self._cores.now
             if learn:
                 yield from self._learn()
-            self._busy.append(self._cores.now - began)
+            self._busy += self._cores.now - began
             if overlap and self._waiting:  # envs that have finished need not wait for the others
                 self._begin(k + 2)
             if learn:
                 yield Compute(self._scale * (self._costs.iteration + self._settings.extra_seconds))
-            self._marks.append(self._cores.now)
+            if k == n_first:
+                self._began, self._busy = self._cores.now, 0.0
         self._cores.stopped = True
 
     def _begin(self, n: int) -> None:
