@@ -35,8 +35,7 @@ class Fault(Exception):
         self.kind = kind
 
 
-MAX_URL = 2000
-MAX_DEPTH = 12
+MAX_URL, MAX_DEPTH = 2000, 12
 MAX_VARIANTS = 20
 """Largest number of URLs with the same path and different queries."""
 PORTS = {"http": 80, "https": 443}

@@ -64,11 +64,9 @@ class Client(Protocol):
 
     async def get(self, url: str, attempt: int, max_bytes: int) -> Response:
         """The response to a GET; raises a Fault if there is none."""
-        ...
 
     async def close(self) -> None:
         """Close all connections."""
-        ...
 
 
 class Connection(asyncio.Protocol):
@@ -158,8 +156,7 @@ async def _connect(url: str) -> Connection:
     parts = urlsplit(url)
     host = "127.0.0.1" if parts.hostname == "localhost" else str(parts.hostname)
     try:
-        loop = asyncio.get_running_loop()
-        return (await loop.create_connection(Connection, host, parts.port or 80))[1]
+        return (await asyncio.get_running_loop().create_connection(Connection, host, parts.port or 80))[1]
     except OSError as error:
         raise Fault("connection", f"{parts.netloc}: {error.strerror or error}") from error
 

@@ -44,9 +44,6 @@ class LinkGraph:
     nodes: dict[str, Node] = field(default_factory=dict)
     links: dict[str, list[str]] = field(default_factory=dict)
 
-    def add(self, node: Node, links: list[str]) -> None:
-        self.nodes[node.url], self.links[node.url] = node, links
-
     def to_networkx(self) -> nx.DiGraph[str]:
         """A directed graph with the properties of each page as node attributes."""
         import networkx as nx
@@ -106,9 +103,7 @@ class Visited:
     link: Link
     links: tuple[Link, ...]
     template: int
-    is_target: bool
-    n_elements: int
-    title: str
+    page: Page
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +154,7 @@ class Exploration:
             assert attempt.fault is not None
             self.n_faults += 1
             node = Node(link.url, len(self.graph.nodes), fault=attempt.fault.kind, parent=link.source)
-            self.graph.add(node, [])
+            self.graph.nodes[link.url], self.graph.links[link.url] = node, []
             return Outcome(None, attempt.n_requests, fault=attempt.fault)
         end = self.links.get(attempt.url)
         if end is None:  # a redirect; hrefs that were refused may be this URL and are checked again
@@ -172,12 +167,11 @@ class Exploration:
 
     def _arrive(self, link: Link, end: Link, attempt: Attempt) -> Outcome:
         page = parse_cached(attempt.html or "", self.target)
-        n_before = len(self.templates)
         template = self.templates.number(page.elements)
-        is_new = template == n_before
+        is_new = template not in self.template_visits
         self.template_visits[template] = self.template_visits.get(template, 0) + 1
         links = self._links(end, page, attempt.allows)
-        visited = Visited(end, links, template, page.is_target, page.n_elements, page.title)
+        visited = Visited(end, links, template, page)
         link.page = end.page = visited
         for shape in (link.shape,) if link.shape is end.shape else (link.shape, end.shape):
             shape.n_fetched += 1
@@ -186,7 +180,7 @@ class Exploration:
             shape.row = b""
         self.n_targets += page.is_target
         node = Node(end.url, len(self.graph.nodes), template, page.is_target, page.title, parent=link.source)
-        self.graph.add(node, [each.url for each in visited.links])
+        self.graph.nodes[end.url], self.graph.links[end.url] = node, [each.url for each in links]
         return Outcome(visited, attempt.n_requests, new_template=is_new, new_target=page.is_target)
 
     def _links(self, here: Link, page: Page, allows: Callable[[str], bool]) -> tuple[Link, ...]:

@@ -28,7 +28,7 @@ def text(exploration: Exploration, trail: Sequence[Visited], slots: Sequence[Lin
     """The page, its links by slot, and the counters of the exploration."""
     here = trail[-1] if trail else None
     lines = [
-        f"{here.link.url if here else exploration.start_url}  {here.title if here else '(not fetched)'}",
+        f"{here.link.url if here else exploration.start_url}  {here.page.title if here else '(not fetched)'}",
         f"requests {exploration.n_requests}/{budget}  targets {exploration.n_targets}  "
         f"templates {len(exploration.templates)}  faults {exploration.n_faults}",
     ]
@@ -57,14 +57,13 @@ def image(exploration: Exploration, trail: Sequence[Visited], budget: int) -> ND
             for sign in (-1, 1):
                 pen.line([(x - 8, y - 8 * sign), (x + 8, y + 8 * sign)], RED, 2 * SCALE)
             continue
-        r = (8 if node.is_target else 6) * SCALE
         if node.is_target:
-            pen.regular_polygon((x, y, r + 4), 5, fill=GOLD, outline=INK)
+            pen.regular_polygon((x, y, 8 * SCALE + 4), 5, fill=GOLD, outline=INK)
         else:
+            r = 6 * SCALE
             pen.ellipse([x - r, y - r, x + r, y + r], COLORS[node.template % len(COLORS)])
     if path:
-        x, y = places[path[-1]]
-        r = 12 * SCALE
+        (x, y), r = places[path[-1]], 12 * SCALE
         pen.ellipse([x - r, y - r, x + r, y + r], outline=INK, width=2 * SCALE)
     _panel(pen, exploration, path, budget)
     return np.asarray(canvas.resize((WIDTH, HEIGHT), Image.Resampling.LANCZOS), np.uint8).copy()

@@ -247,8 +247,7 @@ def _bars(rng: np.random.Generator, drift: Array, volatility: Array) -> Bars:
 
 def _noise(rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
     own, common = rng.standard_normal(shape), rng.standard_normal((shape[0], 1))
-    out: Array = np.sqrt(SHARED) * common + np.sqrt(1 - SHARED) * own
-    return out
+    return np.asarray(np.sqrt(SHARED) * common + np.sqrt(1 - SHARED) * own)
 
 
 TRENDS = (1, 2, 5, 10, 20, 60)
@@ -316,8 +315,7 @@ def _mean(values: Array, n: int) -> Array:
     total = np.concatenate([np.zeros_like(values[:1]), np.cumsum(values, axis=0)])
     upto = np.arange(1, len(values) + 1)
     since = np.maximum(upto - n, 0)
-    out: Array = np.maximum((total[upto] - total[since]) / (upto - since)[:, None], 0.0)
-    return out
+    return np.maximum((total[upto] - total[since]) / (upto - since)[:, None], 0.0)
 
 
 def _volatility(steps: Array, n: int) -> Array:

@@ -117,7 +117,7 @@ class Ledger:
     """The state of N accounts, stepped bar by bar."""
 
     def __init__(self, tables: Tables, config: MarketConfig, n_accounts: int) -> None:
-        self.config, self._tables, self._n = config, tables, n_accounts
+        self.config, self._tables = config, tables
         self.bars, self.n_assets = tables.bars, len(tables.bars.names)
         self.first, self.last = config.starts(len(tables.bars))
         self.n_observed = tables.observed.shape[1]
@@ -158,11 +158,14 @@ class Ledger:
         return reward, terminated, (self.bar >= self.end) & ~terminated
 
     def _fill(self, actions: Array, impact: Array) -> None:
-        """Trade to the targets at the open, within the limits."""
+        """Trade to the targets at the open, within the limits; changes smaller than `min_order` are dropped."""
         config = self.config
         equity = np.maximum(self.cash + self.holdings.sum(axis=0), MIN_EQUITY * config.cash)
         have = self.holdings / equity
-        want = self._targets(actions, have)
+        most = config.max_position
+        want = actions * most
+        want = np.where(np.abs(want - have) < config.min_order, have, want)
+        np.clip(want, -most if config.short else 0.0, most, out=want)
         gross = np.abs(want).sum(axis=0)
         over = np.maximum(gross / config.max_leverage, 1.0)
         want /= over
@@ -183,15 +186,6 @@ class Ledger:
         self.cash -= want.sum(axis=0)
         self.cash -= self.costs
         self.holdings = want
-
-    def _targets(self, actions: Array, have: Array) -> Array:
-        """Target positions as shares of equity; changes smaller than `min_order` are dropped."""
-        config = self.config
-        most = config.max_position
-        least = -most if config.short else 0.0
-        want = actions * most
-        near = np.abs(want - have) < config.min_order
-        return np.clip(np.where(near, have, want), least, most)
 
     def observe(self, which: Array | None = None) -> Array:
         """Observations of all accounts, or of those where `which` is true: a new float32 array."""

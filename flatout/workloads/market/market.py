@@ -124,8 +124,8 @@ def backtest(trader: Trader, **settings: Any) -> Array:
     The windows are adjacent and do not overlap.
     """
     settings = {"split": "test"} | settings
-    first, last = (ledger := MarketAccounts(1, **settings).ledger).first, ledger.last
-    starts = np.arange(first, last + 1, ledger.config.window)
+    ledger = MarketAccounts(1, **settings).ledger
+    starts = np.arange(ledger.first, ledger.last + 1, ledger.config.window)
     accounts = MarketAccounts(len(starts), **settings)
     obs, _ = accounts.reset(options={"start": starts})
     out, going = np.ones(len(starts)), np.ones(len(starts), np.bool_)

@@ -92,8 +92,7 @@ class Patrol:
 
     def next_cone(self, sight: Sight) -> Walls:
         """The same after its next step straight ahead."""
-        down, right = DIRECTIONS[self.facing]
-        ahead = (self.at[0] + down, self.at[1] + right)
+        ahead = _beyond(self.at, self.facing)
         return sight.view(self.at if sight.walls[ahead] else ahead, self._radius, self.facing)
 
     def notice(self, seen: Sequence[Cell]) -> bool:
@@ -196,11 +195,11 @@ class Game:
             if action == 0 or not self.allowed[offsets[unit] + action]:
                 continue
             if unit == BREACHER and action > 4:
-                breached = _beyond(self.units[unit], action, 1)
+                breached = _beyond(self.units[unit], action - 1)
                 self._sight.open(breached)
                 self.charges -= 1
                 continue
-            self.units[unit] = _beyond(self.units[unit], action, 2 if action > 4 else 1)
+            self.units[unit] = _beyond(self.units[unit], action - 1, 2 if action > 4 else 1)
             self.tired = unit == CARRIER
         captured, noticed = self._move_patrols()
         self._hold(changed=bool(captured) or breached is not None)
@@ -217,13 +216,13 @@ class Game:
         return np.array(mask, np.int8)
 
     def _may(self, walls: list[list[bool]], unit: int, action: int) -> bool:
-        row, column = _beyond(self.units[unit], action, 1)
+        row, column = _beyond(self.units[unit], action - 1)
         if action <= 4:
             return not walls[row][column]
         if unit == BREACHER:
             inner = 0 < row < len(walls) - 1 and 0 < column < len(walls[0]) - 1
             return walls[row][column] and self.charges > 0 and inner
-        further_row, further_column = _beyond((row, column), action, 1)
+        further_row, further_column = _beyond((row, column), action - 1)
         return not walls[row][column] and not walls[further_row][further_column]
 
     def _move_patrols(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -270,6 +269,6 @@ class Game:
         self.danger[~self.known] = 0.0
 
 
-def _beyond(cell: Cell, action: int, n: int) -> Cell:
-    down, right = DIRECTIONS[(action - 1) % 4]
+def _beyond(cell: Cell, direction: int, n: int = 1) -> Cell:
+    down, right = DIRECTIONS[direction % 4]
     return cell[0] + n * down, cell[1] + n * right

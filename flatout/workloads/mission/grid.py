@@ -12,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 Cell: TypeAlias = tuple[int, int]
-Offsets: TypeAlias = NDArray[np.intp]
 Walls: TypeAlias = NDArray[np.bool_]
 """A boolean map, most often of walls."""
 Field: TypeAlias = NDArray[np.int32]
@@ -64,7 +63,7 @@ def visible(walls: Walls, eye: Cell, radius: int, facing: int | None = None) -> 
 
 
 @cache
-def _lines(radius: int, facing: int | None, n_columns: int) -> tuple[Offsets, Offsets, Offsets]:
+def _lines(radius: int, facing: int | None, n_columns: int) -> tuple[NDArray[np.intp], ...]:
     """Row and column offsets in range, and flat offsets of the cells between, (step, side, offset).
 
     Where a line passes exactly between two cells, `side` holds both; it is enough if one of them is free.

@@ -51,7 +51,10 @@ def image(game: Game) -> NDArray[np.uint8]:
     draw = ImageDraw.Draw(image)
     _floor(draw, game)
     _patrols(image, draw, game)
-    _objective(draw, game)
+    objective = game.scenario.objective
+    draw.ellipse(_box(objective, 0.06), outline=GOLD, width=SIDE // 10)
+    draw.arc(_box(objective, -0.08), -90, -90 + 360 * game.held / game.scenario.hold, GOLD, SIDE // 8)
+    draw.ellipse(_box(objective, 0.34), GOLD)
     _units(draw, game)
     _bar(draw, game, *image.size)
     small = image.resize((image.width // SCALE, image.height // SCALE), Image.Resampling.LANCZOS)
@@ -89,13 +92,6 @@ def _patrols(image: Image.Image, draw: ImageDraw.ImageDraw, game: Game) -> None:
         aside = ahead[::-1] * (1, -1)
         corners = [middle + forward * ahead + sideways * aside for forward, sideways in ARROW]
         draw.polygon([tuple(corner.tolist()) for corner in corners], colour, BACKGROUND, SIDE // 24)
-
-
-def _objective(draw: ImageDraw.ImageDraw, game: Game) -> None:
-    at = game.scenario.objective
-    draw.ellipse(_box(at, 0.06), outline=GOLD, width=SIDE // 10)
-    draw.arc(_box(at, -0.08), -90, -90 + 360 * game.held / game.scenario.hold, GOLD, SIDE // 8)
-    draw.ellipse(_box(at, 0.34), GOLD)
 
 
 def _units(draw: ImageDraw.ImageDraw, game: Game) -> None:

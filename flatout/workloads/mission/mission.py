@@ -193,11 +193,9 @@ class Observer:
         self._careful_for, self._careful = facts, self._routes
         if self._game.danger.any():
             detour = (DANGER_PRICE * self._game.danger).astype(np.int32)
-            goals = (self._game.scenario.objective, self._wall)
-            avoiding = [
-                (price + detour, goal) for (_, price), goal in zip(self._routes, goals, strict=False) if goal
-            ]
-            self._careful = [(distances(price, goal), price) for price, goal in avoiding]
+            goals = [goal for goal in (self._game.scenario.objective, self._wall) if goal]
+            costs = [price + detour for _, price in self._routes]
+            self._careful = [(distances(cost, goal), cost) for cost, goal in zip(costs, goals, strict=True)]
 
     def _read_facts(self) -> tuple[bytes, bool]:
         game = self._game

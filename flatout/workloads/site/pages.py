@@ -86,10 +86,8 @@ class SiteConfig:
 
 def read_site(source: Mapping[str, Any] | str | Path | None) -> SiteConfig:
     """The config in a mapping or a JSON file; errors name the file."""
-    if source is None:
-        return SiteConfig()
-    if isinstance(source, Mapping):
-        return from_settings(SiteConfig, source, "site config")
+    if source is None or isinstance(source, Mapping):
+        return from_settings(SiteConfig, source or {}, "site config")
     data = read_json(source, "site config")
     if not isinstance(data, dict):
         expected = "it must be an object of settings"
@@ -176,17 +174,10 @@ def site(config: SiteConfig, seed: int) -> Plan:
         f'<a href="{root}search?q=all">Search</a> <a href="{root}private/area">Members</a> '
         f'<a href="{root}account/logout">Log out</a></footer></body></html>'
     )
-    return Plan(
-        root,
-        prefix,
-        sections,
-        next(word for word, kind in sections.items() if kind == "research"),
-        draw.choice(DATA),
-        draw.choice(RECORDS),
-        tuple(draw.sample(TOPICS, max(4, config.size // 2))),
-        head,
-        foot,
-    )
+    research = next(word for word, kind in sections.items() if kind == "research")
+    data, record = draw.choice(DATA), draw.choice(RECORDS)
+    topics = tuple(draw.sample(TOPICS, max(4, config.size // 2)))
+    return Plan(root, prefix, sections, research, data, record, topics, head, foot)
 
 
 class _Writer:

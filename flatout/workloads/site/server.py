@@ -20,8 +20,6 @@ from pathlib import Path
 from flatout.errors import EnvError
 from flatout.workloads.site.pages import SiteConfig, answer, latency, read_site
 
-ROOT = Path(__file__).parents[3]
-
 _lock = threading.Lock()
 _servers: dict[tuple[int, SiteConfig], SiteServer] = {}
 
@@ -31,7 +29,7 @@ class SiteServer:
 
     def __init__(self, config: SiteConfig) -> None:
         command = [sys.executable, "-m", "flatout.workloads.site.server", config.to_json()]
-        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        paths = [str(Path(__file__).parents[3]), *filter(None, [os.environ.get("PYTHONPATH")])]
         self.process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -84,14 +82,10 @@ NOT_ALLOWED = b"HTTP/1.1 405 Method Not Allowed\r\nAllow: GET, HEAD\r\nContent-L
 def response(config: SiteConfig, path: str, attempt: int, *, with_body: bool) -> bytes:
     """The HTTP response to a request."""
     made = answer(config, path, attempt)
-    lines = [
-        f"HTTP/1.1 {made.status} {HTTPStatus(made.status).phrase}",
-        f"Content-Type: {made.content_type}",
-        f"Content-Length: {len(made.body)}",
-    ]
-    if made.location:
-        lines.append(f"Location: {made.location}")
-    return "\r\n".join([*lines, "\r\n"]).encode() + (made.body if with_body else b"")
+    head = f"HTTP/1.1 {made.status} {HTTPStatus(made.status).phrase}\r\nContent-Type: {made.content_type}\r\n"
+    head += f"Content-Length: {len(made.body)}\r\n"
+    head += f"Location: {made.location}\r\n" if made.location else ""
+    return f"{head}\r\n".encode() + (made.body if with_body else b"")
 
 
 class Connection(asyncio.Protocol):

@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from itertools import product
-from typing import Any
+from typing import Any, TypeAlias
 
 import gymnasium as gym
 import numpy as np
@@ -22,6 +22,8 @@ from torch import Tensor
 from flatout.envs.spaces import MASK_KEY, Array
 from flatout.workloads.validate import check_choice, check_fields, check_number, from_settings, within
 
+Stepped: TypeAlias = tuple[dict[str, Tensor], Tensor, Tensor, Tensor, dict[str, Any]]
+"""Observation, reward, terminated, truncated and info of N games."""
 SIGHT = 3
 """The vector observation shows this many cells on each side of the head."""
 N_FEATURES = (2 * SIGHT + 1) ** 2 - 1 + 12
@@ -64,11 +66,9 @@ class Rules:
     @property
     def observation_space(self) -> gym.Space[Any]:
         """The view, and a mask without the direction that would reverse the snake."""
-        view: gym.Space[Any]
-        if self.obs == "planes":
-            view = spaces.Box(0, 255, (3, self.height, self.width), np.uint8)
-        else:
-            view = spaces.Box(-1.0, 1.0, (N_FEATURES,), np.float32)
+        vector = spaces.Box(-1.0, 1.0, (N_FEATURES,), np.float32)
+        planes = spaces.Box(0, 255, (3, self.height, self.width), np.uint8)
+        view = planes if self.obs == "planes" else vector
         return spaces.Dict({"view": view, MASK_KEY: spaces.MultiBinary(4)})
 
 
@@ -273,8 +273,7 @@ class SnakeGames:
         tables = Tables(self.rules)
         self.state = State.alloc(num_envs, self.rules, self.device)
         self._steps = TensorSteps(self.rules, tables, self.device)
-        self._seeded = False
-        self._autoreset = autoreset
+        self._seeded, self._autoreset = False, autoreset
         self._kernel: _Kernel | None = None
         if compiled and self.device.type == "cpu":
             self._kernel = _Kernel(self.state, self.rules, tables, autoreset)
@@ -291,7 +290,7 @@ class SnakeGames:
         self._steps.reset(self.state, torch.ones(self.num_envs, dtype=torch.bool, device=self.device))
         return self._steps.observe(self.state), {}
 
-    def step(self, actions: Tensor) -> tuple[dict[str, Tensor], Tensor, Tensor, Tensor, dict[str, Any]]:
+    def step(self, actions: Tensor) -> Stepped:
         """Step every game and reset those that ended. An action that would reverse the snake goes straight on."""
         if self._kernel is not None:
             return self._kernel.step(actions)
@@ -318,30 +317,28 @@ class _Kernel:
         scratch = np.zeros(tables.around.shape[1], np.int32)
         where = [scratch, tables.row, tables.column, tables.down, tables.right]
         self._bound = (*games, *cells, *where, tables.start, tables.start_head, tables.start_free)
-        self._sets = [_Results(state, rules) for _ in range(2)]
+        self._sets = [_results(state, rules) for _ in range(2)]
 
-    def step(self, actions: Tensor) -> tuple[dict[str, Tensor], Tensor, Tensor, Tensor, dict[str, Any]]:
+    def step(self, actions: Tensor) -> Stepped:
         self._n_step += 1
         self._sets.reverse()
-        results = self._sets[0]
-        self._run(actions.numpy(), int(self._n_step), *self._settings, *self._bound, *results.arrays)
-        return results.given
+        given, arrays = self._sets[0]
+        self._run(actions.numpy(), int(self._n_step), *self._settings, *self._bound, *arrays)
+        return given
 
 
-class _Results:
-    """The results of a step: `given` as tensors for the caller, `arrays` as the kernel's view of the same memory."""
-
-    def __init__(self, state: State, rules: Rules) -> None:
-        n, is_planes = len(state.head), rules.obs == "planes"
-        kind = torch.uint8 if is_planes else torch.float32
-        shape = rules.observation_space["view"].shape  # type: ignore[index]
-        views = [torch.zeros(n, *shape, dtype=kind) for _ in range(2)]
-        masks = [torch.zeros(n, 4, dtype=torch.bool) for _ in range(2)]
-        reward, food = torch.zeros(n), torch.zeros(n, dtype=torch.int64)
-        ended, never = (torch.zeros(n, dtype=torch.bool) for _ in range(2))
-        obs, final = ({MASK_KEY: mask, "view": view} for mask, view in zip(masks, views, strict=True))
-        self.given = obs, reward, ended, never, {"final_obs": final, "food": food}
-        vectors = [torch.zeros(n, 0)] * 2 if is_planes else views
-        no_planes = torch.zeros(n, 3, 0, dtype=torch.uint8)
-        planes = [view.view(n, 3, -1) if is_planes else no_planes for view in views]
-        self.arrays = tuple(t.numpy() for t in (*vectors, *planes, *masks, reward, ended, food))
+def _results(state: State, rules: Rules) -> tuple[Stepped, tuple[Array, ...]]:
+    """Memory for the results of a step: as tensors for the caller, and as the arrays that the kernel writes."""
+    n, is_planes = len(state.head), rules.obs == "planes"
+    kind = torch.uint8 if is_planes else torch.float32
+    shape = rules.observation_space["view"].shape  # type: ignore[index]
+    views = [torch.zeros(n, *shape, dtype=kind) for _ in range(2)]
+    masks = [torch.zeros(n, 4, dtype=torch.bool) for _ in range(2)]
+    reward, food = torch.zeros(n), torch.zeros(n, dtype=torch.int64)
+    ended, never = (torch.zeros(n, dtype=torch.bool) for _ in range(2))
+    obs, final = ({MASK_KEY: mask, "view": view} for mask, view in zip(masks, views, strict=True))
+    given = obs, reward, ended, never, {"final_obs": final, "food": food}
+    vectors = [torch.zeros(n, 0)] * 2 if is_planes else views
+    no_planes = torch.zeros(n, 3, 0, dtype=torch.uint8)
+    planes = [view.view(n, 3, -1) if is_planes else no_planes for view in views]
+    return given, tuple(t.numpy() for t in (*vectors, *planes, *masks, reward, ended, food))

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import numpy as np
-import numpy.typing as npt
 from numba import njit
 
-Array = npt.NDArray[Any]
+from flatout.envs.spaces import Array
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 F, S, U = np.float32, np.int32, np.uint64
 

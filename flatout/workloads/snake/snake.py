@@ -7,13 +7,12 @@ from typing import Any
 
 import gymnasium as gym
 import numpy as np
-import numpy.typing as npt
 import torch
 from gymnasium import spaces
 from PIL import Image, ImageDraw
 from torch import Tensor
 
-from flatout.envs.spaces import MASK_KEY
+from flatout.envs.spaces import MASK_KEY, Array
 from flatout.errors import EnvError
 from flatout.workloads.snake.games import MOVES, SnakeGames
 from flatout.workloads.validate import Info, check_choice
@@ -95,7 +94,7 @@ def write(scene: Scene) -> str:
     return "\n".join([f"┌{line}┐", *(f"│ {' '.join(row)} │" for row in rows), f"└{line}┘"])
 
 
-def draw(scene: Scene) -> npt.NDArray[np.uint8]:
+def draw(scene: Scene) -> Array:
     """The board as an RGB image, (height, width, 3)."""
     small = max(6, min(32, LONGEST // max(scene.height, scene.width)))
     side = small * FINE
