@@ -84,12 +84,11 @@ class Diagnosis:
         if not self.findings:
             lines += ["", "Nothing found that is worth changing."]
         if self.what_if is not None:
-            wishes = ", ".join(f"{name} {value}" for name, value in self.what_if["wishes"].items())
-            speed = _speed(self.what_if["steps_per_second"], self.what_if["learner_busy"])
-            source = (
-                " (the card from its data sheet, not measured)" if "gpu" in self.what_if["wishes"] else ""
-            )
-            lines += ["", f"what if {wishes}: about {speed}, best with {self.what_if['way']}{source}"]
+            reply, wishes = self.what_if, self.what_if["wishes"]
+            words = ", ".join(f"{name} {value}" for name, value in wishes.items())
+            speed = _speed(reply["steps_per_second"], reply["learner_busy"])
+            source = " (the card from its data sheet, not measured)" if "gpu" in wishes else ""
+            lines += ["", f"what if {words}: about {speed}, best with {reply['way']}{source}"]
         return "\n".join([*lines, "", f"run: {self.command}"])
 
 
@@ -99,11 +98,11 @@ def _speed(steps_per_second: float, learner_busy: float) -> str:
 
 def _advice(finding: Finding) -> str:
     flags = f" ({' '.join(finding.flags)})" if finding.flags else ""
-    if finding.steps_per_second is None or finding.gain is None:
+    speed, busy, gain = finding.steps_per_second, finding.learner_busy, finding.gain
+    if speed is None or busy is None or gain is None:
         return finding.change + flags
-    busy = "" if finding.learner_busy is None else f", learner busy {100 * finding.learner_busy:.0f} %"
     return (
-        f"{finding.change}{flags}: about {finding.steps_per_second:,.0f} steps/s, {finding.gain:.1f} ×{busy}"
+        f"{finding.change}{flags}: about {speed:,.0f} steps/s, {gain:.1f} ×, learner busy {100 * busy:.0f} %"
     )
 
 
@@ -118,7 +117,9 @@ def doctor(
     wishes = parse_what_if(what_if) if what_if else None
     with tempfile.TemporaryDirectory() as folder:
         agent = Agent(env, runs_dir=folder, run_name="probe", **settings)
-        case = examine(agent, tell)
+        case = measure(agent, BENCHMARK_SECONDS, tell)
+        total, free = usable_memory()
+        case = replace(case, smaller=_smaller(agent), on_cpu=_on_cpu(agent), memory_share=1 - free / total)
         agent.close()
     findings = diagnose(case)
     return Diagnosis(
@@ -138,13 +139,6 @@ def doctor(
         what_if=answer(case, wishes) if wishes else None,
         command=command(agent.config.env, settings, findings),
     )
-
-
-def examine(agent: Agent, tell: Callable[[str], None] = lambda _: None) -> Case:
-    """Measure everything that findings need; the agent trains for some seconds."""
-    case = measure(agent, BENCHMARK_SECONDS, tell)
-    total, free = usable_memory()
-    return replace(case, smaller=_smaller(agent), on_cpu=_on_cpu(agent), memory_share=1 - free / total)
 
 
 def _smaller(agent: Agent) -> tuple[tuple[int, ...], UpdateCost] | None:

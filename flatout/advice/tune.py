@@ -114,8 +114,8 @@ def tune(
     trials = [before]
     while candidate := _most_promising(simulated, trials):
         expected = candidate.as_predicted
-        again = sum(trial.seconds for trial in _contenders([*trials, expected]))
-        if perf_counter() - began + expected.seconds + again > budget:
+        seconds = expected.seconds + sum(trial.seconds for trial in _contenders([*trials, expected]))
+        if perf_counter() - began + seconds > budget:
             break
         told(candidate.words)
         trials.append(_run(agent, candidate))
@@ -123,7 +123,10 @@ def tune(
     if contenders != [before]:
         for trial in contenders:
             told(f"once more: {trial.words}")
-            trials[trials.index(trial)] = _mean(trial, _run(agent, trial))
+            again = _run(agent, trial)
+            speed = (trial.measured + again.measured) / 2
+            busy = (trial.learner_busy + again.learner_busy) / 2
+            trials[trials.index(trial)] = replace(trial, measured=speed, learner_busy=busy)
     before, best = trials[0], max(trials, key=lambda trial: trial.measured)
     if best.measured < MIN_MEASURED_GAIN * before.measured:
         best = before
@@ -217,12 +220,6 @@ def _run(agent: Agent, trial: Trial) -> Trial:
         changed.close()
     seconds = perf_counter() - began
     return replace(trial, measured=result.steps_per_second, learner_busy=result.learner_busy, seconds=seconds)
-
-
-def _mean(first: Trial, second: Trial) -> Trial:
-    """The mean of two runs of the same way."""
-    busy = (first.learner_busy + second.learner_busy) / 2
-    return replace(first, measured=(first.measured + second.measured) / 2, learner_busy=busy)
 
 
 def save(tuned: Tuned, path: Path) -> None:
