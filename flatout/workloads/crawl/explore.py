@@ -6,6 +6,7 @@ The env is built on it; other strategies, such as breadth-first search, can be t
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -127,7 +128,7 @@ class Exploration:
     target: str
     graph: LinkGraph = field(default_factory=LinkGraph)
     templates: Templates = field(default_factory=Templates)
-    template_visits: dict[int, int] = field(default_factory=dict)
+    template_visits: Counter[int] = field(default_factory=Counter)
     n_targets: int = 0
     n_requests: int = 0
     n_faults: int = 0
@@ -135,7 +136,7 @@ class Exploration:
     shapes: dict[str, Shape] = field(default_factory=dict)
     _by_href: dict[str, Link | None] = field(default_factory=dict)
     """Links by the href on pages of the start page's host; None: must not be followed."""
-    _variants: dict[str, int] = field(default_factory=dict)
+    _variants: Counter[str] = field(default_factory=Counter)
     """Number of queries seen with each path."""
 
     @property
@@ -169,7 +170,7 @@ class Exploration:
         page = parse_cached(attempt.html or "", self.target)
         template = self.templates.number(page.elements)
         is_new = template not in self.template_visits
-        self.template_visits[template] = self.template_visits.get(template, 0) + 1
+        self.template_visits[template] += 1
         links = self._links(end, page, attempt.allows)
         visited = Visited(end, links, template, page)
         link.page = end.page = visited
@@ -210,7 +211,7 @@ class Exploration:
             return None
         path, query, _ = url.partition("?")
         if query:
-            self._variants[path] = self._variants.get(path, 0) + 1
+            self._variants[path] += 1
             if self._variants[path] > MAX_VARIANTS:
                 return None
         return self._link(url, text, in_frame, base)

@@ -20,7 +20,6 @@ COLORS = [
 ]  # fmt: skip
 TRAIL = 4
 """Number of pages of the agent's path that are drawn."""
-Point: TypeAlias = tuple[float, float]
 Color: TypeAlias = tuple[int, int, int]
 
 
@@ -69,7 +68,7 @@ def image(exploration: Exploration, trail: Sequence[Visited], budget: int) -> ND
     return np.asarray(canvas.resize((WIDTH, HEIGHT), Image.Resampling.LANCZOS), np.uint8).copy()
 
 
-def _places(graph: LinkGraph) -> dict[str, Point]:
+def _places(graph: LinkGraph) -> dict[str, tuple[float, float]]:
     """A radial tree: each page is in the sector of its parent, one ring further out."""
     children: dict[str | None, list[str]] = {}
     for url, node in graph.nodes.items():

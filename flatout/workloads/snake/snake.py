@@ -17,8 +17,6 @@ from flatout.errors import EnvError
 from flatout.workloads.snake.games import MOVES, SnakeGames
 from flatout.workloads.validate import Info, check_choice
 
-Place = tuple[int, int]
-"""Row and column."""
 Colour = tuple[int, int, int]
 
 LONGEST = 640
@@ -129,7 +127,7 @@ def draw(scene: Scene) -> Array:
     return np.asarray(image.resize((scene.width * small, scene.height * small), Image.Resampling.BOX))
 
 
-def _strokes(a: Place, b: Place) -> list[tuple[Any, Any]]:
+def _strokes(a: tuple[int, int], b: tuple[int, int]) -> list[tuple[Any, Any]]:
     """The line from a cell to its neighbour; two lines if it crosses the edge of the board."""
     dy, dx = b[0] - a[0], b[1] - a[1]
     if abs(dy) + abs(dx) == 1:
