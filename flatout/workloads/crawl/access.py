@@ -138,7 +138,8 @@ class Rules:
         if not href or len(href) > MAX_URL:
             return None
         if href[0] == "/" and _is_plain(href.translate(SAME_DIGITS)):
-            return "/".join(base.split("/", 3)[:3]) + href
+            end = base.find("/", 8)
+            return base[:end] + href if end > 0 else base + href
         try:
             url = urljoin(base, href)
             self.check(url)

@@ -209,8 +209,8 @@ class Exploration:
             return self.links[url]
         if url is None or not allows(url):
             return None
-        path, query, _ = url.partition("?")
-        if query:
+        if "?" in url:
+            path = url.partition("?")[0]
             self._variants[path] += 1
             if self._variants[path] > MAX_VARIANTS:
                 return None
@@ -218,7 +218,9 @@ class Exploration:
 
     def _link(self, url: str, text: str, in_frame: bool, source: str | None = None) -> Link:
         tokens, has_query, name = split_url(url.removeprefix(self.start_url))
-        shape = self.shapes.setdefault(name, Shape(name))
+        shape = self.shapes.get(name)
+        if shape is None:
+            shape = self.shapes[name] = Shape(name)
         shape.n_links += 1
         shape.row = b""
         link = self.links[url] = Link(url, text, in_frame, tokens, has_query, shape, source)

@@ -78,12 +78,18 @@ def link_rows(links: list[Link], n_new: int, here: Visited | None, n_slots: int)
     if not n or here is None:
         return np.zeros((n_slots, N_LINK), np.float32)
     parts: list[bytes] = []
-    for link in links:
-        parts += link.row or _link_row(link), link.shape.row or _shape_row(link.shape)
+    marks = []
+    for k, link in enumerate(links):
+        shape = link.shape
+        parts += link.row or _link_row(link), shape.row or _shape_row(shape)
+        if shape is here.link.shape:
+            marks.append((k, SAME_SHAPE))
+        if link.tries and k < n_new:
+            marks.append((k, FAILED))
     out = _array([*parts, NO_LINK * (n_slots - n)]).reshape(n_slots, N_LINK)
     out[n_new:n, VISITED] = 1.0
-    out[[k for k in range(n_new) if links[k].tries], FAILED] = 1.0
-    out[[k for k in range(n) if links[k].shape is here.link.shape], SAME_SHAPE] = 1.0
+    for mark in marks:
+        out[mark] = 1.0
     return out
 
 
@@ -106,8 +112,8 @@ def _flags(in_frame: bool, has_query: bool, n_tokens: int, has_number: bool) -> 
 
 def _path_codes(link: Link) -> bytes:
     """The codes of the last part of a link's path and of the part before."""
-    last, before, *_ = (*link.tokens[::-1], "", "")
-    return _code(last) + _code(before)
+    n, tokens = len(link.tokens), link.tokens
+    return _code(tokens[-1] if n else "") + _code(tokens[-2] if n > 1 else "")
 
 
 def _shape_row(shape: Shape) -> bytes:

@@ -315,7 +315,7 @@ def _mean(values: Array, n: int) -> Array:
     total = np.concatenate([np.zeros_like(values[:1]), np.cumsum(values, axis=0)])
     upto = np.arange(1, len(values) + 1)
     since = np.maximum(upto - n, 0)
-    return np.maximum((total[upto] - total[since]) / (upto - since)[:, None], 0.0)
+    return np.asarray(np.maximum((total[upto] - total[since]) / (upto - since)[:, None], 0.0))
 
 
 def _volatility(steps: Array, n: int) -> Array:
