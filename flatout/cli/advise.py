@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from flatout.cli.parser import Parser, add_settings, check_settings, env_parser
+from flatout.cli.parser import Parser, env_parser, parse_settings
 from flatout.config.run_config import read_file
 from flatout.errors import FlatoutError
 
@@ -84,9 +84,7 @@ def tune(argv: Sequence[str]) -> int:
 
 def _parse(parser: Parser, argv: Sequence[str]) -> tuple[str, dict[str, Any], argparse.Namespace]:
     """The env and the settings, from the command line and --config."""
-    add_settings(parser, argv)
-    args = parser.parse(argv)
-    config, given = check_settings(args)
+    args, config, given = parse_settings(parser, argv)
     if args.config is not None:
         given = {name: value for name, value in read_file(args.config).items() if name != "env"} | given
     return args.env or config.env, given, args

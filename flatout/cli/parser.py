@@ -53,12 +53,16 @@ def env_parser(verb: str, description: str) -> Parser:
     return parser
 
 
-def check_settings(args: argparse.Namespace) -> tuple[RunConfig, dict[str, Any]]:
-    """The config for ENV and the settings given; mistakes are refused here, before torch costs two seconds."""
+def parse_settings(
+    parser: Parser, argv: Sequence[str]
+) -> tuple[argparse.Namespace, RunConfig, dict[str, Any]]:
+    """The arguments, the config for ENV, and the settings given; refuses mistakes before torch costs two seconds."""
+    add_settings(parser, argv)
+    args = parser.parse(argv)
     given = settings(args)
     config = resolve(args.env, given, device="cpu", n_cores=usable_cores(), file=args.config)
     env_factory(config.env)
-    return config, given
+    return args, config, given
 
 
 def run_parser(

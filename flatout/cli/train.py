@@ -4,22 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from flatout.cli.parser import (
-    Parser,
-    add_runs_dir,
-    add_settings,
-    check_settings,
-    env_parser,
-    run_parser,
-    run_path,
-    settings,
-)
+from flatout.cli import parser as cli
 from flatout.errors import FlatoutError
 from flatout.runlog.folder import RunFolder
 
@@ -32,16 +23,16 @@ RESUMABLE = ("timesteps", "target_return", "eval_every", "eval_episodes", "check
 
 def train(argv: Sequence[str]) -> int:
     """Train an agent; returns the exit code."""
-    parser = env_parser(
+    parser = cli.env_parser(
         "train",
         "Train an agent. Settings that you do not give come from the recipe of the env, or from --preset.",
     )
     parser.flag("--run-name", "name of the run's folder (ENV-ALGO-seedN-DATE)", metavar="NAME")
-    add_runs_dir(parser)
+    cli.add_runs_dir(parser)
     parser.flag("--resume", "resume the run if it exists")
     parser.flag("--overwrite", "replace the run if it exists")
-    args = _parse(parser, argv)
-    _, given = check_settings(args)
+    _add_output_flags(parser)
+    args, _, given = cli.parse_settings(parser, argv)
     if args.resume and args.overwrite:
         raise FlatoutError("--resume and --overwrite exclude each other; pass one of them")
     if args.resume and not args.run_name:
@@ -64,8 +55,11 @@ def train(argv: Sequence[str]) -> int:
 
 def resume(argv: Sequence[str]) -> int:
     """Resume a run; returns the exit code."""
-    args = _parse(run_parser("resume", "Continue a run from its newest checkpoint."), argv, RESUMABLE)
-    return _resume(run_path(args.run, args.runs_dir), settings(args), args)
+    parser = cli.run_parser("resume", "Continue a run from its newest checkpoint.")
+    _add_output_flags(parser)
+    cli.add_settings(parser, argv, only=RESUMABLE)
+    args = parser.parse(argv)
+    return _resume(cli.run_path(args.run, args.runs_dir), cli.settings(args), args)
 
 
 def _resume(path: Path, given: dict[str, Any], args: argparse.Namespace) -> int:
@@ -97,11 +91,9 @@ def _differs(before: Any, after: Any, name: str) -> bool:
     return any(getattr(a, name, None) != getattr(b, name, None) for a, b in parts)
 
 
-def _parse(parser: Parser, argv: Sequence[str], only: Collection[str] | None = None) -> argparse.Namespace:
+def _add_output_flags(parser: cli.Parser) -> None:
     parser.flag("--quiet", "print only errors")
     parser.flag("--json", "print the summary as JSON on the last line")
-    add_settings(parser, argv, only)
-    return parser.parse(argv)
 
 
 def _learn(agent: Agent, args: argparse.Namespace) -> int:
@@ -117,7 +109,7 @@ def _learn(agent: Agent, args: argparse.Namespace) -> int:
 
 def evaluate(argv: Sequence[str]) -> int:
     """Play episodes with a trained agent and print their mean return; returns the exit code."""
-    parser = run_parser(
+    parser = cli.run_parser(
         "evaluate",
         "Mean return of a trained agent over whole episodes.",
         "a run's folder, its name in --runs-dir, or a .flatout file",
@@ -132,8 +124,8 @@ def evaluate(argv: Sequence[str]) -> int:
     args = parser.parse(argv)
     if args.episodes < 1:
         raise FlatoutError(f"--episodes is {args.episodes}; it must be at least 1")
-    env_kwargs = settings(args).get("env_kwargs")
-    path = run_path(args.run, args.runs_dir)
+    env_kwargs = cli.settings(args).get("env_kwargs")
+    path = cli.run_path(args.run, args.runs_dir)
     if args.best:
         path = path / "checkpoints" / "best.flatout"
 

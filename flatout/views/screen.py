@@ -12,18 +12,8 @@ from rich.text import Text
 
 from flatout.runlog.folder import number
 from flatout.timing import Phase
+from flatout.views import live
 from flatout.views.figures import count, duration, mean_and_std, percent, rate, share_done
-from flatout.views.live import (
-    FIRST_ROLLOUT,
-    LEVELS,
-    bar,
-    figure,
-    fitting,
-    framed,
-    return_figures,
-    row,
-    steps_row,
-)
 from flatout.views.monitor import Job, MonitorState, Strip
 
 WIDEST = 140
@@ -95,9 +85,9 @@ def _panel(job: Job, lines: list[Text], width: int) -> Panel:
     about = [job.env, job.algo.upper(), job.device, job.executor, collectors, overlap]
     title = Text.assemble((job.name, "bold"), " · ", _state(job), style="not dim")
     room = width - 9 - title.cell_len
-    for word in fitting([Text(word) for word in about if word], room, " · "):
+    for word in live.fitting([Text(word) for word in about if word], room, " · "):
         title.append(" · ").append_text(word)
-    return framed(lines, title, width)
+    return live.framed(lines, title, width)
 
 
 def _state(job: Job) -> Text:
@@ -111,8 +101,8 @@ def _state(job: Job) -> Text:
 def _lines(job: Job, width: int, most_lanes: int) -> list[Text]:
     """The rows of a run, without those of which nothing is known."""
     if job.env_steps is None and not job.strips:
-        return [Text(FIRST_ROLLOUT if job.status == "running" else "nothing recorded")]
-    lines = [Text(FIRST_ROLLOUT)] if job.env_steps is None else _figure_lines(job, job.env_steps, width)
+        return [Text(live.FIRST_ROLLOUT if job.status == "running" else "nothing recorded")]
+    lines = [Text(live.FIRST_ROLLOUT)] if job.env_steps is None else _figure_lines(job, job.env_steps, width)
     if most_lanes and job.strips:
         lines += _strip_lines(job, width, most_lanes)
     if job.idle:
@@ -122,18 +112,18 @@ def _lines(job: Job, width: int, most_lanes: int) -> list[Text]:
 
 def _figure_lines(job: Job, env_steps: float, width: int) -> list[Text]:
     elapsed = None if job.wall_seconds is None else job.wall_seconds + (job.seconds_silent or 0.0)
-    returns = return_figures(job.return_mean, job.return_std, job.returns, min(24, width // 4))
+    returns = live.return_figures(job.return_mean, job.return_std, job.returns, min(24, width // 4))
     if job.episodes is not None:
-        returns.append(figure("episodes", count(job.episodes)))
+        returns.append(live.figure("episodes", count(job.episodes)))
     speed = []
     if job.steps_per_second is not None:
         speed.append(Text.assemble((rate(job.steps_per_second), "bold"), " steps/s"))
     if job.learner_busy is not None:
-        speed.append(figure("learner busy", percent(job.learner_busy), "bold"))
+        speed.append(live.figure("learner busy", percent(job.learner_busy), "bold"))
     return [
-        steps_row(env_steps, job.total_steps or 0, job.seconds_left, elapsed, width, "  "),
-        row("return", returns, width, "   ", LABEL_CELLS),
-        *([row("speed", speed, width, "   ", LABEL_CELLS)] if speed else []),
+        live.steps_row(env_steps, job.total_steps or 0, job.seconds_left, elapsed, width, "  "),
+        live.row("return", returns, width, "   ", LABEL_CELLS),
+        *([live.row("speed", speed, width, "   ", LABEL_CELLS)] if speed else []),
     ]
 
 
@@ -161,12 +151,12 @@ def _brief(job: Job, width: int) -> Text:
     figures = [Text.assemble((job.name, "bold"), " · ", _state(job))]
     if job.env_steps is not None:
         figures.append(Text(percent(share_done(job.env_steps, job.total_steps or 0))))
-    figures.append(figure("return", mean_and_std(job.return_mean, job.return_std)))
+    figures.append(live.figure("return", mean_and_std(job.return_mean, job.return_std)))
     if job.steps_per_second is not None:
         figures.append(Text(f"{rate(job.steps_per_second)} steps/s"))
     if job.learner_busy is not None:
-        figures.append(figure("busy", percent(job.learner_busy)))
-    return Text("  ", no_wrap=True, overflow="crop").join(fitting(figures, width, "  "))
+        figures.append(live.figure("busy", percent(job.learner_busy)))
+    return Text("  ", no_wrap=True, overflow="crop").join(live.fitting(figures, width, "  "))
 
 
 def _strip_lines(job: Job, width: int, most: int) -> list[Text]:
@@ -197,12 +187,12 @@ def _legend(job: Job, strips: Sequence[Strip], width: int) -> list[Text]:
         words = [
             Text.assemble(_PHASES.get(phase, _OTHER), f" {meanings.get(phase, phase)}") for phase in phases
         ]
-        if len(first := fitting(words, room, "  ")) == len(words):
+        if len(first := live.fitting(words, room, "  ")) == len(words):
             break
-    second = fitting(words[len(first) :], room, "  ")
+    second = live.fitting(words[len(first) :], room, "  ")
     span = f"last {job.seconds_shown:.0f} s" if job.status == "running" else duration(job.seconds_shown)
     rows = [(span, first), ("", second)] if second else [(span, first)]
-    return [row(label, shown, width, "  ", LABEL_CELLS) for label, shown in rows]
+    return [live.row(label, shown, width, "  ", LABEL_CELLS) for label, shown in rows]
 
 
 def gauges(state: MonitorState, width: int) -> list[Text]:
@@ -222,7 +212,7 @@ def _cores(loads: list[float], width: int) -> list[Text]:
     per_line = max(1, (width - _GAUGE_LABEL_CELLS) // 22)
     if len(loads) > 2 * per_line:
         mean = f" {percent(sum(loads) / len(loads))}"
-        blocks = "".join(LEVELS[round(7 * share_done(load, 1.0))] for load in loads)
+        blocks = "".join(live.LEVELS[round(7 * share_done(load, 1.0))] for load in loads)
         room = max(1, width - _GAUGE_LABEL_CELLS - len(mean))
         parts = [blocks[i : i + room] for i in range(0, len(blocks), room)]
         parts[-1] += mean
@@ -230,7 +220,7 @@ def _cores(loads: list[float], width: int) -> list[Text]:
     n_lines = -(-len(loads) // per_line)
     per_line = -(-len(loads) // max(1, n_lines))
     room = (width - _GAUGE_LABEL_CELLS) // max(1, per_line)
-    bars = [Text.assemble(bar(min(load, 1.0), room - 8), f" {percent(load):<7}") for load in loads]
+    bars = [Text.assemble(live.bar(min(load, 1.0), room - 8), f" {percent(load):<7}") for load in loads]
     starts = range(0, len(bars), per_line)
     return [_labelled("cores" if i == 0 else "", Text().join(bars[i : i + per_line])) for i in starts]
 
@@ -248,7 +238,7 @@ def _gpu(device: str, gpu: Mapping[str, Any], width: int) -> list[Text]:
     for name, unit in (("power", "W"), ("temperature", "°C")):
         if name in known:
             figures.append(Text(f"{known[name]:.0f} {unit}"))
-    shown = Text("  ").join(fitting(figures, width - _GAUGE_LABEL_CELLS - 6, "  "))
+    shown = Text("  ").join(live.fitting(figures, width - _GAUGE_LABEL_CELLS - 6, "  "))
     line = _labelled(device, shown) if load is None else _gauge(device, load, shown, width)
     reasons = gpu.get("throttled")
     if not isinstance(reasons, list) or not reasons:
@@ -258,7 +248,7 @@ def _gpu(device: str, gpu: Mapping[str, Any], width: int) -> list[Text]:
 
 def _gauge(label: str, share: float, text: Text, width: int) -> Text:
     room = max(4, min(width // 2, width - _GAUGE_LABEL_CELLS - text.cell_len - 2))
-    return _labelled(label, Text.assemble(bar(share_done(share, 1.0), room), "  ", text))
+    return _labelled(label, Text.assemble(live.bar(share_done(share, 1.0), room), "  ", text))
 
 
 def _labelled(label: str, text: Text) -> Text:
