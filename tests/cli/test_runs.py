@@ -202,6 +202,7 @@ def test_help_needs_no_torch() -> None:
         "import sys; from flatout.cli.main import run; "
         "assert run(['--help']) == 0; assert run(['train', 'CartPole-v1', '--n-env', '3']) == 2; "
         "assert run(['train', 'CartPole-v1', '--batch-size', '100']) == 2; "
+        "assert run(['train', 'CartPol-v1']) == 2; assert run(['doctor', 'CartPol-v1']) == 2; "
         "assert 'torch' not in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
