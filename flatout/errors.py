@@ -23,17 +23,11 @@ class EnvError(FlatoutError):
     """The user's environment broke its contract or raised; names the env index and the step."""
 
 
-def nearest(word: str, choices: Iterable[str], n: int = 3) -> list[str]:
-    """The choices most like `word`, best first, compared without regard to case."""
+def did_you_mean(word: str, choices: Iterable[str], n: int = 3) -> str:
+    """`; did you mean 'a' or 'b'?`, best first, without regard to case; the empty string when nothing is near."""
     by_lower = {choice.lower(): choice for choice in choices}
     matches = difflib.get_close_matches(word.lower(), by_lower, n=n, cutoff=0.5)
-    return [by_lower[match] for match in matches]
-
-
-def did_you_mean(word: str, choices: Iterable[str], n: int = 3) -> str:
-    """`; did you mean 'a' or 'b'?`, or the empty string when nothing is near."""
-    found = nearest(word, choices, n)
-    return f"; did you mean {' or '.join(map(repr, found))}?" if found else ""
+    return f"; did you mean {' or '.join(repr(by_lower[match]) for match in matches)}?" if matches else ""
 
 
 def one_line(error: BaseException) -> str:
@@ -65,11 +59,8 @@ def is_engine_file(filename: str) -> bool:
 @functools.cache
 def _engine() -> tuple[str, ...]:
     gymnasium = importlib.util.find_spec("gymnasium")
-    folders = [
-        Path(__file__).parent,
-        *([Path(gymnasium.origin).parent] if gymnasium and gymnasium.origin else []),
-    ]
-    return tuple(f"{folder}{os.sep}" for folder in folders)
+    files = [__file__, gymnasium.origin if gymnasium else None]
+    return tuple(f"{Path(file).parent}{os.sep}" for file in files if file)
 
 
 @functools.cache

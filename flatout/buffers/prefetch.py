@@ -21,7 +21,7 @@ Result = TypeVar("Result")
 
 
 class Prefetch:
-    """Batches of one size; at most `depth` are requested and not yet taken.
+    """Batches of one size; at most one is requested and not yet taken.
 
     A batch from `take` is valid until the next `take`, which reuses its memory.
     """
@@ -33,14 +33,13 @@ class Prefetch:
         device: torch.device,
         *,
         alloc: Callable[[], ReplayBatch] | None = None,
-        depth: int = 1,
         background: bool | None = None,
     ) -> None:
         """`alloc` allocates a batch in RAM; `background` defaults to a thread if there is more than one core."""
-        self._sampler, self._size, self._device, self._depth = sampler, size, device, depth
-        # One more than requested: the one the learner works on.
-        self._buffers = deque(alloc() for _ in range(depth + 1)) if alloc is not None else None
-        self._requested: deque[Future[ReplayBatch]] = deque()
+        self._sampler, self._size, self._device = sampler, size, device
+        # In turn: one is requested, one the learner works on.
+        self._buffers = deque((alloc(), alloc())) if alloc is not None else None
+        self._requested: Future[ReplayBatch] | None = None
         self._updates: deque[Future[None]] = deque()
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
         in_thread = usable_cores() > 1 if background is None else background
@@ -48,17 +47,18 @@ class Prefetch:
 
     def ask(self, beta: float = 0.4) -> None:
         """Request a batch, drawn from what is stored and updated so far."""
-        assert len(self._requested) < self._depth, "take a batch before asking for another"
+        assert self._requested is None, "take a batch before asking for another"
         out = None
         if self._buffers is not None:
             out = self._buffers[0]
-            self._buffers.rotate(-1)
-        self._requested.append(self._do(lambda: self._sample(beta, out)))
+            self._buffers.rotate()
+        self._requested = self._do(lambda: self._sample(beta, out))
 
     def take(self) -> ReplayBatch:
-        """The batch that was requested first, on the learner's device."""
-        assert self._requested, "ask for a batch before taking one"
-        batch = self._requested.popleft().result()
+        """The batch that was requested, on the learner's device."""
+        assert self._requested is not None, "ask for a batch before taking one"
+        requested, self._requested = self._requested, None
+        batch = requested.result()
         if self._copies is not None:
             now = torch.cuda.current_stream(self._device)
             for tensor in batch.tensors():
@@ -75,16 +75,16 @@ class Prefetch:
 
     def finish(self) -> None:
         """Wait until all requests are done; then the replay may be added to, saved or read."""
-        for request in self._requested:
-            request.result()
+        if self._requested is not None:
+            self._requested.result()
         while self._updates:
             self._updates.popleft().result()
 
     def close(self) -> None:
-        """End the thread; batches that were not taken are dropped."""
+        """End the thread; a batch that was not taken is dropped."""
         if self._thread is not None:
             self._thread.shutdown(wait=True, cancel_futures=True)
-        self._requested.clear()
+        self._requested = None
 
     def _sample(self, beta: float, out: ReplayBatch | None) -> ReplayBatch:
         batch = self._sampler.sample(self._size, beta, out)

@@ -108,11 +108,20 @@ class _Fields(Generic[Values]):
         """Valid only where an episode was truncated; in RAM, pages that are never written take no memory."""
         self.action, self.log_prob, self.reward = by_name["action"], by_name["log_prob"], by_name["reward"]
         self.terminated, self.truncated = by_name["terminated"], by_name["truncated"]
+        self.columns = (self.action, self.log_prob, self.reward, self.terminated, self.truncated)
+        """In the order of `_rollout_tensors`."""
 
     @property
     def n_transitions(self) -> int:
         """`n_steps` × `n_envs`."""
         return self.n_steps * self.n_envs
+
+
+def _rollout_tensors(sent: list[Tensor], final_obs: tuple[Tensor, ...], index: Tensor) -> RolloutTensors:
+    action, log_prob, reward, terminated, truncated, *obs = sent
+    return RolloutTensors(
+        tuple(obs), action, log_prob, reward, terminated, truncated, final_obs, final_index=index
+    )
 
 
 class Rollout(_Fields[Array]):
@@ -132,20 +141,9 @@ class Rollout(_Fields[Array]):
         """The rollout as tensors on the staging's device."""
         index = np.flatnonzero(self.truncated & ~self.terminated)
         t, n = np.divmod(index, self.n_envs)
-        arrays = [self.action, self.log_prob, self.reward, self.terminated, self.truncated, *self.obs]
-        action, log_prob, reward, terminated, truncated, *obs = staging.to_device(arrays)
-        device = staging.device
+        sent, device = staging.to_device([*self.columns, *self.obs]), staging.device
         final_obs = tuple(torch.from_numpy(x[t, n]).to(device) for x in self.final_obs)
-        return RolloutTensors(
-            obs=tuple(obs),
-            action=action,
-            log_prob=log_prob,
-            reward=reward,
-            terminated=terminated,
-            truncated=truncated,
-            final_obs=final_obs,
-            final_index=torch.from_numpy(index).to(device),
-        )
+        return _rollout_tensors(sent, final_obs, torch.from_numpy(index).to(device))
 
 
 class TensorRollout(_Fields[Tensor]):
@@ -164,11 +162,7 @@ class TensorRollout(_Fields[Tensor]):
         self.obs_at = [tuple(x[t] for x in self.obs) for t in range(n_steps + 1)]
         """Views of the observations of each time step, made once."""
         self.arrays_at = [
-            (
-                tuple(x.numpy() for x in self.obs_at[t]),
-                self.action[t].numpy(),
-                self.log_prob[t].numpy(),
-            )
+            (tuple(x.numpy() for x in self.obs_at[t]), self.action[t].numpy(), self.log_prob[t].numpy())
             for t in range(n_steps if device.type == "cpu" else 0)
         ]
         """In RAM: observations, actions and log-probabilities of each time step, as NumPy views."""
@@ -179,16 +173,9 @@ class TensorRollout(_Fields[Tensor]):
         # Only the device knows how many episodes were truncated: one host sync per rollout.
         device = staging.device
         index = (self.truncated & ~self.terminated).view(-1).nonzero().squeeze(1)
-        return RolloutTensors(
-            obs=tuple(x.to(device) for x in self.obs),
-            action=self.action.to(device),
-            log_prob=self.log_prob.to(device),
-            reward=self.reward.to(device),
-            terminated=self.terminated.to(device),
-            truncated=self.truncated.to(device),
-            final_obs=tuple(x.flatten(0, 1)[index].to(device) for x in self.final_obs),
-            final_index=index.to(device),
-        )
+        sent = [x.to(device) for x in (*self.columns, *self.obs)]
+        final_obs = tuple(x.flatten(0, 1)[index].to(device) for x in self.final_obs)
+        return _rollout_tensors(sent, final_obs, index.to(device))
 
     def on_host(self) -> Rollout:
         """The rollout as arrays in RAM: views, made once, if it is there already, else a copy."""

@@ -138,36 +138,30 @@ def convert(field: Field, value: Any) -> Any:
 
 
 def _convert(kind: Any, value: Any) -> Any:
-    if _is_optional(kind):
-        if value is None or (isinstance(value, str) and value.lower() == "none"):
-            return None
-        return _convert(next(a for a in get_args(kind) if a is not type(None)), value)
-    if _is_literal(kind):
-        if value in get_args(kind):
-            return value
-        raise ValueError
-    if get_origin(kind) is Union or isinstance(kind, types.UnionType):
-        return _convert_union(get_args(kind), value)
-    if get_origin(kind) is tuple:
+    origin, args = get_origin(kind), get_args(kind)
+    if _is_union(kind):
+        return _convert_union(args, value)
+    if origin is tuple:
         items = value.split(",") if isinstance(value, str) else value
-        return tuple(_convert(get_args(kind)[0], item) for item in items)
-    if kind is bool:
-        return _to_bool(value)
+        return tuple(_convert(args[0], item) for item in items)
+    text = value.lower() if isinstance(value, str) else value
+    if kind is types.NoneType and text in (None, "none"):
+        return None
+    if kind is bool and (isinstance(value, bool) or text in ("true", "false")):
+        return text in (True, "true")
     if kind is int:
         return _to_int(value)
-    if kind is float:
-        return _to_float(value)
-    if get_origin(kind) is dict:
-        if not isinstance(value, Mapping):
-            raise ValueError
+    if kind is float and not isinstance(value, bool) and math.isfinite(float(value)):
+        return float(value)
+    if origin is dict and isinstance(value, Mapping):
         return dict(value)
-    if kind is str and isinstance(value, str):
+    if (kind is str and isinstance(value, str)) or (_is_literal(kind) and value in args):
         return value
     raise ValueError
 
 
 def _convert_union(kinds: tuple[Any, ...], value: Any) -> Any:
-    for kind in kinds:
+    for kind in sorted(kinds, key=lambda kind: kind is not types.NoneType):  # `none` is not a text
         try:
             return _convert(kind, value)
         except (ValueError, TypeError):
@@ -175,45 +169,25 @@ def _convert_union(kinds: tuple[Any, ...], value: Any) -> Any:
     raise ValueError
 
 
-def _to_bool(value: Any) -> bool:
-    words = {"true": True, "false": False}
-    if isinstance(value, bool):
-        return value
-    if isinstance(value, str) and value.lower() in words:
-        return words[value.lower()]
-    raise ValueError
-
-
 def _to_int(value: Any) -> int:
     """Whole numbers, also written as 1e6 or 100_000."""
-    if isinstance(value, bool):
+    number = value if isinstance(value, int) else float(value)
+    if isinstance(value, bool) or not math.isfinite(number) or number != int(number):
         raise ValueError
-    number = float(value) if not isinstance(value, int) else value
-    if number != int(number):
-        raise ValueError
-    return int(value) if isinstance(value, int) else int(number)
-
-
-def _to_float(value: Any) -> float:
-    if isinstance(value, bool) or not math.isfinite(float(value)):
-        raise ValueError
-    return float(value)
+    return int(number)
 
 
 def _type_text(kind: Any) -> str:
-    if _is_optional(kind):
-        return _type_text(next(a for a in get_args(kind) if a is not type(None))) + " or none"
     if get_origin(kind) is tuple:
         return "whole numbers separated by commas"
-    if get_origin(kind) is Union or isinstance(kind, types.UnionType):
-        parts = [repr(get_args(k)[0]) if _is_literal(k) else _type_text(k) for k in get_args(kind)]
-        return " or ".join(parts)
+    if _is_union(kind):
+        return " or ".join(map(_type_text, get_args(kind)))
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
-    return names.get(kind, "a JSON object")
+    return {**names, types.NoneType: "none"}.get(kind, "a JSON object")
 
 
-def _is_optional(kind: Any) -> bool:
-    return type(None) in get_args(kind)
+def _is_union(kind: Any) -> bool:
+    return get_origin(kind) in (Union, types.UnionType)
 
 
 def _is_literal(kind: Any) -> bool:

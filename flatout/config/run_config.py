@@ -74,10 +74,11 @@ class RunConfig:
     """The network's settings."""
 
     def __post_init__(self) -> None:
-        for name, least in (("timesteps", 1), ("n_envs", 1), ("eval_episodes", 1), ("seed", 0)):
-            _at_least(name, getattr(self, name), least)
-        for name in ("eval_every", "checkpoint_every", "n_collectors", "n_workers"):
-            _at_least(name, getattr(self, name), 0)
+        positive = ("timesteps", "n_envs", "eval_episodes")
+        for name in (*positive, "seed", "eval_every", "checkpoint_every", "n_collectors", "n_workers"):
+            value, least = getattr(self, name), 1 if name in positive else 0
+            if value < least:
+                raise FlatoutError(f"{flag(name)} is {value}; it must be at least {least}")
         if self.executor == "ray":
             raise FlatoutError("--executor ray is not in this version yet; use auto")
         check_kind(self.executor, "--executor", ("auto", *EXECUTORS))
@@ -295,8 +296,3 @@ def _replace(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
     """All changes at once, because every config is validated when it is made."""
     out: RunConfig = replace_fields(config, values)
     return out
-
-
-def _at_least(name: str, value: int, least: int) -> None:
-    if value < least:
-        raise FlatoutError(f"{flag(name)} is {value}; it must be at least {least}")

@@ -40,42 +40,29 @@ class TensorEnvs(Protocol):
     @property
     def num_envs(self) -> int:
         """Number of envs, N."""
-        ...
 
     @property
     def single_observation_space(self) -> gym.Space[Any]:
         """The space of one env's observations."""
-        ...
 
     @property
     def single_action_space(self) -> gym.Space[Any]:
         """The space of one env's actions."""
-        ...
 
     @property
     def device(self) -> torch.device:
         """Device of observations, rewards and actions."""
-        ...
 
     def reset(self, seed: int | None = None) -> tuple[Any, dict[str, Any]]:
         """Start an episode in every env; returns observations and an info."""
-        ...
 
     def step(self, actions: Tensor) -> tuple[Any, Tensor, Tensor, Tensor, dict[str, Any]]:
         """Step every env; returns observations, rewards, terminated, truncated and an info."""
-        ...
 
 
 BatchedEnvs: TypeAlias = VectorEnv[Any, Any, Any] | TensorEnvs
 
-_TENSOR_ENVS_MEMBERS = (
-    "num_envs",
-    "single_observation_space",
-    "single_action_space",
-    "device",
-    "reset",
-    "step",
-)
+_TENSOR_ENVS_MEMBERS = "num_envs single_observation_space single_action_space device reset step".split()
 Creator = Callable[..., gym.Env[Any, Any] | BatchedEnvs]
 EnvSource = str | Creator | BatchedEnvs
 

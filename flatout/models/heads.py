@@ -28,15 +28,12 @@ class Head(Protocol):
 
     def sample(self, out: Tensor, noise: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """Actions before squashing, (B, size), and their log-probabilities, (B,)."""
-        ...
 
     def mode(self, out: Tensor, mask: Tensor | None) -> Tensor:
         """The most likely actions, before squashing."""
-        ...
 
     def squash(self, actions: Tensor) -> Tensor:
         """Sampled actions as ActionLayout.to_env takes them."""
-        ...
 
 
 class PolicyHead(Head, Protocol):
@@ -44,7 +41,6 @@ class PolicyHead(Head, Protocol):
 
     def evaluate(self, out: Tensor, actions: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """Log-probabilities of actions as they were sampled, and the entropy, both (B,)."""
-        ...
 
 
 class CategoricalHead(nn.Module):

@@ -17,20 +17,15 @@ class FlatParams:
     """Rebinds a model's parameters to views of `flat`; in-place changes of either are seen by both."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.tensors = list(model.parameters())
-        gaps = [-p.numel() % ALIGNMENT for p in self.tensors]
-        self._gaps = [p.new_zeros(gap) for p, gap in zip(self.tensors, gaps, strict=True)]
+        self.tensors: list[Tensor] = list(model.parameters())
+        self._gaps = [p.new_zeros(_aligned(p.numel()) - p.numel()) for p in self.tensors]
         self.flat = self.flatten([p.detach() for p in self.tensors])
         for p, view in zip(self.tensors, self.views(self.flat), strict=True):
             p.data = view
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Views of such a flat tensor, shaped like the parameters."""
-        out, start = [], 0
-        for p, gap in zip(self.tensors, self._gaps, strict=True):
-            out.append(flat[start : start + p.numel()].view(p.shape))
-            start += p.numel() + len(gap)
-        return out
+        return _views(flat, self.tensors)
 
     def flatten(self, tensors: Sequence[Tensor]) -> Tensor:
         """Tensors shaped like the parameters, as one flat tensor; the gaps between them are zero."""
@@ -49,11 +44,7 @@ class ParamBlock:
         self, model: nn.Module, values: npt.NDArray[np.float32], version: npt.NDArray[np.int64]
     ) -> None:
         self._tensors = _floats(model)
-        block, start = torch.from_numpy(values), 0
-        self._views: list[Tensor] = []
-        for tensor in self._tensors:
-            self._views.append(block[start : start + tensor.numel()].view(tensor.shape))
-            start += _aligned(tensor.numel())
+        self._views = _views(torch.from_numpy(values), self._tensors)
         self._version = version
 
     @staticmethod
@@ -76,6 +67,14 @@ class ParamBlock:
     def version(self) -> int:
         """The version of the published parameters."""
         return int(self._version[0])
+
+
+def _views(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
+    out, start = [], 0
+    for tensor in like:
+        out.append(flat[start : start + tensor.numel()].view(tensor.shape))
+        start += _aligned(tensor.numel())
+    return out
 
 
 def _floats(model: nn.Module) -> list[Tensor]:
