@@ -71,21 +71,17 @@ class LocalCollector:
 
     @property
     def lanes(self) -> list[Lane]:
-        """The collector's clock."""
         return [self._clock]
 
     def trace(self, spans: bool) -> None:
-        """Restart the clock, with or without spans."""
         self._clock.traced = spans
         self._clock.restart({}, Phase.SLOT)
 
     def snapshot(self) -> dict[str, Array]:
-        """What `restore` needs."""
         snapshot: dict[str, Array] = self.executor.snapshot()
         return snapshot
 
     def close(self) -> None:
-        """Close every env."""
         self.executor.close()
 
 
@@ -122,7 +118,6 @@ class Collector(LocalCollector):
         self._ragged = RaggedCollection(executor, model, self._noise, self._act, clock)
 
     def collect(self, rollout: Rollout, stop: Callable[[], bool] = lambda: False) -> list[Episode]:
-        """Fill the rollout from the envs' current state; returns the episodes that ended."""
         clock, executor = self._clock, self.executor
         clock.enter(ACT)
         if self._ragged.next is not None:
@@ -189,12 +184,10 @@ class Collector(LocalCollector):
         self._ragged.offered = rollout, self._spare.actor
 
     def reset(self) -> None:
-        """Begin new episodes in every env."""
         self._ragged.discard_next()
         self.executor.reset()
 
     def restore(self, snapshot: Mapping[str, Array]) -> list[int]:
-        """Bring the envs back to a snapshot of any executor; returns those that began a new episode."""
         self._ragged.discard_next()
         return self.executor.restore(snapshot)
 

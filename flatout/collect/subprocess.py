@@ -124,7 +124,6 @@ class SubprocessCollectors:
         return self._pool.pids
 
     def trace(self, spans: bool) -> None:
-        """Restart the clocks, with or without spans."""
         self._traced = spans
         self.lanes = [SubprocessLane(lane.lane) for lane in self.lanes]
 
@@ -137,7 +136,6 @@ class SubprocessCollectors:
         """Nothing: all envs are done at the same time."""
 
     def reset(self) -> None:
-        """Begin new episodes in every env."""
         self._pool.ask_all(Command.RESET)
 
     def collect(self, rollout: Rollout, stop: Callable[[], bool] = lambda: False) -> list[Episode]:
@@ -167,7 +165,6 @@ class SubprocessCollectors:
         return {} if self._given_up else self._pool.snapshot()
 
     def restore(self, snapshot: Mapping[str, Array]) -> list[int]:
-        """Bring the envs back to a snapshot of any executor; returns those that began a new episode."""
         return self._pool.restore(snapshot)
 
     def close(self) -> None:

@@ -117,7 +117,6 @@ class TensorCollector(LocalCollector):
         self._lengths = torch.zeros(executor.n_envs, dtype=torch.int64, device=executor.device)
 
     def publish(self) -> None:
-        """Act with the learner's current parameters."""
         if self._source is not None:
             copy_parameters(self._source, self._model)
 
@@ -125,7 +124,6 @@ class TensorCollector(LocalCollector):
         """Nothing: all envs are done at the same time."""
 
     def reset(self) -> None:
-        """Begin new episodes in every env."""
         self.executor.reset()
         self._returns.zero_()
         self._lengths.zero_()
@@ -139,7 +137,6 @@ class TensorCollector(LocalCollector):
     # No inference mode: an env could not change tensors elsewhere that it made there.
     @torch.no_grad()
     def collect(self, rollout: TensorRollout, stop: Callable[[], bool] = lambda: False) -> list[Episode]:
-        """Fill the rollout from the envs' current state; returns the episodes that ended."""
         clock, executor, model = self._clock, self.executor, self._model
         on_host = executor.device.type == "cpu"
         clock.enter(ACT)

@@ -178,15 +178,12 @@ class Executor(Protocol):
 
     def reset(self) -> Step:
         """Begin a new episode in every env; rewards are zero."""
-        ...
 
     def send(self, actions: Array, env_indices: Array) -> None:
         """Send actions, in the env's own units, to these envs."""
-        ...
 
     def recv(self) -> Step:
         """Wait for envs to finish their step."""
-        ...
 
     def mark(self) -> None:
         """Remember the current state as the one that `snapshot` describes."""

@@ -118,7 +118,6 @@ class ProcessExecutor(Executor):
         return self.current.begin()
 
     def reset_envs(self, seeds: Seeds, options: Options = None, env_indices: EnvIndices = None) -> Step:
-        """Begin new episodes in these envs, or in all, with the caller's seeds (None: unseeded) and options."""
         assert self._is_open, "a replay needs the executor's own seeds"
         self._wait_for_all()
         named = set(range(self.n_envs) if env_indices is None else env_indices)
@@ -196,7 +195,6 @@ class ProcessExecutor(Executor):
         return self.current
 
     def mark(self) -> None:
-        """Remember the current state as the one that `snapshot` describes."""
         assert not self._busy, "receive all steps first"
         self._pool.ask_all(Command.MARK)
 
@@ -205,7 +203,6 @@ class ProcessExecutor(Executor):
         return {} if self._busy else self._pool.snapshot()  # busy: collecting was cut off, one may hang
 
     def restore(self, snapshot: Mapping[str, Array]) -> list[int]:
-        """Bring the envs back to a snapshot; returns the envs that began a new episode."""
         assert not self._busy, "receive all steps first"
         fresh = self._pool.restore(snapshot)
         self._pool.restarted.clear()

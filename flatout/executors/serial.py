@@ -48,7 +48,6 @@ class SerialExecutor(Executor):
         return self._begun(np.arange(self.n_envs))
 
     def reset_envs(self, seeds: Seeds, options: Options = None, env_indices: EnvIndices = None) -> Step:
-        """Begin new episodes in these envs, or in all, with the caller's seeds (None: unseeded) and options."""
         assert not self._log.replayable, "a replay needs the executor's own seeds"
         indices = range(self.n_envs) if env_indices is None else env_indices
         for i in indices:
@@ -56,7 +55,6 @@ class SerialExecutor(Executor):
         return self._begun(np.fromiter(indices, np.intp))
 
     def apply(self, function: EnvCall[T], env_indices: Iterable[int] | None = None) -> list[T]:
-        """What `function` returns for each of these envs, or of all."""
         return [function(self._envs[i]) for i in (range(self.n_envs) if env_indices is None else env_indices)]
 
     def send(self, actions: Array, env_indices: Array) -> None:
@@ -106,7 +104,6 @@ class SerialExecutor(Executor):
         return out
 
     def mark(self) -> None:
-        """Remember the current state as the one that `snapshot` describes."""
         self._log.mark(self.current.obs, self._statistics)
 
     def snapshot(self) -> dict[str, Array]:

@@ -45,7 +45,6 @@ class TensorExecutor(WrappedEnvs):
         """The current state of all envs, once they were reset."""
 
     def reset(self) -> TensorStep:
-        """Begin a seeded episode in every env; rewards are zero."""
         obs = self._obs(self._reset(), "observation")
         reward = torch.zeros(self.n_envs, device=self.device)
         no = torch.zeros(self.n_envs, dtype=torch.bool, device=self.device)
@@ -79,17 +78,14 @@ class HostEnvs(VectorEnv[Any, Any, Any]):
         self.metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}
 
     def reset(self, *, seed: Any = None, options: Any = None) -> tuple[Any, dict[str, Any]]:  # noqa: ARG002
-        """Begin a seeded episode in every env."""
         return _on_host(self._envs.reset(seed)[0]), {}
 
     def step(self, actions: Array) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
-        """Step every env once."""
         *values, info = self._envs.step(torch.from_numpy(actions).to(self._envs.device))
         obs, reward, terminated, truncated = (_on_host(value) for value in values)
         return obs, reward, terminated, truncated, {"final_obs": _on_host(info["final_obs"])}
 
     def close(self, **_: Any) -> None:
-        """Close the envs."""
         self._envs.close()  # type: ignore[attr-defined]  # not every one has it
 
 

@@ -110,7 +110,6 @@ class WaitingExecutor(Executor):
         return self.current.begin()
 
     def reset_envs(self, seeds: Seeds, options: Options = None, env_indices: EnvIndices = None) -> Step:
-        """Begin new episodes in these envs, or in all, with the caller's seeds (None: unseeded) and options."""
         self._wait_for_all()
         indices = list(range(self.n_envs) if env_indices is None else env_indices)
         self._asked = {i: Reset(seeds[i], options=options[i] if options else None) for i in indices}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from time import perf_counter
 from typing import TypeAlias
 
@@ -29,40 +30,32 @@ def train(
     stop: StopRequest | None = None,
 ) -> str:
     """Iterate to `until` env steps, the target return or a stop; returns the run's status."""
-    stop = stop or StopRequest()
     n_threads = torch.get_num_threads()
+    trainer.begin_lanes(spans=recorder.traces)
+    already, device = trainer.state.wall_seconds, str(trainer.policy.device)
+    recorder.observe(lambda: trainer.pipeline.lanes, offset=already, device=device)
+    stop = stop or StopRequest()
     try:
         with stop.listening():
-            return _Loop(trainer, until, recorder, checkpoints, callback, stop).run()
+            return _Loop(trainer, until, recorder, checkpoints, callback, perf_counter() - already).run(stop)
     finally:
         torch.set_num_threads(n_threads)
 
 
+@dataclass(slots=True)
 class _Loop:
     """One call of `train`."""
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        until: int,
-        recorder: Recorder,
-        checkpoints: CheckpointFolder | None,
-        callback: Callback | None,
-        stop: StopRequest,
-    ) -> None:
-        self._trainer, self._until, self._recorder = trainer, until, recorder
-        self._checkpoints, self._callback, self._stop = checkpoints, callback, stop
-        self._began = perf_counter() - trainer.state.wall_seconds
-        trainer.begin_lanes(spans=recorder.traces)
-        recorder.observe(
-            lambda: trainer.pipeline.lanes,
-            offset=trainer.state.wall_seconds,
-            device=str(trainer.policy.device),
-        )
+    _trainer: Trainer
+    _until: int
+    _recorder: Recorder
+    _checkpoints: CheckpointFolder | None
+    _callback: Callback | None
+    _began: float
 
-    def run(self) -> str:
+    def run(self, stop: StopRequest) -> str:
         """Iterate to the end; returns the run's status."""
-        trainer, state, stop = self._trainer, self._trainer.state, self._stop
+        trainer, state = self._trainer, self._trainer.state
         status, goes_on = "finished", True
         while state.env_steps < self._until:
             steps_before = state.env_steps

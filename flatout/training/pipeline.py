@@ -45,7 +45,6 @@ class SizedRollout(Learnable, Protocol):
     @property
     def n_transitions(self) -> int:
         """`n_steps` × `n_envs`."""
-        ...
 
 
 R = TypeVar("R", bound=SizedRollout)
@@ -231,7 +230,7 @@ class _Background(Generic[R]):
     def __init__(self, collector: Collects[R]) -> None:
         self._collector = collector
         self._tasks: SimpleQueue[tuple[R, Callable[[], bool]]] = SimpleQueue()
-        self._results: SimpleQueue[tuple[list[Episode], BaseException | None]] = SimpleQueue()
+        self._results: SimpleQueue[list[Episode] | BaseException] = SimpleQueue()
         # A daemon thread, so that an env that blocks forever does not keep the program from exiting.
         self._thread = threading.Thread(target=self._work, name="flatout collecting", daemon=True)
 
@@ -243,19 +242,16 @@ class _Background(Generic[R]):
 
     def result(self) -> list[Episode]:
         """Wait for the rollout: the episodes that ended; raises what the collector raised."""
-        episodes, error = self._results.get()
-        if error is not None:
-            raise error
-        return episodes
+        result = self._results.get()
+        if isinstance(result, BaseException):
+            raise result
+        return result
 
     def _work(self) -> None:
         while True:
             rollout, stop = self._tasks.get()
-            episodes: list[Episode] = []
-            problem: BaseException | None = None
             try:
-                episodes = self._collector.collect(rollout, stop)
+                self._results.put(self._collector.collect(rollout, stop))
             except BaseException as error:
-                problem = error
-            self._results.put((episodes, problem))
+                self._results.put(error)
             del rollout, stop

@@ -66,10 +66,8 @@ class TrainState:
         data = {name: getattr(self, name) for name in self.__slots__}
         return data | {"returns": list(self.returns), "lengths": list(self.lengths)}
 
-    @staticmethod
-    def from_json(data: dict[str, Any]) -> TrainState:
-        """What `to_json` described."""
-        state = TrainState(**{k: v for k, v in data.items() if k not in ("returns", "lengths")})
-        state.returns.extend(data["returns"])
-        state.lengths.extend(data["lengths"])
-        return state
+    def load(self, data: dict[str, Any]) -> None:
+        """Take over what `to_json` returned."""
+        for name, value in data.items():
+            is_window = name in ("returns", "lengths")
+            setattr(self, name, deque(value, maxlen=WINDOW) if is_window else value)

@@ -68,7 +68,7 @@ def summarize(
         "policy_lag_mean": state.lag_sum / max(state.iteration, 1),
         "policy_lag_max": state.lag_max,
         "precision": trainer.precision,
-        "measured": trainer.measured(),
+        "measured": trainer.measured,
         "compiled": trainer.compiled,
         "backend": trainer.learner.update.backend,
         "restarts": trainer.budget.n_restarts,

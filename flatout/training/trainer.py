@@ -79,10 +79,12 @@ class Trainer:
         if config.eval_every and env.factory.is_instance:
             self.notes.append(EVAL_IN_PLACE)
         probe = UpdateProbe(config, policy, self.learner, self.precision)
-        self._decision = plan_run(probe, env, n_cores, n_steps, overlapped)
-        self.overlap, self.overlap_reason = self._decision.overlap, self._decision.overlap_reason
+        decision = plan_run(probe, env, n_cores, n_steps, overlapped)
+        self.overlap, self.overlap_reason = decision.overlap, decision.overlap_reason
+        self.measured = decision.measured
+        """Measurements before the run, in seconds: an env's step, launching an update; None if it was not measured."""
         self.state.overlapped = self.overlap
-        self.plan, self.collector, rollouts = self._first_that_starts(self._decision.plans)
+        self.plan, self.collector, rollouts = self._first_that_starts(decision.plans)
         n_beside = self.plan.n_collectors if self.overlap and self.plan.in_subprocesses else 0
         learn_threads = self.learner.threads(n_cores, n_beside)
         collect_threads = learn_threads if self.overlap else torch_threads(n_params, config.n_envs, n_cores)
@@ -184,10 +186,9 @@ class Trainer:
             return []
         tensors = checkpoint.tensors
         self.learner.load_state(tensors)
-        saved = TrainState.from_json(checkpoint.state["progress"])
-        for name in TrainState.__slots__:
-            setattr(self.state, name, getattr(saved, name))
-        self.state.overlapped = self.overlap
+        saved = self.state
+        saved.load(checkpoint.state["progress"])
+        saved.overlapped = self.overlap
         self.learner.n_updates = saved.n_updates
         self.collector.n_steps = saved.env_steps // self.config.n_envs
         ahead = checkpoint.state.get("ready")
@@ -211,7 +212,13 @@ class Trainer:
         self.state.lanes = self.pipeline.read_lanes()
         tensors |= {f"envs.{name}": torch.from_numpy(array) for name, array in snapshot.items()}
         self.state.oom_backoffs = self.learner.n_backoffs
-        about = describe(self.config, self._env, self.policy, self.state)
+        about = {  # enough to act without the env, and to resume with it
+            "config": self.config.to_json(),
+            "observation_space": space_to_json(self.policy.obs.space),
+            "action_space": space_to_json(self.policy.action.space),
+            "mask_in_info": self._env.factory.mask_in_info,
+            "progress": self.state.to_json(),
+        }
         ahead = self.pipeline.saved_rollout()
         if ahead is not None:
             arrays, about["ready"] = ahead
@@ -220,10 +227,6 @@ class Trainer:
         if replay is not None:
             replay = {**replay, "env_steps": np.array([self.state.env_steps])}
         return Checkpoint(tensors, about, replay)
-
-    def measured(self) -> dict[str, Any]:
-        """Measurements before the run, in seconds: an env's step, launching an update; None if it was not measured."""
-        return self._decision.measured
 
     def begin_lanes(self, *, spans: bool) -> None:
         """Restart the clocks, with or without spans."""
@@ -238,16 +241,11 @@ class Trainer:
 
     def evaluate(self) -> Evaluation:
         """Evaluate the deterministic policy in separate envs, or in the user's own batched env."""
+        n_episodes, seed = self.config.eval_episodes, self.config.seed + EVAL_SEED
         if self._eval_executor is None:
-            n_envs = min(self.config.eval_episodes, MAX_EVAL_ENVS)
-            seed = self.config.seed + EVAL_SEED
+            n_envs = min(n_episodes, MAX_EVAL_ENVS)
             self._eval_executor = eval_executor(self._env, self.policy.obs, n_envs, seed)
-        result = evaluate(
-            self._eval_executor,
-            self.policy,
-            n_episodes=self.config.eval_episodes,
-            seed=self.config.seed + EVAL_SEED,
-        )
+        result = evaluate(self._eval_executor, self.policy, n_episodes=n_episodes, seed=seed)
         self.after_evaluation()
         return result
 
@@ -270,14 +268,3 @@ def _close(collector: Collects[Any], learner: Learner[Any]) -> None:
 
 def _named(prefix: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
-
-
-def describe(config: RunConfig, env: EnvInfo, policy: Policy, state: TrainState) -> dict[str, Any]:
-    """A checkpoint's JSON part: enough to act without the env, and to resume with it."""
-    return {
-        "config": config.to_json(),
-        "observation_space": space_to_json(policy.obs.space),
-        "action_space": space_to_json(policy.action.space),
-        "mask_in_info": env.factory.mask_in_info,
-        "progress": state.to_json(),
-    }
