@@ -158,10 +158,7 @@ class Agent:
         return agent
 
     def learn(
-        self,
-        total_timesteps: int | None = None,
-        callback: Callback | None = None,
-        progress_bar: bool = False,
+        self, total_timesteps: int | None = None, callback: Callback | None = None, progress_bar: bool = False
     ) -> Self:
         """Learn for `total_timesteps` more env steps, or up to the configured total; returns the agent.
 

@@ -247,7 +247,7 @@ def step(executor: Executor, actions: Array) -> Step:
     n_envs = executor.n_envs
     executor.send(actions, np.arange(n_envs))
     now = executor.recv()
-    if len(now.env_indices) == n_envs:
+    if len(now.env_indices) == n_envs and not executor.waits:  # envs that wait are in order of arrival
         return now
     n_seen, ended, restarted = len(now.env_indices), list(now.ended), list(now.restarted)
     while n_seen < n_envs:

@@ -102,24 +102,27 @@ class WaitingExecutor(Executor):
     def reset(self) -> Step:
         """Begin a seeded episode in every env, after all steps under way are received."""
         self._wait_for_all()
-        self._send({i: Reset(self._log.next_seed(i)) for i in range(self.n_envs)})
-        self._receive_resets()
-        self._statistics.clear()
-        self.mark()
-        self.final_infos = {}
-        return self.current.begin()
+        return self._begin({i: Reset(self._log.next_seed(i)) for i in range(self.n_envs)})
 
     def reset_envs(self, seeds: Seeds, options: Options = None, env_indices: EnvIndices = None) -> Step:
         self._wait_for_all()
         indices = list(range(self.n_envs) if env_indices is None else env_indices)
         self._asked = {i: Reset(seeds[i], options=options[i] if options else None) for i in indices}
-        self._send(self._asked)
-        self._receive_resets()
+        now = self._begin(self._asked)
         self._asked = {}
-        self._statistics.clear(indices)
+        return now
+
+    def _begin(self, resets: Mapping[int, Reset]) -> Step:
+        """Reset these envs and wait for all of them."""
+        self._send(resets)
+        begun: list[Outcome] = []
+        while self._n_away:
+            begun += self._arrivals()
+        self._check.check_some(self._write(begun), self._n_steps)
+        self._statistics.clear(list(resets))
         self.mark()
         self.final_infos = {}
-        return self.current.begin(np.array(indices, np.intp))
+        return self.current.begin(list(resets))
 
     def apply(self, function: EnvCall[T], env_indices: Iterable[int] | None = None) -> list[T]:
         """What `function` returns for each env, called in the env's thread or on the loop, and awaited there."""
@@ -262,13 +265,6 @@ class WaitingExecutor(Executor):
     def _wait_for_all(self) -> None:
         while self._n_away:
             self.recv()
-
-    def _receive_resets(self) -> None:
-        """Wait for all envs that were told to reset."""
-        begun = []
-        while self._n_away:
-            begun += self._arrivals()
-        self._check.check_some(self._write(begun), self._n_steps)
 
     def _write(self, outcomes: list[Outcome]) -> Array:
         """Copy outcomes to the arrays; returns their env indices."""

@@ -31,32 +31,26 @@ LOCAL_HEADER = 30
 def replacing(path: Path) -> Iterator[Path]:
     """A temporary file to write; at the end it durably replaces `path`. Missing folders are made."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with _staging(path.parent) as staging:
+    staging, descriptor = _new_locked_folder(path.parent)
+    try:
         part = staging / "part"
         yield part
         # safetensors makes files that only their owner may read; the folder's mode follows the umask.
         part.chmod(staging.stat().st_mode & 0o666)
         _fsync(part)
         os.replace(part, path)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+        os.close(descriptor)
     _fsync(path.parent)
 
 
-@contextmanager
-def _staging(folder: Path) -> Iterator[Path]:
-    """A new folder inside `folder`, locked while its writer lives and removed at the end.
+def _new_locked_folder(parent: Path) -> tuple[Path, int]:
+    """A new folder, locked while its writer lives.
 
     A folder, because safetensors writes to a temporary file of its own naming, which `sweep` could not recognise
     after a kill.
     """
-    staging, descriptor = _new_locked_folder(folder)
-    try:
-        yield staging
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
-        os.close(descriptor)
-
-
-def _new_locked_folder(parent: Path) -> tuple[Path, int]:
     while True:
         folder = parent / f".{secrets.token_hex(8)}{STAGING_SUFFIX}"
         folder.mkdir()
