@@ -33,10 +33,26 @@ BUILT_IN = ("ppo", "dqn", "pqn")
 """Packages of `flatout.algorithms`, each with its descriptor as `ALGORITHM`."""
 
 
-class AlgorithmConfig:
-    """Base of an algorithm's config dataclass, with the batch arithmetic of one that learns from whole rollouts."""
+RANGES: dict[str, Callable[[Any], bool]] = {
+    "at least 1": lambda value: value >= 1,
+    "0 or more": lambda value: value >= 0,
+    "above 0": lambda value: value > 0,
+    "above 0, or none": lambda value: value is None or value > 0,
+    "above 0 and at most 1": lambda value: 0 < value <= 1,
+    "between 0 and 1": lambda value: 0 <= value <= 1,
+}
 
-    __slots__ = ()
+
+def check(config: Any, wanted: str, *names: str) -> None:
+    """Refuse values of these settings outside one of RANGES."""
+    for name in names:
+        if not RANGES[wanted](getattr(config, name)):
+            raise FlatoutError(f"--{name.replace('_', '-')} is {getattr(config, name)}; it must be {wanted}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AlgorithmConfig:
+    """Base of an algorithm's config, with the settings that `Learner` reads and the batch arithmetic of rollouts."""
 
     NOT_IN_UPDATE: ClassVar[frozenset[str]] = frozenset()
     """Fields that the code of an update does not depend on; a compiled update is reused when only these change."""
@@ -45,10 +61,25 @@ class AlgorithmConfig:
     USES_REPLAY: ClassVar[bool] = False
     """Whether updates draw from a replay buffer instead of the newest rollout."""
 
-    n_steps: int
+    n_steps: int = 256
     """Env steps of each env in a rollout."""
-    batch_size: int
-    """Transitions in a minibatch."""
+    batch_size: int = 256
+    """Transitions in a minibatch; must divide n_envs x n_steps, except for DQN."""
+    learning_rate: float = 3e-4
+    """Learning rate of Adam."""
+    learning_rate_schedule: Schedule = "constant"
+    """`linear` lowers the learning rate to zero over the run."""
+    gamma: float = 0.99
+    """Discount per step."""
+    max_grad_norm: float = 0.5
+    """Clip the gradient to this norm, over all parameters together."""
+    normalize_obs: bool = False
+    """Normalize float observations by their running mean and standard deviation."""
+
+    def __post_init__(self) -> None:
+        check(self, "at least 1", "n_steps", "batch_size")
+        check(self, "above 0", "learning_rate", "max_grad_norm")
+        check(self, "between 0 and 1", "gamma")
 
     @property
     def epochs(self) -> int:
@@ -109,7 +140,7 @@ def make_actor_critic(
     """A policy and a value function."""
     from flatout.models.policy import build
 
-    return build(obs, action, network, seed, normalize_obs=getattr(config, "normalize_obs", False))
+    return build(obs, action, network, seed, normalize_obs=config.normalize_obs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,8 +161,9 @@ class Algorithm:
     """Tuned settings by env id."""
     presets: Mapping[str, Recipe] = field(default_factory=dict)
     """Settings by name of a preset."""
-    auto: Callable[[bool, int], Recipe] | None = None
-    """(on an accelerator, cores) → settings for an env without a recipe; None: the config's defaults."""
+    auto: tuple[Recipe, Recipe] | None = None
+    """Settings for an env without a recipe, on a CPU and on an accelerator; the number of envs goes by cores.
+    None: the config's defaults."""
     metrics: tuple[str, ...] = ()
     """Metrics of its own, for columns of metrics.csv besides the usual ones."""
     first_choice_for: tuple[str, ...] = ()
@@ -156,9 +188,10 @@ class Algorithm:
 
     def auto_recipe(self, on_accelerator: bool, n_cores: int) -> Recipe:
         """Settings for an env without a recipe."""
+        n_envs = min(max(8, 2 * n_cores), 32)
         if self.auto is not None:
-            return self.auto(on_accelerator, n_cores)
-        return Recipe(n_envs=auto_n_envs(n_cores), algorithm=self.config(), network=NetworkConfig())
+            return replace(self.auto[on_accelerator], n_envs=n_envs)
+        return Recipe(n_envs=n_envs, algorithm=self.config(), network=NetworkConfig())
 
     def preset(self, name: str) -> Recipe:
         """A preset's settings; one that the algorithm does not have is refused."""
@@ -195,7 +228,7 @@ class LearnerSpec:
         """Everything in these settings that the code of an update depends on, as JSON."""
         from flatout.envs.spaces import space_to_json
 
-        settings = asdict(self.config)  # type: ignore[call-overload]  # every subclass is a dataclass
+        settings = asdict(self.config)
         return {
             "algorithm": [self.algorithm.name, self.algorithm.source_hash()],
             "settings": {k: v for k, v in settings.items() if k not in self.config.NOT_IN_UPDATE},
@@ -239,17 +272,6 @@ def _load(source: str) -> Algorithm:
 def names() -> list[str]:
     """Names of all algorithms, the built-in ones first."""
     return [*BUILT_IN, *(name for name in _registry if name not in BUILT_IN)]
-
-
-def auto_n_envs(n_cores: int) -> int:
-    """Envs for a run that says nothing about them: 8 to 32, by cores."""
-    return min(max(8, 2 * n_cores), 32)
-
-
-def check(name: str, value: object, fine: bool, wanted: str) -> None:
-    """Refuse a setting's value that is not fine."""
-    if not fine:
-        raise FlatoutError(f"--{name.replace('_', '-')} is {value}; it must be {wanted}")
 
 
 def choose_batch_size(total_batch: int, target: int) -> int:

@@ -92,28 +92,20 @@ def load(path: Path) -> Step:
     # ctypes releases it.
     library = ctypes.CDLL(str(path))
     container, n_outputs = ctypes.c_void_p(), ctypes.c_size_t()
-    create, count = (
-        library.AOTInductorModelContainerCreateWithDevice,
-        library.AOTInductorModelContainerGetNumOutputs,
-    )
-    if create(ctypes.byref(container), ctypes.c_size_t(1), b"cpu", None) or count(
-        container, ctypes.byref(n_outputs)
-    ):
+    create = library.AOTInductorModelContainerCreateWithDevice
+    count = library.AOTInductorModelContainerGetNumOutputs
+    run = library.AOTInductorModelContainerRun
+    failed = create(ctypes.byref(container), ctypes.c_size_t(1), b"cpu", None)
+    if failed or count(container, ctypes.byref(n_outputs)):
         raise FlatoutError("the compiled update cannot be loaded")
-    run, n_out = library.AOTInductorModelContainerRun, n_outputs.value
+    n_out = n_outputs.value
     Outputs = ctypes.c_void_p * n_out
-    own, give_back = (
-        torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors,
-        torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs,
-    )
+    own = torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors
+    give_back = torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs
 
-    def step(
-        state: Sequence[Tensor],
-        settings: Sequence[Tensor],
-        buffers: Sequence[Tensor],
-        batch: Sequence[Tensor],
-    ) -> Sequence[Tensor]:
-        handles = [_pointer(capsule, None) for capsule in own([*state, *settings, *buffers, *batch])]
+    def step(*groups: Sequence[Tensor]) -> Sequence[Tensor]:
+        tensors = [tensor for group in groups for tensor in group]
+        handles = [_pointer(capsule, None) for capsule in own(tensors)]
         n, outputs = len(handles), Outputs()
         inputs = (ctypes.c_void_p * n)(*handles)
         if run(container, inputs, ctypes.c_size_t(n), outputs, ctypes.c_size_t(n_out), None, None):
@@ -130,18 +122,18 @@ def compile_to(path: Path, update: Update[Any], batch: Any) -> None:
     """Trace and compile the step, and write the library to `path` atomically."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    groups = [[tensor.detach().clone() for tensor in group] for group in update.inputs(batch)]
-    sizes = [len(group) for group in groups]
-    pure = update.pure(batch)
+    groups, pure = update.inputs(batch), update.pure(batch)
+    inputs = tuple(tensor.detach().clone() for group in groups for tensor in group)
 
     def flat_step(*tensors: Tensor) -> Sequence[Tensor]:
-        left = list(tensors)
-        parts = [[left.pop(0) for _ in range(size)] for size in sizes]
-        return pure(*parts)
+        left = iter(tensors)
+        return pure(*([next(left) for _ in group] for group in groups))
 
-    inputs = tuple(tensor for group in groups for tensor in group)
     path.parent.mkdir(parents=True, exist_ok=True)
-    _remove_stale(path.parent)
+    for left in path.parent.glob("tmp*"):  # of compilers that were killed
+        with suppress(OSError):
+            if time() - left.stat().st_mtime > STALE_SECONDS:
+                shutil.rmtree(left, ignore_errors=True)
     folder = Path(tempfile.mkdtemp(dir=path.parent))
     try:
         with warnings.catch_warnings():
@@ -154,14 +146,6 @@ def compile_to(path: Path, update: Update[Any], batch: Any) -> None:
         os.replace(_library_in(folder / "update.pt2", folder), path)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _remove_stale(folder: Path) -> None:
-    """Remove the files of compilers that were killed."""
-    for left in folder.glob("tmp*"):
-        with suppress(OSError):
-            if time() - left.stat().st_mtime > STALE_SECONDS:
-                shutil.rmtree(left, ignore_errors=True)
 
 
 def _library_in(package: Path, folder: Path) -> Path:
@@ -195,7 +179,7 @@ class Compilation:
 
     def __init__(self, recipe: Recipe, *, wait: bool) -> None:
         self._recipe, self.wait, self._path = recipe, wait, cached_path(recipe)
-        self._worker: CompilerProcess | None = None
+        self._compiler: ChildProcess | None = None
         self._given_up = False
         self.only_cached = False
         """Use a cached update, but start no compilation: while a compiler runs nothing can be timed."""
@@ -215,7 +199,7 @@ class Compilation:
         try:
             if self._path.exists():
                 self._take(update, batch)
-            elif self.wait or (not self.only_cached and (self._worker or seconds_left > WORTH_SECONDS)):
+            elif self.wait or (not self.only_cached and (self._compiler or seconds_left > WORTH_SECONDS)):
                 self._advance(update, batch)
         except Exception as error:
             self._give_up(str(error).split("\n")[0])
@@ -224,25 +208,29 @@ class Compilation:
 
     def close(self) -> None:
         """End a compilation that is under way."""
-        if self._worker is not None:
-            self._worker.close()
-            self._worker = None
+        if self._compiler is not None:
+            self._compiler.kill()
+            self._compiler = None
 
     def _advance(self, update: Update[Any], batch: Any) -> None:
-        if self._worker is None:
-            self._worker = CompilerProcess(self._recipe, self._path)
+        """Start the compiler, or take what it has finished."""
+        if self._compiler is None:
+            arguments = self._recipe, str(self._path)
+            self._compiler = ChildProcess("flatout compiler", compiler_main, arguments)
             if not self.wait:
                 self.notes.append("compiling the update in the background")
-        problem = self._worker.poll(MAX_SECONDS if self.wait else 0.0)
-        if problem is None and not self.wait:
-            return
-        self.close()
-        if problem:
-            self._give_up(problem)
-        elif problem is None:
-            self._give_up(f"the compiler took more than {MAX_SECONDS:.0f} s")
-        else:
-            self._take(update, batch)
+        try:
+            if self._compiler.connection.poll(MAX_SECONDS if self.wait else 0.0):
+                answer = self._compiler.connection.recv_bytes()
+            elif self.wait:
+                raise FlatoutError(f"the compiler took more than {MAX_SECONDS:.0f} s")
+            else:
+                return
+        except (EOFError, OSError):
+            raise FlatoutError(f"the compiler {self._compiler.cause_of_death()}") from None
+        if answer != DONE:
+            raise FlatoutError(str(answer[1:], errors="replace") or "unknown")
+        self._take(update, batch)
 
     def _take(self, update: Update[Any], batch: Any) -> None:
         self.close()
@@ -255,29 +243,6 @@ class Compilation:
         self._given_up = True
         self.close()
         self.notes.append(f"learning without a compiled update: {why}")
-
-
-class CompilerProcess:
-    """A compilation in a process of its own."""
-
-    def __init__(self, recipe: Recipe, path: Path) -> None:
-        self._path = path
-        self._child = ChildProcess("flatout compiler", compiler_main, (recipe, str(path)), None)
-
-    def poll(self, seconds: float = 0.0) -> str | None:
-        """None while it compiles, "" when the library is there, else the reason why it failed."""
-        try:
-            if not self._child.connection.poll(seconds):
-                return None
-            answer = self._child.connection.recv_bytes()
-        except (EOFError, OSError):
-            answer = f"the compiler {self._child.cause_of_death()}".encode()
-        self.close()
-        return "" if answer == DONE else str(answer[1:], errors="replace").split("\n")[0] or "unknown"
-
-    def close(self) -> None:
-        """Stop it, finished or not."""
-        self._child.kill()
 
 
 def compiler_main(connection: Connection, recipe: Recipe, path: str) -> None:
@@ -307,7 +272,4 @@ def _source_hash() -> str:
     """A hash of every file whose code a step is traced from."""
     root = Path(__file__).parent.parent
     files = sorted(p for room in ("algorithms", "learning", "models") for p in (root / room).rglob("*.py"))
-    digest = hashlib.sha256()
-    for file in files:
-        digest.update(file.read_bytes())
-    return digest.hexdigest()
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()

@@ -1,6 +1,7 @@
 """What every learner has, whatever the algorithm: parameters, the update and its backend, notes, checkpoints.
 
-An algorithm adds how a rollout becomes minibatches: `learn` takes a rollout and returns metrics.
+An algorithm that learns from rollouts adds its loss (`loss`) and how a rollout becomes samples (`samples`); one that
+learns otherwise overrides `learn`.
 """
 
 from __future__ import annotations
@@ -8,16 +9,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
-from typing import Any, Generic, Literal, Protocol
+from typing import Any, ClassVar, Generic, Literal, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from flatout.buffers.rollout import Learnable, Staging
 from flatout.device.machine import torch_threads
 from flatout.envs.spaces import Array
-from flatout.learning.normalize import RunningMoments
-from flatout.learning.update import Backend, Batch, GraphBackend, PartSize, Update
+from flatout.learning.normalize import RewardScaler, RunningMoments
+from flatout.learning.rollouts import Transitions
+from flatout.learning.update import Backend, Batch, GraphBackend, PartSize, Update, in_parts
 from flatout.models.params import FlatParams
 from flatout.models.policy import PolicyNet
 from flatout.timing import DeviceClock, Phase, PhaseClock
@@ -52,29 +54,37 @@ class Compiles(Protocol):
 class Learner(ABC, Generic[Batch]):
     """Improves a model's parameters from rollouts of one shape, on one device."""
 
-    update: Update[Batch]
+    METRICS: ClassVar[tuple[str, ...]]
+    """Entries of the loss's metrics vector; the first is the loss."""
+    model: Any
+    """The network that learns and acts."""
+    config: Any
+    """The algorithm's config."""
 
     def __init__(
         self,
         model: PolicyNet,
+        config: Any,
         *,
         n_envs: int,
         seed: int,
         clock: PhaseClock,
         precision: str = "fp32",
-        normalize_obs: bool = False,
     ) -> None:
+        self.model, self.config = model, config
         self.params = FlatParams(model)
         self.autocast = AUTOCAST.get(precision)
         self.device = self.params.flat.device
         self.n_updates = 0
         self.n_envs, self.seed = n_envs, seed
         self.notes: list[str] = []
-        self._net, self._clock = model, clock
+        self._clock = clock
         self._staging = Staging(self.device)
+        self._value_parts = PartSize(n_envs * config.n_steps)
         self.compilation: Compiles | None = None
         """Brings a compiled update in; None: no compilation."""
         self._visit_at = 0.0
+        self._fused: Any = None
         self.device_clock: DeviceClock | None = None
         """Times phases on the device; None on the CPU, where the host's clock does."""
         self.capture = False
@@ -82,10 +92,41 @@ class Learner(ABC, Generic[Batch]):
         self._obs_moments = {
             i: RunningMoments(tuple(model.get_buffer(f"obs_mean_{i}").shape), self.device)
             for i in model.vector_indices
-            if normalize_obs
+            if config.normalize_obs
         }
+        self._reward_scaler: RewardScaler | None = None
+        if getattr(config, "normalize_reward", False):
+            self._reward_scaler = RewardScaler(n_envs, config.gamma, self.device)
+        self.update = self.make_update(model)
+
+    def make_update(self, module: nn.Module, **options: Any) -> Update[Batch]:
+        """The update of this loss; `module` holds every parameter and buffer that the loss reads."""
+        config = self.config
+        options |= {"max_grad_norm": config.max_grad_norm, "batch_size": config.batch_size}
+        return Update(module, self.params, self.loss, len(self.METRICS), autocast=self.autocast, **options)
 
     @abstractmethod
+    def loss(self, batch: Batch, coefficient: Tensor) -> tuple[Tensor, ...]:
+        """The mean loss of a minibatch, and METRICS as one vector; see `LossFn`."""
+
+    def samples(self, data: Transitions, lag: int) -> Batch:
+        """All samples of a rollout, time and env flattened; repeated if it runs out of memory.
+
+        `lag`: how many versions older than the current policy the one that collected it is.
+        """
+        raise NotImplementedError
+
+    def coefficient(self, progress: float) -> float:  # noqa: ARG002
+        """The scheduled number that `loss` is given."""
+        return 0.0
+
+    def epoch_ended(self) -> None:
+        """Called after each whole pass over a rollout."""
+
+    def after_updates(self, batch: Batch, progress: float) -> dict[str, Tensor | float]:  # noqa: ARG002
+        """Called after a rollout's updates; returns metrics besides the loss's."""
+        return {}
+
     def learn(
         self,
         rollout: Learnable,
@@ -95,14 +136,74 @@ class Learner(ABC, Generic[Batch]):
         lag: int = 0,
         stop: Callable[[], bool] = lambda: False,
     ) -> dict[str, float]:
-        """Learn from one rollout; `progress` in [0, 1] drives the schedules. Returns the metrics.
+        """Learn from one rollout; `progress` in [0, 1] drives the schedules. Returns the metrics."""
+        self._enter(Phase.STAGE)
+        data = self._transitions(rollout)
+        self._enter(Phase.ADVANTAGE)
+        with torch.no_grad():
+            batch = self._value_parts.attempt(lambda: self.samples(data, lag))
+        # Before a compiled step is compared: at a clip range of 0 rounding alone would decide about gradients.
+        self._begin(progress)
+        self._prepare_backend(lambda: batch.take(slice(0, self.config.batch_size)), progress)
+        self._enter(Phase.UPDATE)
+        shuffle = torch.Generator(self.device).manual_seed(self.seed * 1_000_003 + iteration)
+        for _ in range(self.config.epochs):
+            if stop() or self._pass_over(batch, shuffle, stop) or self.update.has_stopped():
+                break
+            self.epoch_ended()
+        self._update_obs_statistics(data.flat_obs())
+        return self._end(self.after_updates(batch, progress))
 
-        `lag`: how many versions older than the current policy the one that collected it is.
-        """
+    def _transitions(self, rollout: Learnable) -> Transitions:
+        data = rollout.tensors(self._staging)
+        if self._reward_scaler is None:
+            return Transitions.of(data)
+        ended = data.terminated | data.truncated
+        return Transitions.of(data, self._reward_scaler.scale(data.reward, ended))
+
+    def _begin(self, progress: float) -> None:
+        """Before a rollout's updates."""
+        config = self.config
+        rate = scheduled(config.learning_rate, config.learning_rate_schedule, progress)
+        self.update.begin(rate, self.coefficient(progress))
+
+    def _pass_over(self, batch: Batch, shuffle: torch.Generator, stop: Callable[[], bool]) -> bool:
+        """One pass over shuffled minibatches; true when `stop` ended it early."""
+        n, size = len(batch), self.update.batch_size
+        # Shuffled once, then sliced: one gather per epoch instead of one per minibatch.
+        shuffled = batch.take(torch.randperm(n, generator=shuffle, device=self.device))
+        for start in range(0, n, size):
+            self.update.step(shuffled.take(slice(start, start + size)))
+            if stop():
+                return True
+        return False
+
+    def values(self, obs: tuple[Tensor, ...]) -> Tensor:
+        """Values of many observations, in parts that fit into memory."""
+        size = self._value_parts.n_rows
+        return in_parts(lambda part: self.value(tuple(array[part] for array in obs)), len(obs[0]), size)
+
+    def value(self, obs: tuple[Tensor, ...]) -> Tensor:
+        """Values (B,) of observations."""
+        value: Tensor = self.model.value(obs)
+        return value
 
     @abstractmethod
     def example_batch(self, n: int) -> Batch:
         """A minibatch of `n` samples of the right shapes, for timing, compiling and measuring memory."""
+
+    def example_inputs(self, n: int) -> tuple[tuple[Tensor, ...], Tensor]:
+        """Observations and actions of the right shapes, with every action allowed."""
+        arrays, action = [], self.model.action
+        for array, spec in zip(self.model.obs.alloc(n), self.model.obs.specs, strict=True):
+            tensor = torch.from_numpy(array)
+            if spec.kind == "discrete":
+                tensor += torch.tensor(spec.start).view(tensor.shape[1:])
+            elif spec.kind == "mask":
+                tensor.fill_(True)
+            arrays.append(tensor.to(self.device))
+        dtype = torch.float32 if action.continuous else torch.int64
+        return tuple(arrays), torch.zeros(n, action.size, dtype=dtype, device=self.device)
 
     def make_fused(self) -> Backend[Batch] | None:
         """The algorithm's fused backend for this model; None: it has none."""
@@ -110,9 +211,10 @@ class Learner(ABC, Generic[Batch]):
 
     def use_fused(self) -> bool:
         """Compute steps by the fused backend, if the algorithm has one for this model; returns whether it has."""
-        fused = self.make_fused() if self.update.autocast is None and self.device.type == "cpu" else None
-        self.update.use(fused)
-        return fused is not None
+        can = self.autocast is None and self.device.type == "cpu"
+        self._fused = self.make_fused() if can else None
+        self.update.use(self._fused)
+        return self._fused is not None
 
     @property
     def backend(self) -> str:
@@ -141,20 +243,10 @@ class Learner(ABC, Generic[Batch]):
         if self.compilation is not None:
             self.compilation.close()
 
-    def _parts(self) -> Sequence[PartSize]:
-        """Everything that may run out of memory."""
-        return [self.update.parts]
-
     def _enter(self, phase: Phase) -> None:
         self._clock.enter(phase)
         if self.device_clock is not None:
             self.device_clock.enter(phase)
-
-    def _leave(self) -> None:
-        """After a rollout's last operation."""
-        if self.device_clock is not None:
-            self.device_clock.enter(Phase.IDLE)
-            self.device_clock.cut()
 
     def _prepare_backend(self, example: Callable[[], Batch], progress: float) -> None:
         """Bring in the compiled update or the CUDA graph, if it is time; called between rollouts."""
@@ -162,22 +254,16 @@ class Learner(ABC, Generic[Batch]):
             return
         if self.compilation is not None and perf_counter() >= self._visit_at:
             self._enter(Phase.COMPILE)
-            self.compilation.visit(self.update, example(), seconds_left=self._seconds_left(progress))
+            so_far = self._clock.seconds.get(Phase.UPDATE, 0.0)
+            seconds_left = so_far * (1 - progress) / progress if progress > 0 else 0.0
+            self.compilation.visit(self.update, example(), seconds_left=seconds_left)
             self._visit_at = perf_counter() + VISIT_SECONDS
         if self.capture:
-            self._capture(example())
-
-    def _seconds_left(self, progress: float) -> float:
-        """What the remaining updates take if they take as long as those so far."""
-        return self._clock.seconds.get(Phase.UPDATE, 0.0) * (1 - progress) / progress if progress > 0 else 0.0
-
-    def _capture(self, batch: Batch) -> None:
-        """Capture the step; where that fails, continue without and say so."""
-        try:
-            self.update.use(GraphBackend(self.update, batch))
-        except RuntimeError as error:
-            self.capture = False
-            self.notes.append(f"learning without a CUDA graph: {str(error).splitlines()[0]}")
+            try:
+                self.update.use(GraphBackend(self.update, example()))
+            except RuntimeError as error:
+                self.capture = False
+                self.notes.append(f"learning without a CUDA graph: {str(error).splitlines()[0]}")
 
     def fit_into(self, free_bytes: int) -> None:
         """Split minibatches into parts from the start where a whole one would not fit into this much memory."""
@@ -193,11 +279,11 @@ class Learner(ABC, Generic[Batch]):
     @property
     def n_backoffs(self) -> int:
         """How often memory ran out."""
-        return sum(parts.n_backoffs for parts in self._parts())
+        return self.update.parts.n_backoffs + self._value_parts.n_backoffs
 
     def take_notes(self) -> list[str]:
         """Messages since the last call, one line each."""
-        sources = [self.notes, *(parts.notes for parts in self._parts())]
+        sources = [self.notes, self.update.parts.notes, self._value_parts.notes]
         if self.compilation is not None:
             sources.append(self.compilation.notes)
         notes = [note for source in sources for note in source]
@@ -211,28 +297,32 @@ class Learner(ABC, Generic[Batch]):
         with torch.no_grad():
             for i, moments in self._obs_moments.items():
                 moments.merge(obs[i])
-                self._net.get_buffer(f"obs_mean_{i}").copy_(moments.mean)
-                self._net.get_buffer(f"obs_scale_{i}").copy_((moments.var + 1e-8).rsqrt())
+                self.model.get_buffer(f"obs_mean_{i}").copy_(moments.mean)
+                self.model.get_buffer(f"obs_scale_{i}").copy_((moments.var + 1e-8).rsqrt())
 
-    def _read(self, names: Sequence[str], *more: Tensor) -> dict[str, float]:
+    def _end(self, more: Mapping[str, Tensor | float]) -> dict[str, float]:
         """Means of the update's metrics, and `more`: the only read from the device in an iteration."""
-        update = self.update
-        tail = torch.stack([*more, update.n_taken, update.n_bad])
+        update, on_device = self.update, {k: v for k, v in more.items() if isinstance(v, Tensor)}
+        tail = torch.stack([*on_device.values(), update.n_taken, update.n_bad])
         values = torch.cat([update.metrics / update.n_taken.clamp(min=1), tail]).tolist()
-        n_taken, n_bad = values[-2:]
-        self.n_updates += int(n_taken)
-        return dict(zip(names, values, strict=False)) | {
-            "train/n_updates": float(self.n_updates),
-            "train/n_taken": n_taken,
-            "train/nan_skips": n_bad,
-        }
+        names = (*self.METRICS, "train/grad_norm", *on_device, "train/n_taken", "train/nan_skips")
+        metrics = {k: v for k, v in more.items() if not isinstance(v, Tensor)}
+        metrics |= dict(zip(names, values, strict=True))
+        self.n_updates += int(metrics["train/n_taken"])
+        if self.device_clock is not None:
+            self.device_clock.enter(Phase.IDLE)
+            self.device_clock.cut()
+        return metrics | {"train/n_updates": float(self.n_updates), "train/learning_rate": update.step_size}
 
     def state(self) -> dict[str, Tensor]:
         """Everything that a checkpoint needs, by name."""
-        tensors = {f"model.{name}": value for name, value in self._net.state_dict().items()}
+        tensors = {f"model.{name}": value for name, value in self.model.state_dict().items()}
         tensors |= {f"optimizer.{name}": value for name, value in self.update.state().items()}
         for i, moments in self._obs_moments.items():
             tensors |= {f"obs_moments.{i}.{name}": value for name, value in moments.state().items()}
+        if self._reward_scaler is not None:
+            state = self._reward_scaler.state()
+            tensors |= {f"reward_scaler.{name}": value for name, value in state.items()}
         return tensors
 
     def load_state(self, tensors: dict[str, Any]) -> None:
@@ -240,25 +330,6 @@ class Learner(ABC, Generic[Batch]):
         with torch.no_grad():
             for name, tensor in self.state().items():
                 tensor.copy_(tensors[name])
-
-
-def example_obs(model: PolicyNet, n: int, device: torch.device) -> tuple[Tensor, ...]:
-    """Observations of the right shapes, with every action allowed."""
-    arrays = []
-    for array, spec in zip(model.obs.alloc(n), model.obs.specs, strict=True):
-        tensor = torch.from_numpy(array)
-        if spec.kind == "discrete":
-            tensor += torch.tensor(spec.start).view(tensor.shape[1:])
-        elif spec.kind == "mask":
-            tensor.fill_(True)
-        arrays.append(tensor.to(device))
-    return tuple(arrays)
-
-
-def example_actions(model: PolicyNet, n: int, device: torch.device) -> Tensor:
-    """Actions of the right shapes."""
-    dtype = torch.float32 if model.action.continuous else torch.int64
-    return torch.zeros(n, model.action.size, dtype=dtype, device=device)
 
 
 def bytes_per_row(loss: Callable[[], Tensor], n_rows: int) -> float:

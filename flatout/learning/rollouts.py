@@ -1,4 +1,4 @@
-"""What learners of rollouts share: transitions, returns and advantages, and epochs of shuffled minibatches.
+"""What learners of rollouts share: transitions, returns and advantages.
 
 Returns are parallel scans: log2(T) vector operations, on any device, without a host sync.
 Shapes: T time steps, N envs.
@@ -8,13 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic
 
 import torch
 from torch import Tensor
 
 from flatout.buffers.rollout import RolloutTensors
-from flatout.learning.update import Batch, Update
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,30 +59,6 @@ class Transitions:
         next_value = torch.cat([value_tn[1:].reshape(-1), tail_value[:n_envs]])
         next_value = next_value.index_copy(0, self.final_index, tail_value[n_envs:])
         return value_tn, next_value.view(n_steps, n_envs)
-
-
-class Epochs(Generic[Batch]):
-    """Passes over shuffled minibatches; the order depends on the seed, the iteration and the pass alone."""
-
-    def __init__(self, update: Update[Batch], *, seed: int) -> None:
-        self._update, self._seed = update, seed
-        self._shuffle = torch.Generator(update.device)
-
-    def begin(self, iteration: int) -> None:
-        """Before a rollout's first pass."""
-        self._shuffle.manual_seed(self._seed * 1_000_003 + iteration)
-
-    def run(self, batch: Batch, stop: Callable[[], bool]) -> bool:
-        """One pass in a new order; true when `stop` ended it early."""
-        n, size = len(batch), self._update.batch_size
-        # Shuffled once, then sliced: one gather per epoch instead of one per minibatch.
-        order = torch.randperm(n, generator=self._shuffle, device=self._update.device)
-        shuffled = batch.take(order)
-        for start in range(0, n, size):
-            self._update.step(shuffled.take(slice(start, start + size)))
-            if stop():
-                return True
-        return False
 
 
 def discounted_scan(x_tn: Tensor, decay_tn: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 import torch
@@ -21,6 +22,8 @@ from flatout.models.params import FlatParams
 
 BETA1, BETA2, EPSILON = 0.9, 0.999, 1e-5
 """Adam's constants."""
+ADAM: dict[str, Any] = {"beta1": BETA1, "beta2": BETA2, "eps": EPSILON}
+ADAM |= {"weight_decay": 0.0, "amsgrad": False, "maximize": False}
 FIRST_SCALE, GROWTH_STEPS = 2.0**14, 1000
 """Loss scale for fp16: halved when gradients overflow, doubled after so many good steps."""
 WARM_UPS = 3
@@ -66,7 +69,7 @@ T = TypeVar("T")
 LossFn = Callable[[Batch, Tensor], tuple[Tensor, ...]]
 """(minibatch, scheduled coefficient) → mean loss over the samples, vector of mean metrics whose first is the loss, and,
 where `sample_output` asks for it, a number for each sample."""
-Step = Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]], Sequence[Tensor]]
+Step = Callable[..., Sequence[Tensor]]
 """(state, settings, the model's buffers, a minibatch's tensors) → new state."""
 BatchIn = TypeVar("BatchIn", bound=Minibatch, contravariant=True)
 
@@ -107,21 +110,18 @@ class Update(Generic[Batch]):
         self.parts = PartSize(batch_size)
         """How many samples of a minibatch are differentiated at once."""
         self.momentum, self.variance = torch.zeros_like(flat), torch.zeros_like(flat)
-        self.n_steps = torch.zeros((), device=flat.device)
-        scale = FIRST_SCALE if autocast is torch.float16 else 1.0
-        self.scale = torch.full((), scale, device=flat.device)
+        scalar = partial(torch.full, (), device=flat.device)
+        self.n_steps, self.n_taken, self.n_bad = scalar(0.0), scalar(0.0), scalar(0.0)
+        self.stopped = scalar(False)
+        self.scale = scalar(FIRST_SCALE if autocast is torch.float16 else 1.0)
         self.metrics = torch.zeros(n_metrics + 1, device=flat.device)
         """Sums over the steps taken since `begin`; the last entry is the gradient's norm before clipping."""
-        self.n_taken = torch.zeros((), device=flat.device)
-        self.n_bad = torch.zeros((), device=flat.device)
-        self.stopped = torch.zeros((), dtype=torch.bool, device=flat.device)
-        self.learning_rate = torch.zeros((), device=flat.device)
-        self.coefficient = torch.zeros((), device=flat.device)
-        self._state = [flat, self.momentum, self.variance, self.n_steps, self.scale]
-        self._state += [self.metrics, self.n_taken, self.n_bad, self.stopped]
         self.sample_output = torch.zeros(batch_size if sample_output else 0, device=flat.device)
         """What the last step's loss returned for each sample."""
+        self._state = [flat, self.momentum, self.variance, self.n_steps, self.scale]
+        self._state += [self.metrics, self.n_taken, self.n_bad, self.stopped]
         self._state += [self.sample_output] if sample_output else []
+        self.learning_rate, self.coefficient = scalar(0.0), scalar(0.0)
         self._settings = [self.learning_rate, self.coefficient]
         self.step_size = 0.0
         self._backend: Backend[Batch] | None = None
@@ -139,6 +139,10 @@ class Update(Generic[Batch]):
         self.coefficient.fill_(coefficient)
         for tensor in (self.metrics, self.n_taken, self.n_bad, self.stopped):
             tensor.zero_()
+
+    def has_stopped(self) -> bool:
+        """Whether the KL limit was exceeded, so that further steps would change nothing; a host sync if there is one."""
+        return self.kl_limit is not None and bool(self.stopped)
 
     def step(self, batch: Batch) -> None:
         """Learn from one minibatch; eagerly if its size is another one, or in parts after out-of-memory."""
@@ -165,23 +169,15 @@ class Update(Generic[Batch]):
 
     def _adam_in_place(self, grad: Tensor, divisor: Tensor, skipped: Tensor, n_steps: Tensor) -> None:
         """`adam` in one pass over the parameters."""
-        torch._fused_adam_(
+        lists: tuple[list[Tensor], ...] = (
             [self._params.flat],
             [grad],
             [self.momentum],
             [self.variance],
             [],
             [n_steps],
-            lr=self.step_size,
-            beta1=BETA1,
-            beta2=BETA2,
-            weight_decay=0.0,
-            eps=EPSILON,
-            amsgrad=False,
-            maximize=False,
-            grad_scale=divisor,
-            found_inf=skipped,
         )
+        torch._fused_adam_(*lists, lr=self.step_size, grad_scale=divisor, found_inf=skipped, **ADAM)
 
     def loss(self, batch: Batch) -> Tensor:
         """The mean loss of a prepared minibatch."""
@@ -221,12 +217,8 @@ class Update(Generic[Batch]):
         buffer_names = [name for name, b in self._model.named_buffers() if b.dtype == torch.float32]
         wrapped = _Loss(self._model, self._loss)
 
-        def step(
-            state: Sequence[Tensor],
-            settings: Sequence[Tensor],
-            buffers: Sequence[Tensor],
-            tensors: Sequence[Tensor],
-        ) -> Sequence[Tensor]:
+        def step(*groups: Sequence[Tensor]) -> Sequence[Tensor]:
+            state, settings, buffers, tensors = groups
             leaves = [view.detach().requires_grad_() for view in self._params.views(state[0])]
             own = dict(zip([f"model.{name}" for name in names], leaves, strict=True))
             own |= dict(zip([f"model.{name}" for name in buffer_names], buffers, strict=True))
@@ -389,17 +381,14 @@ class PartSize:
                     raise
                 reason = str(error).split("\n")[0].split(". ")[0]
             # Outside the except block, so that the tensors that the traceback held are freed.
-            self._shrink(reason)
-
-    def _shrink(self, reason: str) -> None:
-        before, self.n_rows = self.n_rows, -(-self.n_rows // 2)
-        self.n_backoffs += 1
-        self.notes.append(
-            f"out of memory with {before} samples at once; continuing with {self.n_rows}, same result ({reason})"
-        )
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+            before, self.n_rows = self.n_rows, -(-self.n_rows // 2)
+            self.n_backoffs += 1
+            self.notes.append(
+                f"out of memory with {before} samples at once; continuing with {self.n_rows}, same result ({reason})"
+            )
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
 
 
 def in_parts(function: Callable[[slice], Tensor], n_rows: int, size: int) -> Tensor:

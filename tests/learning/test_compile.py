@@ -129,8 +129,8 @@ def test_a_compilation_ends_with_its_run(cache: Path, monkeypatch: pytest.Monkey
     learner, compilation = make_learner(recipe), Compilation(recipe, wait=False)
     batch = learner.example_batch(32)
     compilation.visit(learner.update, batch, seconds_left=1.0)
-    assert compilation._worker is not None
-    pid = compilation._worker._child.pid
+    assert compilation._compiler is not None
+    pid = compilation._compiler.pid
     compilation.close()
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie"
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from flatout.algorithms.base import Algorithm, AlgorithmConfig, imported
-from flatout.algorithms.dqn.config import DQNConfig, EpsilonGreedy
-from flatout.algorithms.dqn.recipes import PRESETS, RECIPES, auto
+from flatout.algorithms.dqn.config import DQNConfig, QLearningConfig
+from flatout.algorithms.dqn.recipes import AUTO, PRESETS, RECIPES
 from flatout.models.config import NetworkConfig
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def make_q_network(
         return QNetwork(obs, action, network, **options)
 
 
-def exploration(config: EpsilonGreedy, n_envs: int) -> Exploration:
+def exploration(config: QLearningConfig, n_envs: int) -> Exploration:
     """Epsilon-greedy exploration, with its own epsilon for each env where `exploration_spread` asks for that."""
     import numpy as np
 
@@ -48,5 +48,5 @@ ALGORITHM = Algorithm(
     exploration=exploration,
     recipes=RECIPES,
     presets=PRESETS,
-    auto=auto,
+    auto=AUTO,
 )

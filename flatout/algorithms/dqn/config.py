@@ -1,4 +1,4 @@
-"""DQN's hyperparameters, under Stable-Baselines3's names where it has them, and those of epsilon-greedy exploration."""
+"""DQN's hyperparameters, under Stable-Baselines3's names where it has them, and those that it shares with PQN."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from fractions import Fraction
 from math import floor
 from typing import ClassVar, Literal
 
-from flatout.algorithms.base import AlgorithmConfig, Schedule, check
+from flatout.algorithms.base import AlgorithmConfig, check
 from flatout.errors import FlatoutError
 
 Loss = Literal["huber", "mse"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EpsilonGreedy:
-    """Settings of epsilon-greedy exploration."""
+class QLearningConfig(AlgorithmConfig):
+    """Settings that DQN and PQN share: the Q-network, its loss and epsilon-greedy exploration."""
 
     EXPLORATION: ClassVar[tuple[str, ...]] = (
         "exploration_fraction",
@@ -35,13 +35,18 @@ class EpsilonGreedy:
     """Above 0, envs differ: env i of n uses epsilon to the power 1 + spread · i / (n - 1)."""
     exploration_hold: int = 1
     """Steps for which a random action is repeated."""
+    learning_rate: float = 5e-4
+    max_grad_norm: float = 10.0
+    dueling: bool = False
+    """Dueling network: a state value plus an advantage for each action."""
+    loss: Loss = "huber"
+    """Loss of a TD error: huber (squared below 1, linear above) or mse (squared)."""
 
-    def check_exploration(self) -> None:
-        """Raise where a value is out of its range."""
-        for name in self.EXPLORATION[:3]:
-            check(name, getattr(self, name), 0 <= getattr(self, name) <= 1, "between 0 and 1")
-        check("exploration_spread", self.exploration_spread, self.exploration_spread >= 0, "0 or more")
-        check("exploration_hold", self.exploration_hold, self.exploration_hold >= 1, "at least 1")
+    def __post_init__(self) -> None:
+        AlgorithmConfig.__post_init__(self)
+        check(self, "between 0 and 1", *self.EXPLORATION[:3])
+        check(self, "0 or more", "exploration_spread")
+        check(self, "at least 1", "exploration_hold")
 
     def epsilon(self, progress: float) -> float:
         """Epsilon at this point of the run: falls linearly, then stays."""
@@ -52,7 +57,7 @@ class EpsilonGreedy:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DQNConfig(EpsilonGreedy, AlgorithmConfig):
+class DQNConfig(QLearningConfig):
     """DQN's hyperparameters."""
 
     USES_REPLAY: ClassVar[bool] = True
@@ -62,7 +67,7 @@ class DQNConfig(EpsilonGreedy, AlgorithmConfig):
             "n_steps buffer_size train_ratio learning_starts learning_rate learning_rate_schedule gamma "
             "multi_step prioritized priority_alpha priority_beta target_update_interval tau save_replay"
         ).split()
-    ).union(EpsilonGreedy.EXPLORATION)
+    ).union(QLearningConfig.EXPLORATION)
 
     n_steps: int = 4
     """Env steps of each env between two rounds of updates."""
@@ -74,18 +79,10 @@ class DQNConfig(EpsilonGreedy, AlgorithmConfig):
     """Updates per env step, counted over all envs together."""
     learning_starts: int = 1000
     """Env steps before the first update."""
-    learning_rate: float = 5e-4
-    """Learning rate of Adam."""
-    learning_rate_schedule: Schedule = "constant"
-    """`linear` lowers the learning rate to zero over the run."""
-    gamma: float = 0.99
-    """Discount per step."""
     multi_step: int = 1
     """n of n-step returns: rewards summed before bootstrapping from the target network."""
     double: bool = True
     """Double DQN: choose the next action by the online network, value it by the target network."""
-    dueling: bool = False
-    """Dueling network: a state value plus an advantage for each action."""
     prioritized: bool = False
     """Prioritized replay: sample transitions with larger TD errors more often."""
     priority_alpha: float = 0.6
@@ -96,24 +93,15 @@ class DQNConfig(EpsilonGreedy, AlgorithmConfig):
     """Env steps between copies to the target network, if tau is 1."""
     tau: float = 1.0
     """Below 1: soft update of the target network with this factor after every update."""
-    loss: Loss = "huber"
-    """Loss of a TD error: huber (squared below 1, linear above) or mse (squared)."""
-    max_grad_norm: float = 10.0
-    """Clip the gradient to this norm, over all parameters together."""
-    normalize_obs: bool = False
-    """Normalize float observations by their running mean and standard deviation."""
     save_replay: bool = False
     """Save the replay buffer in checkpoints, so that a resumed run continues exactly."""
 
     def __post_init__(self) -> None:
-        check_q_learning(self)
-        self.check_exploration()
-        for name in ("multi_step", "target_update_interval"):
-            check(name, getattr(self, name), getattr(self, name) >= 1, "at least 1")
-        for name in ("train_ratio", "learning_starts", "priority_alpha"):
-            check(name, getattr(self, name), getattr(self, name) >= 0, "0 or more")
-        check("tau", self.tau, 0 < self.tau <= 1, "above 0 and at most 1")
-        check("priority_beta", self.priority_beta, 0 <= self.priority_beta <= 1, "between 0 and 1")
+        QLearningConfig.__post_init__(self)
+        check(self, "at least 1", "multi_step", "target_update_interval")
+        check(self, "0 or more", "train_ratio", "learning_starts", "priority_alpha")
+        check(self, "above 0 and at most 1", "tau")
+        check(self, "between 0 and 1", "priority_beta")
 
     def updates_after(self, env_steps: int) -> int:
         """Updates due after so many env steps since learning began; exact for any ratio."""
@@ -146,13 +134,3 @@ class DQNConfig(EpsilonGreedy, AlgorithmConfig):
             f"{self.updates_per_iteration(total):g} updates of {self.batch_size} per iteration, "
             f"after {self.learning_starts:,} env steps"
         )
-
-
-def check_q_learning(config: AlgorithmConfig) -> None:
-    """Raise where a value that DQN and PQN share is out of its range."""
-    for name in ("n_steps", "batch_size"):
-        check(name, getattr(config, name), getattr(config, name) >= 1, "at least 1")
-    for name in ("learning_rate", "max_grad_norm"):
-        check(name, getattr(config, name), getattr(config, name) > 0, "above 0")
-    gamma: float = getattr(config, "gamma")  # noqa: B009
-    check("gamma", gamma, 0 <= gamma <= 1, "between 0 and 1")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from flatout.algorithms.dqn import loss as dqn
 from flatout.algorithms.dqn.config import DQNConfig
@@ -22,13 +22,13 @@ from flatout.buffers.priority import Prioritized
 from flatout.buffers.replay import Replay, Uniform
 from flatout.buffers.rollout import Learnable, Rollout, TensorRollout
 from flatout.device.machine import free_memory
-from flatout.envs.spaces import ActionLayout, Array, ObsLayout
-from flatout.learning.learner import Learner, example_actions, example_obs, scheduled
+from flatout.envs.spaces import Array
+from flatout.learning.learner import Learner
+from flatout.learning.rollouts import Transitions
 from flatout.learning.update import Update
 from flatout.models.policy import QNetwork
 from flatout.timing import Phase
 
-NAMES = (*dqn.METRICS, "train/grad_norm")
 SAMPLED_AT_ONCE = 16
 """Minibatches that are sampled together where sampling is uniform."""
 
@@ -36,36 +36,31 @@ SAMPLED_AT_ONCE = 16
 class DQNLearner(Learner[DQNMinibatch]):
     """Trains a Q-network from a replay buffer, on one device."""
 
+    METRICS = dqn.METRICS
+    model: QNetwork
+    config: DQNConfig
+    networks: dqn.TargetNetwork
+
     def __init__(self, model: QNetwork, config: DQNConfig, **how: Any) -> None:
         """`how`: the keywords of `Learner`."""
-        super().__init__(model, normalize_obs=config.normalize_obs, **how)
-        self.model, self.config = model, config
-        self.networks = dqn.TargetNetwork(model, self.params.flat, self.params.views)
-        self.update = Update(
-            self.networks,
-            self.params,
-            partial(_loss, self.networks, config),
-            len(dqn.METRICS),
-            max_grad_norm=config.max_grad_norm,
-            batch_size=config.batch_size,
-            autocast=self.autocast,
-            sample_output=True,
-        )
-        self._fused: FusedDQN | None = None
+        super().__init__(model, config, **how)
         model.greedy.epsilon.fill_(config.epsilon(0.0))
-        self._experience: Experience | None = None
         self._starts = config.learning_starts
         """Env steps before the first update; later where a run is resumed without its replay buffer."""
 
-    @property
+    def make_update(self, module: nn.Module, **options: Any) -> Update[DQNMinibatch]:
+        """With the target network, and with each sample's TD error."""
+        self.networks = module = dqn.TargetNetwork(self.model, self.params.flat, self.params.views)
+        return super().make_update(module, sample_output=True, **options)
+
+    def loss(self, batch: DQNMinibatch, coefficient: Tensor) -> tuple[Tensor, ...]:  # noqa: ARG002
+        """`dqn.loss` of a minibatch."""
+        return dqn.loss(self.networks, batch, self.config)
+
+    @cached_property
     def experience(self) -> Experience:
         """The replay buffer; allocated on first use."""
-        if self._experience is None:
-            model = self.model
-            self._experience = Experience(
-                model.obs, model.action, self.config, n_envs=self.n_envs, device=self.device, seed=self.seed
-            )
-        return self._experience
+        return Experience(self.model, self.config, n_envs=self.n_envs, device=self.device, seed=self.seed)
 
     def reserve(self) -> None:
         """Allocate the replay buffer, or refuse with the size that fits."""
@@ -82,7 +77,6 @@ class DQNLearner(Learner[DQNMinibatch]):
     ) -> dict[str, float]:
         """Store a rollout and learn; `progress` in [0, 1] drives the schedules. Returns the metrics."""
         config, experience = self.config, self.experience
-        learning_rate = scheduled(config.learning_rate, config.learning_rate_schedule, progress)
         beta = config.priority_beta + (1 - config.priority_beta) * min(progress, 1.0)
         self._enter(Phase.STAGE)
         assert isinstance(rollout, Rollout | TensorRollout), "a replay buffer reads rollouts directly"
@@ -90,34 +84,29 @@ class DQNLearner(Learner[DQNMinibatch]):
         before = iteration * self.n_envs * config.n_steps
         after = before + self.n_envs * config.n_steps
         n_due = config.updates_after(after - self._starts) - config.updates_after(before - self._starts)
-        self.update.begin(learning_rate)
+        self._begin(progress)
         if n_due:
             self._prepare_backend(experience.peek, progress)
         self._enter(Phase.UPDATE)
         interval = config.target_update_interval
         if config.tau >= 1 and after // interval > before // interval:
             self.networks.soft_update()
-        self._take(n_due, beta, stop)
+        if n_due:
+            self._take(n_due, beta, stop)
         if self._obs_moments:
-            data = rollout.tensors(self._staging)
-            self._update_obs_statistics([array[:-1].flatten(0, 1) for array in data.obs])
+            self._update_obs_statistics(Transitions.of(rollout.tensors(self._staging)).flat_obs())
         epsilon = config.epsilon(progress)
         self.model.greedy.epsilon.fill_(epsilon)
-        metrics = self._read(NAMES)
-        self._leave()
-        if not n_due:
-            metrics = {name: value for name, value in metrics.items() if name not in NAMES}
-        return metrics | {
-            "train/learning_rate": learning_rate,
+        more = {
             "rollout/exploration_rate": epsilon,
             "train/buffer_fill": min(after / experience.replay.capacity, 1.0),
-            "train/updates_per_step": self.n_updates / after,
         }
+        metrics = self._end(more) | {"train/updates_per_step": self.n_updates / after}
+        absent = () if n_due else (*self.METRICS, "train/grad_norm")
+        return {name: value for name, value in metrics.items() if name not in absent}
 
     def _take(self, n_updates: int, beta: float, stop: Callable[[], bool]) -> None:
         """Take the updates, each followed by the soft update and new priorities."""
-        if n_updates == 0:
-            return
         update, experience = self.update, self.experience
         tau = self.config.tau if self.config.tau < 1 else None
         fused = self._fused if update.backend == "fused" and tau is None else None
@@ -133,12 +122,11 @@ class DQNLearner(Learner[DQNMinibatch]):
     def make_fused(self) -> FusedDQN | None:
         """The fused backend, for plain MLPs."""
         fits = can_fuse(self.model, self.device)
-        self._fused = FusedDQN(self.networks, self.params, self.config, self.update) if fits else None
-        return self._fused
+        return FusedDQN(self.networks, self.params, self.config, self.update) if fits else None
 
     def example_batch(self, n: int) -> DQNMinibatch:
         """A minibatch of the right shapes."""
-        obs, action = example_obs(self.model, n, self.device), example_actions(self.model, n, self.device)
+        obs, action = self.example_inputs(n)
         reward, ones = torch.linspace(-1, 1, n).to(self.device), torch.ones(n, device=self.device)
         return DQNMinibatch(obs, tuple(x.clone() for x in obs), action, reward, ones, ones.clone())
 
@@ -167,14 +155,8 @@ class DQNLearner(Learner[DQNMinibatch]):
     def close(self) -> None:
         """End what is under way."""
         super().close()
-        if self._experience is not None:
-            self._experience.close()
-
-
-def _loss(
-    networks: dqn.TargetNetwork, config: DQNConfig, batch: DQNMinibatch, _: Tensor
-) -> tuple[Tensor, ...]:
-    return dqn.loss(networks, batch, config)
+        if "experience" in vars(self):
+            self.experience.close()
 
 
 class Experience:
@@ -184,50 +166,36 @@ class Experience:
     """
 
     def __init__(
-        self,
-        obs: ObsLayout,
-        action: ActionLayout,
-        config: DQNConfig,
-        *,
-        n_envs: int,
-        device: torch.device,
-        seed: int,
+        self, model: QNetwork, config: DQNConfig, *, n_envs: int, device: torch.device, seed: int
     ) -> None:
+        obs, action, prioritized = model.obs, model.action, config.prioritized
         self._config, self._device = config, device
-        each = transition_bytes(obs, action, prioritized=config.prioritized)
+        each = transition_bytes(obs, action, prioritized=prioritized)
         capacity = parse_capacity(config.buffer_size, each)
         how: dict[str, Any] = {"gamma": config.gamma, "n_step": config.multi_step, "seed": seed}
-        if config.prioritized:
-            how["alpha"] = config.priority_alpha
-        on_device = device.type != "cpu" and capacity * each <= free_memory(device) * (1 - SPARED) / 2
+        how |= {"alpha": config.priority_alpha} if prioritized else {}
+        self._in_ram = device.type == "cpu"
         self.replay: Replay | TensorReplay
         self._sampler: Uniform | Prioritized | TensorUniform | TensorPrioritized
-        if on_device:
+        alloc: Callable[[], ReplayBatch] | None = None
+        if not self._in_ram and capacity * each <= free_memory(device) * (1 - SPARED) / 2:
             self.replay = TensorReplay(obs, action, n_envs, capacity, device)
-            kind = TensorPrioritized if config.prioritized else TensorUniform
-            self._sampler = kind(self.replay, **how)
+            self._sampler = (TensorPrioritized if prioritized else TensorUniform)(self.replay, **how)
         else:
             capacity = fitting_capacity(config.buffer_size, each, torch.device("cpu"))
             self.replay = Replay(obs, action, n_envs, capacity, pin=device.type == "cuda")
-            self._sampler = (Prioritized if config.prioritized else Uniform)(self.replay, **how)
-        self._in_ram = device.type == "cpu"
+            self._sampler = (Prioritized if prioritized else Uniform)(self.replay, **how)
+            alloc = partial(alloc_batch, obs, action, config.batch_size, pin=not self._in_ram)
         self._buffers: dict[int, tuple[ReplayBatch, DQNMinibatch, list[DQNMinibatch]]] = {}
-        self._prefetch = Prefetch(
-            self._sampler,
-            config.batch_size,
-            device,
-            alloc=None
-            if on_device
-            else lambda: alloc_batch(obs, action, config.batch_size, pin=not self._in_ram),
-            background=None if device.type == "cuda" else False,
-        )
+        in_thread = None if device.type == "cuda" else False
+        self._prefetch = Prefetch(self._sampler, config.batch_size, device, alloc=alloc, background=in_thread)
 
     def add(self, rollout: Rollout | TensorRollout) -> None:
         """Store a rollout's transitions."""
         if isinstance(self.replay, TensorReplay):
             self.replay.add_rollout(rollout)
         else:
-            self.replay.add_rollout(rollout if isinstance(rollout, Rollout) else rollout.on_host())
+            self.replay.add_rollout(rollout.on_host() if isinstance(rollout, TensorRollout) else rollout)
 
     def batches(
         self, n: int, beta: float, target_q: Callable[[DQNMinibatch], Tensor] | None = None
@@ -276,8 +244,7 @@ class Experience:
 
     def update_priorities(self, sample: ReplayBatch, error: Tensor) -> None:
         """Set the priorities of a sample's transitions to their absolute TD errors."""
-        if self._config.prioritized:
-            self._prefetch.update(sample, error)
+        self._prefetch.update(sample, error)
 
     def arrays(self) -> dict[str, Array]:
         """Its content by name; views if it is in RAM."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from flatout.algorithms.base import Recipe, auto_n_envs
+from flatout.algorithms.base import Recipe
 from flatout.algorithms.dqn.config import DQNConfig
 from flatout.models.config import NetworkConfig
 
@@ -60,12 +60,5 @@ PRESETS = {
     "cpu": _preset(1, 32, 10_000, _network(128, 128), 1),
     "gpu": _preset(8, 128, 50_000, _network(256, 256, 256), 4),
 }
-
-
-def auto(on_accelerator: bool, n_cores: int) -> Recipe:
-    """Settings for an env without a recipe."""
-    return Recipe(
-        n_envs=auto_n_envs(n_cores),
-        algorithm=DQNConfig(batch_size=256 if on_accelerator else 64),
-        network=_network(256, 256) if on_accelerator else _network(64, 64),
-    )
+AUTO = _preset(8, 64, 100_000, _network(64, 64), 1), _preset(8, 256, 100_000, _network(256, 256), 1)
+"""On a CPU and on an accelerator."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from flatout.algorithms.base import Algorithm, imported
 from flatout.algorithms.ppo.config import PPOConfig
-from flatout.algorithms.ppo.recipes import PRESETS, RECIPES, auto
+from flatout.algorithms.ppo.recipes import AUTO, PRESETS, RECIPES
 
 ALGORITHM = Algorithm(
     name="ppo",
@@ -24,5 +24,5 @@ ALGORITHM = Algorithm(
     make_learner=imported("flatout.algorithms.ppo.learner:PPOLearner"),
     recipes=RECIPES,
     presets=PRESETS,
-    auto=auto,
+    auto=AUTO,
 )

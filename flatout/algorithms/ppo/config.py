@@ -19,18 +19,8 @@ class PPOConfig(AlgorithmConfig):
         ).split()
     )
 
-    n_steps: int = 256
-    """Env steps of each env in a rollout."""
-    batch_size: int = 256
-    """Transitions in a minibatch; must divide n_envs x n_steps, except for DQN."""
     n_epochs: int = 4
     """Passes over each rollout."""
-    learning_rate: float = 3e-4
-    """Learning rate of Adam."""
-    learning_rate_schedule: Schedule = "constant"
-    """`linear` lowers the learning rate to zero over the run."""
-    gamma: float = 0.99
-    """Discount per step."""
     gae_lambda: float = 0.95
     """λ of GAE: 0 is the one-step TD error (low variance), 1 the whole return (low bias)."""
     clip_range: float = 0.2
@@ -45,26 +35,17 @@ class PPOConfig(AlgorithmConfig):
     """Weight of the entropy bonus."""
     vf_coef: float = 0.5
     """Weight of the value loss."""
-    max_grad_norm: float = 0.5
-    """Clip the gradient to this norm, over all parameters together."""
     target_kl: float | None = None
     """Skip the rest of a rollout's updates once the approximate KL divergence exceeds 1.5 times this."""
     vtrace: bool = False
     """Correct for the policy lag of overlap with V-trace."""
-    normalize_obs: bool = False
-    """Normalize float observations by their running mean and standard deviation."""
     normalize_reward: bool = False
     """Divide rewards by the running standard deviation of the discounted return."""
 
     def __post_init__(self) -> None:
-        for name in ("n_steps", "batch_size", "n_epochs"):
-            check(name, getattr(self, name), getattr(self, name) >= 1, "at least 1")
-        for name in ("learning_rate", "clip_range", "max_grad_norm"):
-            check(name, getattr(self, name), getattr(self, name) > 0, "above 0")
-        for name in ("gamma", "gae_lambda"):
-            check(name, getattr(self, name), 0 <= getattr(self, name) <= 1, "between 0 and 1")
-        for name in ("ent_coef", "vf_coef"):
-            check(name, getattr(self, name), getattr(self, name) >= 0, "0 or more")
-        for name in ("clip_range_vf", "target_kl"):
-            value = getattr(self, name)
-            check(name, value, value is None or value > 0, "above 0, or none")
+        AlgorithmConfig.__post_init__(self)
+        check(self, "at least 1", "n_epochs")
+        check(self, "above 0", "clip_range")
+        check(self, "between 0 and 1", "gae_lambda")
+        check(self, "0 or more", "ent_coef", "vf_coef")
+        check(self, "above 0, or none", "clip_range_vf", "target_kl")

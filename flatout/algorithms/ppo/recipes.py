@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from flatout.algorithms.base import Recipe, auto_n_envs
+from flatout.algorithms.base import Recipe
 from flatout.algorithms.ppo.config import PPOConfig
 from flatout.models.config import NetworkConfig
 
@@ -83,11 +83,5 @@ PRESETS = {
     "beast": _preset(64, 512, 8192, 30, (1024, 512, 512, 256), 16),
     "max": _preset(32, 8192, 512, 30, (1024, 1024, 512, 256), 8),
 }
-
-
-def auto(on_accelerator: bool, n_cores: int) -> Recipe:
-    """Settings for an env without a recipe."""
-    n_envs = auto_n_envs(n_cores)
-    if on_accelerator:
-        return _preset(n_envs, 256, 512, 10, (256, 256))
-    return _preset(n_envs, 256, 128, 10, (64, 64))
+AUTO = _preset(8, 256, 128, 10, (64, 64)), _preset(8, 256, 512, 10, (256, 256))
+"""On a CPU and on an accelerator."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from flatout.algorithms.base import Algorithm, imported
 from flatout.algorithms.dqn import exploration, make_q_network
 from flatout.algorithms.pqn.config import PQNConfig
-from flatout.algorithms.pqn.recipes import RECIPES, auto
+from flatout.algorithms.pqn.recipes import AUTO, RECIPES
 
 ALGORITHM = Algorithm(
     name="pqn",
@@ -17,6 +17,6 @@ ALGORITHM = Algorithm(
     make_model=make_q_network,
     exploration=exploration,
     recipes=RECIPES,
-    auto=auto,
+    auto=AUTO,
     first_choice_for=("flatout/Snake-v0",),
 )
