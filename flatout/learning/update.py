@@ -169,15 +169,9 @@ class Update(Generic[Batch]):
 
     def _adam_in_place(self, grad: Tensor, divisor: Tensor, skipped: Tensor, n_steps: Tensor) -> None:
         """`adam` in one pass over the parameters."""
-        lists: tuple[list[Tensor], ...] = (
-            [self._params.flat],
-            [grad],
-            [self.momentum],
-            [self.variance],
-            [],
-            [n_steps],
-        )
-        torch._fused_adam_(*lists, lr=self.step_size, grad_scale=divisor, found_inf=skipped, **ADAM)
+        options = ADAM | {"lr": self.step_size, "grad_scale": divisor, "found_inf": skipped}
+        flat = self._params.flat
+        torch._fused_adam_([flat], [grad], [self.momentum], [self.variance], [], [n_steps], **options)
 
     def loss(self, batch: Batch) -> Tensor:
         """The mean loss of a prepared minibatch."""
