@@ -114,7 +114,7 @@ def test_a_wrong_algorithm_is_refused_in_one_line(tmp_path: Path) -> None:
     for name, message in (
         ("a2c.py", "it must be one of ppo, dqn, pqn"),
         (f"{FILE}:Nothing", "has no 'Nothing'"),
-        (f"{FILE}:loss", "not a flatout.Algorithm"),
+        (f"{FILE}:A2CConfig", "not a flatout.Algorithm"),
         (f"{tmp_path}/none.py:A2C", "does not exist"),
         ("pppo", "did you mean 'ppo'"),
     ):
