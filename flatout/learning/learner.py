@@ -81,6 +81,7 @@ class Learner(ABC, Generic[Batch]):
         self._clock = clock
         self._staging = Staging(self.device)
         self._value_parts = PartSize(n_envs * config.n_steps)
+        self._n_epochs = config.epochs
         self.compilation: Compiles | None = None
         """Brings a compiled update in; None: no compilation."""
         self._visit_at = 0.0
@@ -147,7 +148,7 @@ class Learner(ABC, Generic[Batch]):
         self._prepare_backend(lambda: batch.take(slice(0, self.config.batch_size)), progress)
         self._enter(Phase.UPDATE)
         shuffle = torch.Generator(self.device).manual_seed(self.seed * 1_000_003 + iteration)
-        for _ in range(self.config.epochs):
+        for _ in range(self._n_epochs):
             if stop() or self._pass_over(batch, shuffle, stop) or self.update.has_stopped():
                 break
             self.epoch_ended()
