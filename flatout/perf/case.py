@@ -172,9 +172,9 @@ def _settings(summary: Mapping[str, Any], config: Mapping[str, Any], n_cores: in
 def _costs(summary: Mapping[str, Any], settings: Settings) -> Costs:
     measured, phases = summary["measured"], summary["phases"]
     step, share = measured["step_seconds"], measured["compute_share"]
-    if step is None:  # a batched or async env: what stepping took, spread over the env steps
-        step, share = phases.get("env", 0.0) / summary["env_steps"], 1.0
     collectors = [lane for name, lane in summary["lanes"].items() if name.startswith("collector")]
+    if step is None:  # it was not timed before the run: what stepping took, spread over the env steps
+        step, share = sum(lane.get("env", 0.0) for lane in collectors) / summary["env_steps"], 1.0
     n_steps = summary["env_steps"] / settings.n_envs
     acting = sum(lane.get("act", 0.0) for lane in collectors) / len(collectors) / n_steps
     update = phases["update"] / max(summary["updates"], 1)

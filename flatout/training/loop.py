@@ -30,14 +30,14 @@ def train(
     stop: StopRequest | None = None,
 ) -> str:
     """Iterate to `until` env steps, the target return or a stop; returns the run's status."""
-    n_threads = torch.get_num_threads()
+    n_threads, already = torch.get_num_threads(), trainer.state.wall_seconds
+    began = perf_counter() - already  # before the lanes' clocks, whose phases add up to the wall time
     trainer.begin_lanes(spans=recorder.traces)
-    already, device = trainer.state.wall_seconds, str(trainer.policy.device)
-    recorder.observe(lambda: trainer.pipeline.lanes, offset=already, device=device)
+    recorder.observe(lambda: trainer.pipeline.lanes, offset=already, device=str(trainer.policy.device))
     stop = stop or StopRequest()
     try:
         with stop.listening():
-            return _Loop(trainer, until, recorder, checkpoints, callback, perf_counter() - already).run(stop)
+            return _Loop(trainer, until, recorder, checkpoints, callback, began).run(stop)
     finally:
         torch.set_num_threads(n_threads)
 
