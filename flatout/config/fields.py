@@ -12,6 +12,7 @@ import math
 import textwrap
 import types
 from collections.abc import Iterator, Mapping
+from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from flatout.algorithms import base as algorithms
@@ -194,6 +195,7 @@ def _is_literal(kind: Any) -> bool:
     return get_origin(kind) is Literal
 
 
+@cache
 def _docstrings(config: type[Any]) -> dict[str, str]:
     """The string under each field of a dataclass and its bases, by field name."""
     out: dict[str, str] = {}
