@@ -48,7 +48,8 @@ def flag(name: str) -> str:
 
 def all_fields(config: type[Any], section: str | None = None) -> Iterator[Field]:
     """Every setting of a config dataclass and its nested configs; only different algorithms may share a name."""
-    hints, helps = get_type_hints(config), _docstrings(config)
+    hints = get_type_hints(config)
+    helps = _docstrings(config)  # type: ignore[arg-type]  # mypy takes classes for unhashable
     for field in dataclasses.fields(config):
         nested = _sections(field.name, hints[field.name])
         for name, kind in nested.items():
