@@ -52,6 +52,8 @@ class RunConfig:
     """Number of collectors in subprocesses; 0: chosen by measurement, possibly none."""
     n_workers: int = 0
     """Worker processes of `--executor process`; 0: two per core, or one per env if envs wait."""
+    step_timeout: float = 60.0
+    """Seconds that one reset or step of an env may take; an env that takes longer is replaced."""
     overlap: Literal["auto", "on", "off"] = "auto"
     """Collect the next rollout while the learner updates from this one; auto: if that is predicted to pay."""
     device: str = "auto"
@@ -79,6 +81,10 @@ class RunConfig:
             value, least = getattr(self, name), 1 if name in positive else 0
             if value < least:
                 raise FlatoutError(f"{flag(name)} is {value}; it must be at least {least}")
+        if not 0.0 < self.step_timeout < float("inf"):
+            raise FlatoutError(
+                f"--step-timeout is {self.step_timeout:g}; it must be a positive number of seconds"
+            )
         if self.executor == "ray":
             raise FlatoutError("--executor ray is not in this version yet; use auto")
         check_kind(self.executor, "--executor", ("auto", *EXECUTORS))

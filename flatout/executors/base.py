@@ -235,10 +235,13 @@ def option_names(kind: str) -> list[str]:
     return [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in fixed]
 
 
-def make_executor(kind: str, envs: EnvSet, *, n_workers: int = 0, **options: Any) -> Executor:
-    """An executor over these envs; `n_workers` is passed to the kinds that have workers."""
-    if n_workers and "n_workers" in option_names(kind):
-        options["n_workers"] = n_workers
+def make_executor(
+    kind: str, envs: EnvSet, *, n_workers: int = 0, step_timeout: float = 0.0, **options: Any
+) -> Executor:
+    """An executor over these envs; `n_workers` and `step_timeout` are passed to the kinds that take them."""
+    names = option_names(kind)
+    given = {"n_workers": n_workers, "step_timeout": step_timeout}
+    options |= {name: value for name, value in given.items() if value and name in names}
     return executor_class(kind)(envs, **options)
 
 

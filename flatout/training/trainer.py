@@ -147,7 +147,12 @@ class Trainer:
             make_model = config.learner_spec(policy.obs, policy.action).make_model
             job = CollectorJob(envs=envs, make_model=make_model, exploration=exploration)
             processes = SubprocessCollectors(
-                job, policy.model, plan.n_collectors, n_steps=n_steps, n_slots=n_slots
+                job,
+                policy.model,
+                plan.n_collectors,
+                n_steps=n_steps,
+                n_slots=n_slots,
+                timeout=config.step_timeout,
             )
             return processes, processes.rollouts
         is_batched = plan.kind == "batched"
@@ -168,7 +173,7 @@ class Trainer:
                 exploration=exploration,
             )
         collector = Collector(
-            make_executor(plan.kind, envs, n_workers=plan.n_workers),
+            make_executor(plan.kind, envs, n_workers=plan.n_workers, step_timeout=config.step_timeout),
             model,
             device=device,
             seed=config.seed,
