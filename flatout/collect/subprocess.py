@@ -9,6 +9,7 @@ from __future__ import annotations
 import struct
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from time import perf_counter
@@ -144,12 +145,13 @@ class SubprocessCollectors:
         message = Command.COLLECT + struct.pack("<qq?", self.n_steps, slot, self._traced)
         try:
             answers = self._pool.ask(dict.fromkeys(range(len(self.lanes)), message), stop)
-            if len(answers) < len(self.lanes):
-                raise Interrupted
         except BaseException:  # the run is ending, and a collector may hang or be dead
-            self._given_up = True
-            self._pool.close()
+            self._give_up()
             raise
+        if len(answers) < len(self.lanes):
+            self._give_up()
+        if self._given_up or not all(answers.values()):
+            raise Interrupted
         episodes: list[Episode] = []
         for i, (first, _) in enumerate(self._pool.shares):
             (n_ended,) = struct.unpack_from("<q", answers[i])
@@ -171,18 +173,26 @@ class SubprocessCollectors:
         """End every collector."""
         self._pool.close()
 
+    def _give_up(self) -> None:
+        self._given_up = True
+        self._pool.close()
+
     def _make_job(self, _: int, generation: int, first: int, end: int) -> CollectorJob:
         envs = replace(self._job.envs, env_ids=np.arange(first, end))
         return replace(self._job, envs=envs, generation=generation)
 
 
-def collector_main(connection: Connection, job: CollectorJob, shared: SharedArrays) -> None:
+def collector_main(
+    connection: Connection, job: CollectorJob, shared: SharedArrays, signs: SharedArrays, index: int
+) -> None:
     """A collector process: collects rollouts when told."""
     torch.set_num_threads(1)
     envs = job.envs
     model = job.make_model()
     ParamBlock(model, shared["params"], shared["version"]).adopt()
-    executor = make_executor("serial", replace(envs, seed=worker_seed(envs.seed, job.generation)))
+    seed = worker_seed(envs.seed, job.generation)
+    executor = make_executor("serial", replace(envs, seed=seed, at=signs["at"][index]))
+    stop = signs["stop"].data
     clock = PhaseClock()
     cpu = torch.device("cpu")
     collector = Collector(
@@ -192,20 +202,24 @@ def collector_main(connection: Connection, job: CollectorJob, shared: SharedArra
     rollouts = [rollout.part(first, end) for rollout in shared_rollouts(shared)]
     n_steps = rollouts[0].n_steps
     ended = shared["ended"][first * n_steps : end * n_steps]
-    if job.generation > 0:
-        executor.reset()
 
     def collect(body: bytes) -> bytes:
         collector.n_steps, slot, traced = struct.unpack("<qq?", body)
         if clock.traced != traced:
             collector.trace(traced)
         before, began = dict(clock.seconds), clock.since
-        episodes = collector.collect(rollouts[slot])
+        try:
+            episodes = collector.collect(rollouts[slot], lambda: stop[0] > 0)
+        except Interrupted:
+            return b""
         if episodes:
             ended[: len(episodes)] = [(e.env_id, e.total_reward, e.length) for e in episodes]
         return struct.pack("<q", len(episodes)) + _spans(clock, before, began)
 
-    serve(connection, {**env_answers(executor), Command.COLLECT: collect})
+    with closing(executor):
+        if job.generation > 0:
+            executor.reset()
+        serve(connection, {**env_answers(executor), Command.COLLECT: collect})
 
 
 def _spans(clock: PhaseClock, before: Mapping[str, float], began: float) -> bytes:

@@ -28,6 +28,9 @@ Options: TypeAlias = Sequence[dict[str, Any] | None] | None
 EnvIndices: TypeAlias = Sequence[int] | None
 """None: all envs."""
 
+NOT_IN_ENV = -1
+"""Instead of an env index: no env is being called."""
+
 EXECUTORS = {
     "serial": "flatout.executors.serial:SerialExecutor",
     "process": "flatout.executors.process:ProcessExecutor",
@@ -104,6 +107,8 @@ class EnvSet:
     """How often envs may be replaced. None: the serial executor raises, others have a budget of their own."""
     out: Step | None = None
     """Arrays to write to, such as shared memory; None: new ones."""
+    at: Array | None = None
+    """Where the serial executor tells, in shared memory, which env it calls, or NOT_IN_ENV, and in which step."""
 
 
 @dataclass(slots=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from time import perf_counter
@@ -40,6 +41,8 @@ T = TypeVar("T")
 WORKERS_PER_CORE = 2
 """While one worker's answer is on its way, another computes on its core; measured: 0.95 of the speed of two cores
 with 2 workers each, 0.70 with 1 (a step of 300 µs)."""
+SETTLE_SECONDS = 1.0
+"""How long a snapshot waits for workers that are in the middle of a step."""
 SPIN_SECONDS = 50e-6
 """How long to poll for an answer before sleeping, if a core is free for it."""
 
@@ -52,7 +55,6 @@ class Job:
     first: int
     """Index of its first env in the shared arrays."""
     end: int
-    index: int
     generation: int
     """How often this worker was replaced."""
 
@@ -199,8 +201,11 @@ class ProcessExecutor(Executor):
         self._pool.ask_all(Command.MARK)
 
     def snapshot(self) -> dict[str, Array]:
-        """What `restore` needs to bring every env back to the last mark; empty while workers are in a step."""
-        return {} if self._busy else self._pool.snapshot()  # busy: collecting was cut off, one may hang
+        """What `restore` needs to bring every env back to the last mark; empty if a worker hangs in a step."""
+        until = perf_counter() + SETTLE_SECONDS
+        while self._busy and perf_counter() < until:  # collecting was cut off
+            self._busy.difference_update(i for i, _ in self._pool.receive(self._busy))
+        return {} if self._busy else self._pool.snapshot()
 
     def restore(self, snapshot: Mapping[str, Array]) -> list[int]:
         assert not self._busy, "receive all steps first"
@@ -265,16 +270,22 @@ class ProcessExecutor(Executor):
             for final, obs in zip(self.current.final_obs, source, strict=True):
                 final[first:end] = obs[first:end]
         envs = replace(self._job_envs, env_ids=self.env_ids[first:end])
-        return Job(envs=envs, first=first, end=end, index=i, generation=generation)
+        return Job(envs=envs, first=first, end=end, generation=generation)
 
 
-def worker_main(connection: Connection, job: Job, shared: SharedArrays) -> None:
+def worker_main(
+    connection: Connection, job: Job, shared: SharedArrays, signs: SharedArrays, index: int
+) -> None:
     """A worker process: steps its envs when told."""
     out = _step_of(shared, len(job.envs.obs.specs), job.first, job.end)
     seed = worker_seed(job.envs.seed, job.generation)
-    envs = SerialExecutor(replace(job.envs, seed=seed, out=out))
-    if job.generation > 0:
-        envs.reset()
+    with closing(SerialExecutor(replace(job.envs, seed=seed, out=out, at=signs["at"][index]))) as envs:
+        if job.generation > 0:
+            envs.reset()
+        _serve(connection, envs, job, shared, index)
+
+
+def _serve(connection: Connection, envs: SerialExecutor, job: Job, shared: SharedArrays, index: int) -> None:
     actions, done = shared["action"][job.first : job.end], shared["done"]
     own = np.arange(job.end - job.first)
 
@@ -284,7 +295,7 @@ def worker_main(connection: Connection, job: Job, shared: SharedArrays) -> None:
     def step(_: bytes) -> bytes:
         envs.send(actions, own)
         envs.recv()
-        done[job.index] = 1
+        done[index] = 1
         return infos()
 
     def reset(_: bytes) -> bytes:

@@ -8,12 +8,23 @@ from contextlib import suppress
 from time import perf_counter
 from typing import Any, TypeVar
 
+import gymnasium as gym
 import numpy as np
 
 from flatout.envs import spaces
 from flatout.envs.spaces import Array, fast_contains
 from flatout.errors import EnvError, one_line
-from flatout.executors.base import EnvCall, EnvIndices, EnvSet, Executor, Options, Seeds, Step, alloc_step
+from flatout.executors.base import (
+    NOT_IN_ENV,
+    EnvCall,
+    EnvIndices,
+    EnvSet,
+    Executor,
+    Options,
+    Seeds,
+    Step,
+    alloc_step,
+)
 from flatout.executors.episodes import ActionLog, EpisodeStatistics, StepCheck
 
 T = TypeVar("T")
@@ -28,7 +39,10 @@ class SerialExecutor(Executor):
         n_envs = self.n_envs = len(envs.env_ids)
         self.env_ids = envs.env_ids
         self._factory, self._layout, self._budget = envs.factory, envs.obs, envs.budget
-        self._envs = [fast_contains(envs.factory()) for _ in range(n_envs)]
+        self._at = (np.zeros(2, np.int64) if envs.at is None else envs.at).data
+        """The env and the step that it has come to; a view, because writing to it costs a third of an array's."""
+        self._envs = [self._made(i) for i in range(n_envs)]
+        self._at[0] = NOT_IN_ENV
         self.current = envs.out or alloc_step(envs.obs, n_envs)
         # Views made once: writing through them costs half of an indexed write, which matters for cheap envs.
         plain = len(envs.obs.specs) == 1 and not envs.obs.specs[0].path
@@ -55,7 +69,12 @@ class SerialExecutor(Executor):
         return self._begun(np.fromiter(indices, np.intp))
 
     def apply(self, function: EnvCall[T], env_indices: Iterable[int] | None = None) -> list[T]:
-        return [function(self._envs[i]) for i in (range(self.n_envs) if env_indices is None else env_indices)]
+        results = []
+        for i in range(self.n_envs) if env_indices is None else env_indices:
+            self._at[0] = i
+            results.append(function(self._envs[i]))
+        self._at[0] = NOT_IN_ENV
+        return results
 
     def send(self, actions: Array, env_indices: Array) -> None:
         """Take the actions of all envs; `recv` steps them."""
@@ -72,11 +91,14 @@ class SerialExecutor(Executor):
         out.truncated.fill(False)
         done: list[int] = []
         lost: list[int] = []
+        at = self._at
+        at[1] = self._n_steps
         start = i = 0
         while start < self.n_envs:
             try:
                 indices = range(start, self.n_envs)
                 for i, env, action in zip(indices, self._envs[start:], self._actions[start:], strict=True):
+                    at[0] = i
                     obs, reward_out[i], terminated, truncated, infos[i] = env.step(action)
                     if terminated or truncated:
                         write(final_out, i, obs)
@@ -100,6 +122,7 @@ class SerialExecutor(Executor):
         out.ended, out.restarted = self._statistics.end(done), lost
         for i in done:
             self._begin(i, self._log.next_seed(i) if self._log.is_due(i) else None)
+        at[0] = NOT_IN_ENV
         self._check.check_all(self._n_steps, bool(done))
         return out
 
@@ -120,6 +143,7 @@ class SerialExecutor(Executor):
             if replay is None or not in_time or not self._replay(i, *replay, snapshot):
                 self._begin(i, self._log.next_seed(i))
                 fresh.append(i)
+        self._at[0] = NOT_IN_ENV
         self._statistics.clear(fresh)
         self.mark()
         return fresh
@@ -130,12 +154,16 @@ class SerialExecutor(Executor):
             with suppress(Exception):
                 env.close()
 
+    def _made(self, i: int) -> gym.Env[Any, Any]:
+        self._at[0] = i
+        return fast_contains(self._factory())
+
     def _replay(self, i: int, seed: int, actions: Array, snapshot: Mapping[str, Array]) -> bool:
         """Replay env i; true when its observation is then that of the snapshot."""
-        env = self._envs[i]
+        env, self._at[0] = self._envs[i], i
         try:
             obs, _ = env.reset(seed=seed)
-            for action in actions:
+            for self._at[1], action in enumerate(actions):
                 obs, _, terminated, truncated, _ = env.step(action)
                 if terminated or truncated:
                     obs, _ = env.reset()
@@ -148,6 +176,7 @@ class SerialExecutor(Executor):
 
     def _begin(self, i: int, seed: int | None, options: dict[str, Any] | None = None) -> None:
         extra = {"options": options} if options else {}
+        self._at[0] = i
         try:
             obs, self.infos[i] = self._envs[i].reset(seed=seed, **extra)
             self._layout.write(self.current.obs, i, obs)
@@ -156,6 +185,7 @@ class SerialExecutor(Executor):
 
     def _begun(self, env_indices: Array) -> Step:
         """The state after resets of these envs."""
+        self._at[0] = NOT_IN_ENV
         self._statistics.clear(env_indices)
         self.final_infos = {}
         self.current.begin(env_indices)
@@ -177,7 +207,7 @@ class SerialExecutor(Executor):
             try:
                 with suppress(Exception):
                     self._envs[i].close()
-                self._envs[i] = fast_contains(self._factory())
+                self._envs[i] = self._made(i)
                 obs, self.infos[i] = self._envs[i].reset(seed=self._log.next_seed(i))
                 self._layout.write(self.current.obs, i, obs)
                 return
