@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: install train test check browser format walk bench clean
+.PHONY: install train test check browser format walk chaos bench clean
 
 install: $(VENV)/.installed
 
@@ -44,6 +44,12 @@ test: check browser
 # The files and functions that a short training enters, in order.
 walk: install
 	@$(BIN)/python tools/walk.py
+
+# Short trainings with seeded faults of every kind; a failure prints the seed that repeats it.
+SECONDS ?= 600
+SEED ?= 1
+chaos: install
+	@$(BIN)/python -m tests.chaos --seconds $(SECONDS) --seed $(SEED)
 
 bench: $(VENV)/.installed-bench
 	@$(BIN)/python -m benchmarks.returns

@@ -413,7 +413,9 @@ def _report_failure(connection: Connection, error: Exception) -> None:
 
 def _die_with(lifeline: int) -> None:
     """Have the kernel end this process group when the parent's end of the lifeline closes, even in a hung C call."""
-    signal.signal(signal.SIGIO, signal.SIG_DFL)
+    fcntl.fcntl(
+        lifeline, fcntl.F_SETSIG, signal.SIGKILL
+    )  # others would wait until a stopped process is continued
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
     fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC | os.O_NONBLOCK)
     with suppress(BlockingIOError):

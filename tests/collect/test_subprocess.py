@@ -180,10 +180,12 @@ def gone(pids: list[int], seconds: float) -> bool:
     return False
 
 
-@pytest.mark.parametrize("kind", ["hang", "fine"])
+@pytest.mark.parametrize("kind", ["hang", "fine", "stopped"])
 def test_subprocesses_end_when_the_parent_is_killed(kind: str) -> None:
     shm = set(os.listdir("/dev/shm"))
     process, children_pids = start_script(kind)
+    if kind == "stopped":
+        os.kill(children_pids[-1], signal.SIGSTOP)
     process.kill()
     process.communicate()
     assert gone(children_pids, 5)
