@@ -10,6 +10,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
+from functools import partial
 from itertools import product
 from typing import Any, TypeAlias
 
@@ -30,6 +31,8 @@ N_FEATURES = (2 * SIGHT + 1) ** 2 - 1 + 12
 """Length of the vector observation."""
 MOVES = (-1, 0), (0, 1), (1, 0), (0, -1)
 """(rows, columns) of the four directions."""
+N_START = 2
+"""Length of the snake at the start."""
 FOREVER = np.iinfo(np.int32).max
 """The move number on the board that keeps the wall blocked."""
 
@@ -73,31 +76,34 @@ class Rules:
 
 
 class Tables:
-    """Lookup tables that depend on the rules alone."""
+    """Lookup tables that depend on the rules alone, as tensors on a device."""
 
-    def __init__(self, rules: Rules) -> None:
+    def __init__(self, rules: Rules, device: torch.device) -> None:
         height, width, n = rules.height, rules.width, rules.n_cells
-        self.row, self.column = np.divmod(np.arange(n), width)
+        row, column = np.divmod(np.arange(n), width)
+        start = np.zeros(n + 1, np.int32)
 
-        def seen(offsets: Iterable[tuple[int, ...]]) -> Array:
+        def put(values: Array) -> Tensor:
+            return torch.as_tensor(values, device=device)
+
+        def seen(offsets: Iterable[tuple[int, ...]]) -> Tensor:
             """(cells, offsets): the cells at these (rows, columns) from each cell."""
             down, right = np.array(list(offsets)).T
-            rows, columns = self.row[:, None] + down, self.column[:, None] + right
+            rows, columns = row[:, None] + down, column[:, None] + right
             inside = (rows >= 0) & (rows < height) & (columns >= 0) & (columns < width)
-            return np.where(rules.wrap | inside, rows % height * width + columns % width, n)
+            return put(np.where(rules.wrap | inside, rows % height * width + columns % width, n))
 
+        self.row, self.column, self.directions = put(row), put(column), put(np.arange(4))
         self.ahead = seen(MOVES)
         """(cells, 4): the next cell in each direction."""
         self.around = seen(at for at in product(range(-SIGHT, SIGHT + 1), repeat=2) if at != (0, 0))
         """(cells, K): the cells seen from a head there, row by row, without its own."""
-        self.down, self.right = (_signed_distances(side, rules.wrap) for side in (height, width))
+        self.down, self.right = (put(_signed_distances(side, rules.wrap)) for side in (height, width))
         """Signed distance to the food ÷ side, indexed by the difference of rows (or columns) plus side - 1."""
         self.start_head = height // 2 * width + width // 2
-        self.start = np.zeros(n + 1, np.int32)
-        """The start board: the move at which the head entered each cell; the wall last."""
-        self.start[[self.start_head - 1, self.start_head, n]] = 1, 2, FOREVER
-        self.start_free = np.flatnonzero(self.start == 0)
-        """The free cells of the start board."""
+        start[[self.start_head - 1, self.start_head, n]] = 1, N_START, FOREVER
+        self.start, self.start_free = put(start), put(np.flatnonzero(start == 0))
+        """The start board (the move at which the head entered each cell; the wall last) and its free cells."""
 
 
 def _signed_distances(side: int, wrap: bool) -> Array:
@@ -108,13 +114,12 @@ def _signed_distances(side: int, wrap: bool) -> Array:
     return (distance / side).astype(np.float32)
 
 
-_WEYL, _MIX1, _MIX2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-
-
 def _signed(x: int) -> int:
     """64 bits as the signed integer that torch wants."""
-    x &= 0xFFFFFFFFFFFFFFFF
-    return x - (1 << 64) if x >> 63 else x
+    return (x + 2**63) % 2**64 - 2**63
+
+
+_WEYL, _MIX1, _MIX2 = map(_signed, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
 def _shift(x: Tensor, n: int) -> Tensor:
@@ -124,20 +129,20 @@ def _shift(x: Tensor, n: int) -> Tensor:
 
 def mix(x: Tensor) -> Tensor:
     """The finisher of SplitMix64."""
-    x = (x ^ _shift(x, 30)) * _signed(_MIX1)
-    x = (x ^ _shift(x, 27)) * _signed(_MIX2)
+    x = (x ^ _shift(x, 30)) * _MIX1
+    x = (x ^ _shift(x, 27)) * _MIX2
     return x ^ _shift(x, 31)
 
 
 def game_keys(seed: int, n_games: int, device: torch.device) -> Tensor:
     """The key of each game's random stream."""
     of_seed = mix(torch.tensor(_signed(seed * _WEYL + _WEYL), device=device))
-    return mix(of_seed + torch.arange(1, n_games + 1, device=device) * _signed(_WEYL))
+    return mix(of_seed + torch.arange(1, n_games + 1, device=device) * _WEYL)
 
 
 def draw(key: Tensor, n_step: Tensor, n_choices: Tensor | int) -> Tensor:
     """For each game, a random number below `n_choices`."""
-    return (_shift(mix(key + n_step * _signed(_WEYL)), 33) * n_choices) >> 31
+    return (_shift(mix(key + n_step * _WEYL), 33) * n_choices) >> 31
 
 
 @dataclass(slots=True)
@@ -156,37 +161,21 @@ class State:
     hunger: Tensor
     food: Tensor
 
-    @staticmethod
-    def alloc(n_games: int, rules: Rules, device: torch.device) -> State:
-        """N games of zeros."""
-
-        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
-
-        board = zeros(n_games, rules.n_cells + 1, dtype=torch.int32)
-        return State(zeros(n_games), zeros(), board, *(zeros(n_games) for _ in range(6)))
-
 
 class TensorSteps:
     """Starts, steps and observes N games with tensor operations."""
 
-    def __init__(self, rules: Rules, tables: Tables, device: torch.device) -> None:
-        self._rules = rules
-        self._around, self._ahead, self._row, self._column, self._down, self._right, self._start = (
-            torch.as_tensor(getattr(tables, name), device=device)
-            for name in ("around", "ahead", "row", "column", "down", "right", "start")
-        )
-        self._start_free = torch.as_tensor(tables.start_free, device=device)
-        self._start_head, self._n_start = tables.start_head, int(tables.start[tables.start_head])
-        self._directions = torch.arange(4, device=device)
+    def __init__(self, rules: Rules, device: torch.device) -> None:
+        self._rules, self.tables = rules, Tables(rules, device)
 
     def reset(self, s: State, where: Tensor) -> None:
         """Start a new game where the mask is true."""
-        s.board.copy_(torch.where(where[:, None], self._start, s.board))
-        first = (self._start_head, 1, self._n_start, self._n_start, 0)
+        tables = self.tables
+        s.board.copy_(torch.where(where[:, None], tables.start, s.board))
+        first = (tables.start_head, 1, N_START, N_START, 0)
         for values, value in zip((s.head, s.facing, s.length, s.moves, s.hunger), first, strict=True):
             values.masked_fill_(where, value)
-        food = self._start_free[draw(s.key, s.n_step, len(self._start_free))]
+        food = tables.start_free[draw(s.key, s.n_step, len(tables.start_free))]
         s.food.copy_(torch.where(where, food, s.food))
 
     def step(self, s: State, actions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -194,7 +183,7 @@ class TensorSteps:
         rules, n_cells = self._rules, self._rules.n_cells
         actions = actions & 3
         s.facing.copy_(torch.where(actions == s.facing ^ 2, s.facing, actions))
-        cell, now = self._ahead[s.head, s.facing], s.moves + 1
+        cell, now = self.tables.ahead[s.head, s.facing], s.moves + 1
         ate = cell == s.food
         there = s.board.gather(1, cell[:, None]).squeeze(1)
         crashed = there > now - s.length
@@ -211,24 +200,24 @@ class TensorSteps:
         food = (n_free <= k[:, None]).sum(1)
         s.food.copy_(torch.where(full, cell, torch.where(ate, food, s.food)))
         reward = torch.where(died, rules.death_reward, ate.float())
-        return reward, died | full, s.length - self._n_start
+        return reward, died | full, s.length - N_START
 
     def observe(self, s: State) -> dict[str, Any]:
         """The observation of every game."""
-        mask = self._directions != (s.facing ^ 2)[:, None]
+        mask = self.tables.directions != (s.facing ^ 2)[:, None]
         view = self._planes(s) if self._rules.obs == "planes" else self._vector(s)
         return {MASK_KEY: mask, "view": view}
 
     def _vector(self, s: State) -> Tensor:
-        rules, n_cells = self._rules, self._rules.n_cells
+        rules, n_cells, tables = self._rules, self._rules.n_cells, self.tables
         free_since = (s.moves - s.length)[:, None]
-        left = (s.board.gather(1, self._around[s.head]) - free_since).clamp(0, n_cells)
+        left = (s.board.gather(1, tables.around[s.head]) - free_since).clamp(0, n_cells)
         unit = torch.tensor(0.5) / n_cells
         around = (left + n_cells * (left > 0)).float() * unit.to(left.device)
-        y, x = self._row[s.head], self._column[s.head]
-        to_y = self._down[self._row[s.food] - y + rules.height - 1]
-        to_x = self._right[self._column[s.food] - x + rules.width - 1]
-        facing = (self._directions == s.facing[:, None]).float()
+        y, x = tables.row[s.head], tables.column[s.head]
+        to_y = tables.down[tables.row[s.food] - y + rules.height - 1]
+        to_x = tables.right[tables.column[s.food] - x + rules.width - 1]
+        facing = (tables.directions == s.facing[:, None]).float()
         place = [y.float() / rules.height, x.float() / rules.width]
         body = [s.length.float() / n_cells, s.hunger.float() / rules.limit]
         columns = [to_y, to_x, to_y.sign(), to_x.sign()]
@@ -270,23 +259,20 @@ class SnakeGames:
         self.device = torch.device(device)
         self.single_observation_space: gym.Space[Any] = self.rules.observation_space
         self.single_action_space: gym.Space[Any] = spaces.Discrete(4)
-        tables = Tables(self.rules)
-        self.state = State.alloc(num_envs, self.rules, self.device)
-        self._steps = TensorSteps(self.rules, tables, self.device)
-        self._seeded, self._autoreset = False, autoreset
-        self._kernel: _Kernel | None = None
-        if compiled and self.device.type == "cpu":
-            self._kernel = _Kernel(self.state, self.rules, tables, autoreset)
+        zeros = partial(torch.zeros, dtype=torch.int64, device=self.device)
+        board = zeros((num_envs, self.rules.n_cells + 1), dtype=torch.int32)
+        keys = game_keys(secrets.randbits(63), num_envs, self.device)
+        self.state = State(keys, zeros(()), board, *(zeros(num_envs) for _ in range(6)))
+        self._steps, self._autoreset = TensorSteps(self.rules, self.device), autoreset
+        on_cpu = compiled and self.device.type == "cpu"
+        self._kernel = _Kernel(self.state, self.rules, self._steps, autoreset) if on_cpu else None
 
     def reset(self, seed: int | None = None) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Start new games in all envs; a seed restarts the random streams."""
-        if seed is not None or not self._seeded:
-            seed = secrets.randbits(63) if seed is None else seed
+        self.state.n_step.add_(1)
+        if seed is not None:
             self.state.key.copy_(game_keys(seed, self.num_envs, self.device))
             self.state.n_step.zero_()
-            self._seeded = True
-        else:
-            self.state.n_step.add_(1)
         self._steps.reset(self.state, torch.ones(self.num_envs, dtype=torch.bool, device=self.device))
         return self._steps.observe(self.state), {}
 
@@ -307,17 +293,25 @@ class SnakeGames:
 class _Kernel:
     """The compiled step with its arrays bound once; two sets of results alternate."""
 
-    def __init__(self, state: State, rules: Rules, tables: Tables, autoreset: bool) -> None:
+    def __init__(self, state: State, rules: Rules, steps: TensorSteps, autoreset: bool) -> None:
         from flatout.workloads.snake import kernel  # here, because numba takes a while to load
 
+        tables = steps.tables
         self._run, self._n_step = kernel.step, state.n_step.numpy()
         self._settings = rules.limit, kernel.F(rules.death_reward), autoreset
         games = [getattr(state, f.name).numpy() for f in fields(State) if f.name != "n_step"]
-        cells = [table.astype(np.uint16) for table in (tables.ahead, tables.around)]
-        scratch = np.zeros(tables.around.shape[1], np.int32)
-        where = [scratch, tables.row, tables.column, tables.down, tables.right]
-        self._bound = (*games, *cells, *where, tables.start, tables.start_head, tables.start_free)
-        self._sets = [_results(state, rules) for _ in range(2)]
+        ahead, around = (table.numpy().astype(np.uint16) for table in (tables.ahead, tables.around))
+        places = (t.numpy() for t in (tables.row, tables.column, tables.down, tables.right))
+        seen = (around, np.zeros(around.shape[1], np.int32), *places)
+        self._bound = (
+            *games,
+            ahead,
+            seen,
+            tables.start.numpy(),
+            tables.start_head,
+            tables.start_free.numpy(),
+        )
+        self._sets = [_results(steps.observe(state), steps.observe(state)) for _ in range(2)]
 
     def step(self, actions: Tensor) -> Stepped:
         self._n_step += 1
@@ -327,18 +321,12 @@ class _Kernel:
         return given
 
 
-def _results(state: State, rules: Rules) -> tuple[Stepped, tuple[Array, ...]]:
+def _results(obs: dict[str, Tensor], final: dict[str, Tensor]) -> tuple[Stepped, tuple[Array, ...]]:
     """Memory for the results of a step: as tensors for the caller, and as the arrays that the kernel writes."""
-    n, is_planes = len(state.head), rules.obs == "planes"
-    kind = torch.uint8 if is_planes else torch.float32
-    shape = rules.observation_space["view"].shape  # type: ignore[index]
-    views = [torch.zeros(n, *shape, dtype=kind) for _ in range(2)]
-    masks = [torch.zeros(n, 4, dtype=torch.bool) for _ in range(2)]
+    n = len(obs["view"])
     reward, food = torch.zeros(n), torch.zeros(n, dtype=torch.int64)
     ended, never = (torch.zeros(n, dtype=torch.bool) for _ in range(2))
-    obs, final = ({MASK_KEY: mask, "view": view} for mask, view in zip(masks, views, strict=True))
     given = obs, reward, ended, never, {"final_obs": final, "food": food}
-    vectors = [torch.zeros(n, 0)] * 2 if is_planes else views
-    no_planes = torch.zeros(n, 3, 0, dtype=torch.uint8)
-    planes = [view.view(n, 3, -1) if is_planes else no_planes for view in views]
-    return given, tuple(t.numpy() for t in (*vectors, *planes, *masks, reward, ended, food))
+    views = [o["view"].flatten(2) if o["view"].ndim > 2 else o["view"] for o in (obs, final)]
+    written = (*views, obs[MASK_KEY], final[MASK_KEY], reward, ended, food)
+    return given, tuple(t.numpy() for t in written)

@@ -6,27 +6,20 @@ so a step writes one cell whatever the length, and the tail's cell is free when 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import numpy as np
-from numba import njit
 
+from flatout.device.jit import compiled
 from flatout.envs.spaces import Array
 
-Function = TypeVar("Function", bound=Callable[..., Any])
 F, S, U = np.float32, np.int32, np.uint64
 
 _WEYL, _MIX1, _MIX2 = U(0x9E3779B97F4A7C15), U(0xBF58476D1CE4E5B9), U(0x94D049BB133111EB)
-_ONE, _HALF = F(1), F(0.5)
+_HALF = F(0.5)
 
 
-def _compiled(function: Function) -> Function:
-    """Compiled at the first call and cached on disk; without fast-math, so that tensors give the same bits."""
-    return cast(Function, njit(cache=True, error_model="numpy", nogil=True)(function))
-
-
-@_compiled
+@compiled
 def draw(key: Any, n_step: Any, n_choices: int) -> Any:
     """A random number below `n_choices`: SplitMix64 of the game's key and the step number."""
     x = U(key) + U(n_step) * _WEYL
@@ -36,7 +29,7 @@ def draw(key: Any, n_step: Any, n_choices: int) -> Any:
     return np.int64(((x >> U(33)) * U(n_choices)) >> U(31))
 
 
-@_compiled
+@compiled
 def _free_cell(board: Array, i: Any, free_since: Any, k: Any) -> Any:
     """The free cell of game i with k free cells before it."""
     for cell in range(board.shape[1] - 1):
@@ -46,11 +39,26 @@ def _free_cell(board: Array, i: Any, free_since: Any, k: Any) -> Any:
     return board.shape[1] - 1
 
 
-@_compiled
+@compiled
+def _write_planes(
+    i: Any, board: Array, free_since: Any, head: Any, food: Any, hunger: int, limit: int, view: Array
+) -> None:
+    for cell in range(U(view.shape[2])):
+        left = S(board[i, cell] - free_since)
+        view[i, 0, cell] = 0
+        view[i, 1, cell] = S(min(left, S(200)) + S(55)) if left > 0 else S(0)
+        view[i, 2, cell] = 0
+    view[i, 0, head] = 255
+    if food != head:
+        view[i, 2, food] = 255 - 200 * hunger // limit
+
+
+@compiled
 def _write_vector(
     i: Any, board: Array, free_since: Any, head: Any, facing: int, food: Any, length: int, hunger: int, limit: int,
-    around: Array, scratch: Array, row: Array, column: Array, down: Array, right: Array, view: Array,
+    tables: Any, view: Array,
 ) -> None:  # fmt: skip
+    around, scratch, row, column, down, right = tables
     n_cells, n_seen = S(board.shape[1] - 1), U(around.shape[1])
     unit = _HALF / F(n_cells)
     # Two loops, because only the second vectorises. S() keeps sums at 32 bits; numba would widen them to 64.
@@ -74,33 +82,16 @@ def _write_vector(
     view[i, n_seen + U(11)] = F(hunger) / F(limit)
 
 
-@_compiled
-def _write_planes(
-    i: Any, board: Array, free_since: Any, head: Any, food: Any, hunger: int, limit: int, view: Array
-) -> None:
-    for cell in range(U(view.shape[2])):
-        left = S(board[i, cell] - free_since)
-        view[i, 0, cell] = 0
-        view[i, 1, cell] = S(min(left, S(200)) + S(55)) if left > 0 else S(0)
-        view[i, 2, cell] = 0
-    view[i, 0, head] = 255
-    if food != head:
-        view[i, 2, food] = 255 - 200 * hunger // limit
-
-
-@_compiled
+@compiled
 def step(
     actions: Array, n_step: int, limit: int, death_reward: Any, autoreset: bool,
     keys: Array, board: Array, heads: Array, facings: Array, lengths: Array, moves: Array, hungers: Array, foods: Array,
-    ahead: Array, around: Array, scratch: Array, row: Array, column: Array, down: Array, right: Array,
-    start: Array, start_head: int, start_free: Array,
-    vector: Array, final_vector: Array, planes: Array, final_planes: Array, mask: Array, final_mask: Array,
-    reward: Array, terminated: Array, eaten: Array,
+    ahead: Array, tables: Any, start: Array, start_head: int, start_free: Array,
+    view: Array, final_view: Array, mask: Array, final_mask: Array, reward: Array, terminated: Array, eaten: Array,
 ) -> None:  # fmt: skip
-    """Step every game, reset it where it ended, and observe it. One of `vector` and `planes` has no columns."""
+    """Step every game, reset it where it ended, and observe it: planes if `view` has three dimensions, else a vector."""
     # Indices are unsigned, because numba checks signed ones for being negative at each access.
     n_cells, n_start = len(ahead), np.int64(start[start_head])
-    sees_planes = planes.shape[2] > 0
     for i in range(U(len(heads))):
         head, food, facing = heads[i], foods[i], facings[i]
         length, now, hunger = lengths[i], moves[i], hungers[i]
@@ -128,13 +119,12 @@ def step(
                 food = _free_cell(board, i, S(now - length), draw(keys[i], n_step, n_cells - length))
         if ended and autoreset:
             free_since = S(now - length)
-            if sees_planes:
-                _write_planes(i, board, free_since, U(head), U(food), hunger, limit, final_planes)
+            if view.ndim == 3:
+                _write_planes(i, board, free_since, U(head), U(food), hunger, limit, final_view)
             else:
                 _write_vector(
-                    i, board, free_since, U(head), facing, U(food), length, hunger, limit,
-                    around, scratch, row, column, down, right, final_vector,
-                )  # fmt: skip
+                    i, board, free_since, U(head), facing, U(food), length, hunger, limit, tables, final_view
+                )
             for d in range(4):
                 final_mask[i, U(d)] = d != facing ^ 2
             for j in range(U(len(start))):
@@ -145,12 +135,9 @@ def step(
         lengths[i], moves[i], hungers[i] = length, now, hunger
         # Written out twice: as one function for both, a step took twice the time.
         free_since = S(now - length)
-        if sees_planes:
-            _write_planes(i, board, free_since, U(head), U(food), hunger, limit, planes)
+        if view.ndim == 3:
+            _write_planes(i, board, free_since, U(head), U(food), hunger, limit, view)
         else:
-            _write_vector(
-                i, board, free_since, U(head), facing, U(food), length, hunger, limit,
-                around, scratch, row, column, down, right, vector,
-            )  # fmt: skip
+            _write_vector(i, board, free_since, U(head), facing, U(food), length, hunger, limit, tables, view)
         for d in range(4):
             mask[i, U(d)] = d != facing ^ 2
