@@ -34,7 +34,7 @@ class Scenario:
     """Everything that is fixed at the start of an episode."""
 
     walls: Walls
-    units: tuple[Cell, Cell, Cell]
+    units: tuple[Cell, ...]
     """Scout, breacher, carrier."""
     objective: Cell
     routes: tuple[Route, ...] = ()

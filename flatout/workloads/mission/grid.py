@@ -5,7 +5,9 @@ Cells are (row, column). Maps are boolean arrays, true where there is a wall.
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Iterator
+from functools import cache, partial
+from itertools import product
 from typing import TypeAlias
 
 import numpy as np
@@ -18,7 +20,6 @@ Field: TypeAlias = NDArray[np.int32]
 
 DIRECTIONS: tuple[Cell, ...] = ((-1, 0), (0, 1), (1, 0), (0, -1))
 """North, east, south, west."""
-NAMES = "NESW"
 FAR = 9_999
 """Infinite distance: no path."""
 LAST_RESORT = 1_000
@@ -30,23 +31,16 @@ class Sight:
 
     def __init__(self, walls: Walls) -> None:
         self.walls = walls.copy()
-        self._known: dict[tuple[Cell, int, int | None], Walls] = {}
+        self.view = cache(partial(visible, self.walls))
 
     def open(self, cell: Cell) -> None:
         """Remove a wall."""
         self.walls[cell] = False
-        self._known.clear()
-
-    def view(self, eye: Cell, radius: int, facing: int | None = None) -> Walls:
-        """A map of the cells seen from `eye`, walls included: in all directions, or in the quadrant ahead."""
-        key = (eye, radius, facing)
-        if key not in self._known:
-            self._known[key] = visible(self.walls, eye, radius, facing)
-        return self._known[key]
+        self.view.cache_clear()
 
 
 def visible(walls: Walls, eye: Cell, radius: int, facing: int | None = None) -> Walls:
-    """A map of the cells seen from `eye`.
+    """A map of the cells seen from `eye`, walls included: in all directions, or in the quadrant ahead.
 
     A cell is seen if a straight line to it crosses no wall. Sight is symmetric: if a sees b, b sees a.
     """
@@ -68,27 +62,18 @@ def _lines(radius: int, facing: int | None, n_columns: int) -> tuple[NDArray[np.
 
     Where a line passes exactly between two cells, `side` holds both; it is enough if one of them is free.
     """
-    ends, between = [], []
-    for row in range(-radius, radius + 1):
-        for column in range(-radius, radius + 1):
-            if row**2 + column**2 > (radius + 0.5) ** 2 or not _ahead(row, column, facing):
-                continue
-            n = max(abs(row), abs(column), 1)
-            steps = np.arange(1, n)[:, None] * np.array([[row, column]]) / n
-            # Shorter lines are padded with the eye's own cell, which is never a wall.
-            sides = [np.zeros((radius, 2), np.intp) for _ in range(2)]
-            sides[0][: n - 1], sides[1][: n - 1] = np.ceil(steps - 0.5), np.floor(steps + 0.5)
-            ends.append((row, column))
-            between.append([side @ (n_columns, 1) for side in sides])
-    down, right = np.array(ends, np.intp).T
-    return down, right, np.ascontiguousarray(np.array(between, np.intp).transpose(2, 1, 0))
-
-
-def _ahead(row: int, column: int, facing: int | None) -> bool:
-    if facing is None:
-        return True
-    down, right = DIRECTIONS[facing]
-    return abs(row * right) + abs(column * down) <= row * down + column * right
+    ends = np.array(list(product(range(-radius, radius + 1), repeat=2))).T
+    in_range = (ends**2).sum(0) <= (radius + 0.5) ** 2
+    if facing is not None:
+        ahead = np.array(DIRECTIONS[facing])
+        in_range &= abs(ahead[::-1]) @ abs(ends) <= ahead @ ends
+    ends = ends[:, in_range]
+    n, step = np.maximum(abs(ends).max(0), 1), np.arange(1, radius + 1)[:, None]
+    # Lines end before their last cell; the rest is the eye's own cell, which is never a wall.
+    points = np.where(step < n, step * ends[:, None] / n, 0.0)
+    sides = np.ceil(points - 0.5), np.floor(points + 0.5)
+    between = np.stack([row * n_columns + column for row, column in sides], 1)
+    return *ends, between.astype(np.intp)
 
 
 def distances(price: NDArray[np.integer], goal: Cell) -> Field:
@@ -130,30 +115,28 @@ def breaches(walls: Walls, goal: Cell, start: Cell) -> int:
     return int(distances(prices(walls, 1, floor=0), goal)[start])
 
 
-def shortest_path(walls: Walls, a: Cell, b: Cell) -> list[Cell]:
-    """A shortest path from a to b, both included; empty if there is none."""
-    field = distances(prices(walls, FAR), b)
-    if field[a] >= FAR:
-        return []
-    path = [a]
-    while path[-1] != b:
-        path.append(downhill(field, path[-1]))
-    return path
-
-
 def neighbours(cell: Cell) -> list[Cell]:
     """The cells to the north, east, south and west."""
     return [(cell[0] + down, cell[1] + right) for down, right in DIRECTIONS]
 
 
+def cheapest_path(field: Field, price: Field, start: Cell, goal: Cell) -> Iterator[Cell]:
+    """The cells after the start on the cheapest path; `field` holds the distances to the goal at these prices."""
+    while start != goal:
+        start = min(neighbours(start), key=lambda cell: int(field[cell] + price[cell]))
+        yield start
+
+
+def shortest_path(walls: Walls, a: Cell, b: Cell) -> list[Cell]:
+    """A shortest path from a to b, both included; empty if there is none."""
+    price = prices(walls, FAR)
+    field = distances(price, b)
+    return [a, *cheapest_path(field, price, a, b)] if field[a] < FAR else []
+
+
 def first_wall(walls: Walls, field: Field, price: Field, start: Cell, goal: Cell) -> Cell | None:
-    """The first wall on the cheapest path; `field` holds the distances to the goal at these prices."""
-    at = start
-    while at != goal:
-        at = min(neighbours(at), key=lambda cell: int(field[cell] + price[cell]))
-        if walls[at]:
-            return at
-    return None
+    """The first wall on the cheapest path."""
+    return next((cell for cell in cheapest_path(field, price, start, goal) if walls[cell]), None)
 
 
 def needed_wall(walls: Walls, start: Cell, goal: Cell) -> Cell | None:
@@ -162,11 +145,7 @@ def needed_wall(walls: Walls, start: Cell, goal: Cell) -> Cell | None:
     return first_wall(walls, distances(price, goal), price, start, goal)
 
 
-def downhill(field: Field, cell: Cell) -> Cell:
-    """The neighbour nearest to the goal of the field, or the cell itself if none is nearer."""
-    return min([cell, *neighbours(cell)], key=lambda at: int(field[at]))
-
-
 def step_towards(walls: Walls, start: Cell, goal: Cell) -> Cell:
     """The next cell on a shortest path; the start itself if there is no path."""
-    return downhill(distances(prices(walls, FAR), goal), start)
+    field = distances(prices(walls, FAR), goal)
+    return min([start, *neighbours(start)], key=lambda cell: int(field[cell]))

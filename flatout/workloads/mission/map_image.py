@@ -25,7 +25,7 @@ UNITS = ((46, 134, 193), (142, 84, 176), (34, 153, 84))
 LETTERS, ARROWS = "SBC", "^>v<"
 ARROW = ((0.42, 0.0), (-0.32, 0.36), (-0.12, 0.0), (-0.32, -0.36))
 """Corners of a patrol, ahead and aside, in cells."""
-Colour: TypeAlias = tuple[int, int, int]
+Colour: TypeAlias = tuple[int, ...]
 
 
 def text(game: Game) -> str:
@@ -56,7 +56,10 @@ def image(game: Game) -> NDArray[np.uint8]:
     draw.arc(_box(objective, -0.08), -90, -90 + 360 * game.held / game.scenario.hold, GOLD, SIDE // 8)
     draw.ellipse(_box(objective, 0.34), GOLD)
     _units(draw, game)
-    _bar(draw, game, *image.size)
+    (width, bottom), colour = image.size, {"success": UNITS[CARRIER], None: GOLD}.get(game.outcome, RED)
+    top, left = bottom - (BAR - 2) * SCALE, 1.0 - game.time / game.scenario.time_limit
+    draw.rectangle((0, top, width, bottom), _shade(colour, 0.35))
+    draw.rectangle((0, top, width * left, bottom), colour)
     small = image.resize((image.width // SCALE, image.height // SCALE), Image.Resampling.LANCZOS)
     return np.asarray(small, np.uint8).copy()
 
@@ -114,13 +117,5 @@ def _units(draw: ImageDraw.ImageDraw, game: Game) -> None:
         draw.text(middle, LETTERS[unit], "white", anchor="mm", font_size=SIDE * 0.42)
 
 
-def _bar(draw: ImageDraw.ImageDraw, game: Game, width: int, bottom: int) -> None:
-    top = bottom - (BAR - 2) * SCALE
-    colour = {"success": UNITS[CARRIER], None: GOLD}.get(game.outcome, RED)
-    draw.rectangle((0, top, width, bottom), _shade(colour, 0.35))
-    draw.rectangle((0, top, width * (1.0 - game.time / game.scenario.time_limit), bottom), colour)
-
-
 def _shade(colour: Colour, light: float) -> Colour:
-    red, green, blue = (round(light * a + (1 - light) * b) for a, b in zip(colour, BACKGROUND, strict=True))
-    return red, green, blue
+    return tuple(round(light * a + (1 - light) * b) for a, b in zip(colour, BACKGROUND, strict=True))

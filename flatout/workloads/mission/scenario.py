@@ -16,10 +16,20 @@ import numpy as np
 
 from flatout.errors import FlatoutError
 from flatout.workloads.mission.game import CARRIER, WALKS_EVERY, Patrol, Route, Scenario
-from flatout.workloads.mission.grid import NAMES, Cell, Sight, Walls, breaches, needed_wall, shortest_path
+from flatout.workloads.mission.grid import (
+    Cell,
+    Sight,
+    Walls,
+    breaches,
+    needed_wall,
+    neighbours,
+    shortest_path,
+)
 from flatout.workloads.validate import check_keys, read_json
 
 MARKS = {"S": "scout", "B": "breacher", "C": "carrier", "O": "objective"}
+NAMES = "NESW"
+"""Names of the directions."""
 SIZES = (5, 64)
 """Smallest and largest number of rows and columns of a map."""
 SETTINGS = ("known_map", "time_limit", "hold", "charges", "patrol_sight", "patience")
@@ -42,26 +52,24 @@ def parse(data: Any) -> Scenario:
     check_keys("a scenario", data, KEYS)
     if "map" not in data:
         raise FlatoutError("key 'map' is missing; give the map's rows as a list of strings")
-    name = data.get("name", "mission")
+    name, patrols = data.get("name", "mission"), data.get("patrols", [])
     _expect(isinstance(name, str), "name", name, "it must be a string")
     walls, places = _map(data["map"])
-    scout, breacher, carrier, objective = (places[mark] for mark in MARKS)
-    patrols = data.get("patrols", [])
+    *units, objective = (places[mark] for mark in MARKS)
     _expect(isinstance(patrols, list), "patrols", patrols, "it must be a list")
     scenario = Scenario(
         walls=walls,
-        units=(scout, breacher, carrier),
+        units=tuple(units),
         objective=objective,
         routes=tuple(_route(patrol, walls, f"patrols[{i}]") for i, patrol in enumerate(patrols)),
         name=name,
         **{key: data[key] for key in SETTINGS if key in data},
     )
-    needed = breaches(walls, objective, carrier)
+    needed = breaches(walls, objective, places["C"])
     if needed > scenario.charges:
-        raise FlatoutError(
-            f"map: between C in {_place(carrier)} and O in {_place(objective)} at least {needed} "
-            f"walls must be broken; charges is {scenario.charges}"
-        )
+        between = f"C in {_place(places['C'])} and O in {_place(objective)}"
+        must = f"at least {needed} walls must be broken; charges is {scenario.charges}"
+        raise FlatoutError(f"map: between {between} {must}")
     return scenario
 
 
@@ -95,8 +103,7 @@ def _map(rows: Any) -> tuple[Walls, dict[str, Cell]]:
 
 def _route(patrol: Any, walls: Walls, where: str) -> Route:
     is_patrol = isinstance(patrol, dict) and {"route"} <= set(patrol) <= {"route", "facing"}
-    expected = 'it must be {"route": [[row, column], …]}, with "facing" if you like'
-    _expect(is_patrol, where, patrol, expected)
+    _expect(is_patrol, where, patrol, 'it must be {"route": [[row, column], …]}, with "facing" if you like')
     points, facing = patrol["route"], patrol.get("facing", "S")
     _expect(facing in tuple(NAMES), f"{where}.facing", facing, "it must be N, E, S or W")
     is_list = isinstance(points, list) and len(points) > 0
@@ -149,18 +156,13 @@ class Level:
     settings: dict[str, Any]
     """Further fields of the scenario."""
     sealed: bool = True
-    """Whether the objective is in a room without a door."""
+    """Whether the objective is in a room without a door. The breacher then has three charges."""
 
 
 LEVELS = {
     1: Level(11, 5, 1, {"patrol_sight": 2, "patience": 5, "time_limit": 80}, sealed=False),
-    2: Level(13, 8, 2, {"patrol_sight": 3, "patience": 4, "time_limit": 120, "charges": 3}),
-    3: Level(
-        17,
-        14,
-        3,
-        {"patrol_sight": 4, "patience": 2, "time_limit": 180, "charges": 3, "hold": 4, "known_map": False},
-    ),
+    2: Level(13, 8, 2, {"patrol_sight": 3, "patience": 4, "time_limit": 120}),
+    3: Level(17, 14, 3, {"patrol_sight": 4, "patience": 2, "time_limit": 180, "hold": 4, "known_map": False}),
 }
 ATTEMPTS = 1_000
 
@@ -202,6 +204,7 @@ def _draft(level: Level, name: str, rng: np.random.Generator) -> Scenario | None
         objective=objective,
         routes=tuple(Route(tuple(route)) for route in routes),
         name=name,
+        charges=3 if level.sealed else 1,
         **level.settings,
     )
 
@@ -234,11 +237,10 @@ def _rotated(scenario: Scenario, turns: int) -> Scenario:
             cell = (last - cell[1], cell[0])
         return cell
 
-    scout, breacher, carrier = map(turned, scenario.units)
     return replace(
         scenario,
         walls=np.ascontiguousarray(np.rot90(scenario.walls, turns)),
-        units=(scout, breacher, carrier),
+        units=tuple(map(turned, scenario.units)),
         objective=turned(scenario.objective),
         routes=tuple(Route(tuple(map(turned, route.cells))) for route in scenario.routes),
     )
@@ -253,17 +255,19 @@ def solvable(scenario: Scenario) -> bool:
     sight, carrier, objective = Sight(scenario.walls), scenario.units[CARRIER], scenario.objective
     walls = sight.walls
     patrols = [Patrol(route, scenario.patrol_sight, 1) for route in scenario.routes]
-    cells = np.stack([_only(walls, unit) for unit in scenario.units] + [np.zeros_like(walls)])
+    cells = np.zeros((4, *walls.shape), bool)
     """Cells where the scout, the breacher, the carrier, and a carrier that must rest may be."""
+    cells[range(3), *zip(*scenario.units, strict=True)] = True
     wall, charges, held = needed_wall(walls, carrier, objective), scenario.charges, 0
     safe = _unwatched(patrols, sight)
     for time in range(1, scenario.time_limit + 1):
         before, cells = cells, _spread(cells, walls)
         cells[3], cells[2] = cells[2], before[2] | before[3]
         breached = False
-        if wall and charges and (beside := before[1] & _spread(_only(walls, wall), walls)).any():
+        if wall and charges and (beside := [cell for cell in neighbours(wall) if before[1][cell]]):
             sight.open(wall)
-            cells[1], charges, breached = beside, charges - 1, True
+            cells[1], charges, breached = False, charges - 1, True
+            cells[1][tuple(np.transpose(beside))] = True
             wall = needed_wall(walls, carrier, objective)
         if breached or time % WALKS_EVERY == 0:  # otherwise the patrols have not moved
             for patrol in patrols:
@@ -296,9 +300,3 @@ def _spread(cells: Walls, walls: Walls) -> Walls:
     out[..., 1:] |= cells[..., :-1]
     out[..., :-1] |= cells[..., 1:]
     return out & ~walls
-
-
-def _only(walls: Walls, cell: Cell) -> Walls:
-    out = np.zeros_like(walls)
-    out[cell] = True
-    return out
