@@ -10,9 +10,9 @@ import csv
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import UTC, date, datetime
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
@@ -75,49 +75,44 @@ def first_fault(rows: Array) -> tuple[int, str] | None:
 
 SUFFIXES = (".csv", ".parquet")
 NEEDED = ("time", *COLUMNS)
-
-
-class _RowError(Exception):
-    """The index of a row in a file, and what is wrong with it."""
+Columns: TypeAlias = dict[str, list[Any]]
 
 
 def read(path: Path, shown: str) -> Bars:
     """The bars in a file; errors call it `shown`."""
-    rows: list[int] = []
-    """The number of each row, for errors."""
     try:
-        columns = (_csv if path.suffix.lower() == ".csv" else _parquet)(path, rows)
+        rows, columns = (_csv if path.suffix.lower() == ".csv" else _parquet)(path)
         if not rows:
             raise FlatoutError("has no rows of data")
-        values = np.stack([_numbers(columns[name], name) for name in COLUMNS], 1)
+        values = np.stack([_numbers(columns[name], name, rows) for name in COLUMNS], 1)
         fault = first_fault(values)
         if fault is not None:
-            raise _RowError(*fault)
+            raise FlatoutError(f"row {rows[fault[0]]}: {fault[1]}")
         assets = [str(name) for name in columns.get("asset", ["price"] * len(rows))]
-        return _panel(values, _times(columns["time"]), assets, rows)
-    except _RowError as error:
-        raise FlatoutError(f"{shown} row {rows[error.args[0]]}: {error.args[1]}") from error
+        return _panel(values, _times(columns["time"], rows), assets, rows)
     except FlatoutError as error:
         raise FlatoutError(f"{shown} {error}") from error
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise FlatoutError(f"{shown} cannot be read: {' '.join(str(error).split())}") from error
 
 
-def _csv(path: Path, rows: list[int]) -> dict[str, list[Any]]:
+def _csv(path: Path) -> tuple[Sequence[int], Columns]:
+    rows, table = [], []
     with path.open(newline="", encoding="utf-8-sig") as file:
         reader = csv.reader(file)
         header = [name.strip().lower() for name in next(reader, [])]
         places = _places(header)
-        table = []
         for cells in filter(None, reader):
+            if len(cells) != len(header):
+                raise FlatoutError(
+                    f"row {reader.line_num}: {len(cells)} cells, but the header has {len(header)}"
+                )
             rows.append(reader.line_num)
             table.append(cells)
-            if len(cells) != len(header):
-                raise _RowError(-1, f"{len(cells)} cells, but the header has {len(header)}")
-    return {name: [cells[place].strip() for cells in table] for name, place in places.items()}
+    return rows, {name: [cells[place].strip() for cells in table] for name, place in places.items()}
 
 
-def _parquet(path: Path, rows: list[int]) -> dict[str, list[Any]]:
+def _parquet(path: Path) -> tuple[Sequence[int], Columns]:
     try:
         import pyarrow
         import pyarrow.parquet
@@ -127,9 +122,9 @@ def _parquet(path: Path, rows: list[int]) -> dict[str, list[Any]]:
         table = pyarrow.parquet.read_table(path)
     except pyarrow.ArrowException as error:
         raise FlatoutError(f"is not a Parquet file: {' '.join(str(error).split())}") from error
-    rows += range(1, table.num_rows + 1)
     places = _places([name.lower() for name in table.column_names])
-    return {name: table.column(place).to_pylist() for name, place in places.items()}
+    columns = {name: table.column(place).to_pylist() for name, place in places.items()}
+    return range(1, table.num_rows + 1), columns
 
 
 def _places(header: list[str]) -> dict[str, int]:
@@ -140,59 +135,54 @@ def _places(header: list[str]) -> dict[str, int]:
     return {name: header.index(name) for name in (*NEEDED, "asset") if name in header}
 
 
-def _numbers(cells: Sequence[Any], name: str) -> Array:
-    try:
-        return np.array(cells, np.float64)
-    except (TypeError, ValueError):
-        for k, cell in enumerate(cells):
-            try:
-                float(cell)
-            except (TypeError, ValueError):
-                raise _RowError(k, f"{name} is {cell!r}, not a number") from None
-        raise
+def _numbers(cells: Sequence[Any], name: str, rows: Sequence[int]) -> Array:
+    numbers = np.empty(len(cells))
+    for k, cell in enumerate(cells):
+        try:
+            numbers[k] = cell
+        except (TypeError, ValueError):
+            raise FlatoutError(f"row {rows[k]}: {name} is {cell!r}, not a number") from None
+    return numbers
 
 
-def _times(cells: Sequence[Any]) -> list[float]:
+def _times(cells: Sequence[Any], rows: Sequence[int]) -> list[float]:
     """The times as numbers; either all cells are numbers or all are dates."""
     times = [_time(cell) for cell in cells]
     for k, (time, is_number) in enumerate(times):
         if not np.isfinite(time) or is_number != times[0][1]:
             expected = "give dates such as 2024-05-31 or 2024-05-31T16:00, or numbers"
-            raise _RowError(k, f"time is {cells[k]!r}; {expected}")
+            raise FlatoutError(f"row {rows[k]}: time is {cells[k]!r}; {expected}")
     return [time for time, _ in times]
 
 
 def _time(cell: Any) -> tuple[float, bool]:
     """The time as a number, and whether it was given as one; dates become seconds, anything else NaN."""
-    if isinstance(cell, date) and not isinstance(cell, datetime):
-        cell = datetime(cell.year, cell.month, cell.day)
-    if not isinstance(cell, datetime):
-        with suppress(TypeError, ValueError):
-            return float(cell), True
-        try:
-            cell = datetime.fromisoformat(cell)
-        except (TypeError, ValueError):
-            return float("nan"), False
-    return (cell if cell.tzinfo else cell.replace(tzinfo=UTC)).timestamp(), False
+    with suppress(TypeError, ValueError):
+        return float(cell), True
+    with suppress(ValueError):
+        time = datetime.fromisoformat(str(cell))
+        return (time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp(), False
+    return float("nan"), False
 
 
-def _panel(values: Array, times: list[float], assets: list[str], rows: list[int]) -> Bars:
+def _panel(values: Array, times: list[float], assets: list[str], rows: Sequence[int]) -> Bars:
     """The rows, assets in any order, as one (time, asset) panel without gaps."""
     places: dict[str, list[int]] = {}
     for place, name in enumerate(assets):
         before = places.setdefault(name, [])
         if before and times[place] <= times[before[-1]]:
             what = "repeats" if times[place] == times[before[-1]] else "is before"
-            of = f" of '{name}'" if len(set(assets)) > 1 else ""
-            raise _RowError(place, f"time{of} {what} that of row {rows[before[-1]]}; sort rows by time")
+            time = f"time of '{name}'" if len(set(assets)) > 1 else "time"
+            last = rows[before[-1]]
+            raise FlatoutError(f"row {rows[place]}: {time} {what} that of row {last}; sort rows by time")
         before.append(place)
     first = assets[0]
     expected = [times[place] for place in places[first]]
     for name, own in places.items():
-        if [times[place] for place in own] != expected:
-            pairs = enumerate(zip(own, expected, strict=False))
-            differs = next((k for k, (place, time) in pairs if times[place] != time), -1)
-            raise _RowError(own[differs], f"'{name}' and '{first}' have different times from here on")
+        differing = [place for place, time in zip(own, expected, strict=False) if times[place] != time]
+        if differing or len(own) != len(expected):
+            row = rows[differing[0] if differing else own[-1]]
+            raise FlatoutError(f"row {row}: '{name}' and '{first}' have different times from here on")
     panel = values[np.array(list(places.values())).T]
     return Bars(tuple(places), *(panel[..., k] for k in range(len(COLUMNS))))
 
@@ -204,8 +194,6 @@ GAP = 0.1
 WALK_VOLATILITY = 0.01
 TRADED = 1e9
 """Money traded per bar in a quiet regime."""
-
-
 DRIFT, VOLATILITY, DURATION = np.array([(0.0015, 0.008, 80.0), (-0.0020, 0.014, 50.0), (0.0, 0.010, 40.0)]).T
 """Mean and standard deviation of a bar's log return, and the mean number of bars until the regime changes, in each
 regime: rising quietly, falling with high volatility, going sideways. The next one is random."""
