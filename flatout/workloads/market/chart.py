@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import colorsys
+from functools import partial
 from typing import TypeAlias
 
 import numpy as np
@@ -17,6 +17,7 @@ SCALE = 2
 LEFT, RIGHT, TOP, GUTTER = 64, 112, 34, 34
 PAPER, GRID, INK, FAINT = "#ffffff", "#e6e9ef", "#1f2430", "#6b7385"
 Pen: TypeAlias = ImageDraw.ImageDraw
+Span: TypeAlias = tuple[float, float]
 EQUITY, HELD = "#1a6dd6", "#9aa3b2"
 
 
@@ -24,12 +25,8 @@ class Journal:
     """One account's equity, positions and prices during an episode, relative to the initial cash and prices."""
 
     def __init__(self, ledger: Ledger) -> None:
-        self._ledger = ledger
+        self._ledger, self.start, self.costs = ledger, int(ledger.bar[0]), 0.0
         self.names, self.window = ledger.bars.names, ledger.config.window
-
-    def reset(self) -> None:
-        """Start a new episode."""
-        self.start, self.costs = int(self._ledger.bar[0]), 0.0
         self.equity: list[float] = []
         self.weights: list[Array] = []
         self.record()
@@ -64,7 +61,8 @@ def draw(journal: Journal) -> Array:
     pen = ImageDraw.Draw(image)
     prices, weights = journal.prices, np.array(journal.weights)
     equity, held = np.array(journal.equity), prices.mean(axis=1)
-    colors = palette(len(journal.names))
+    hues = [360 * (0.08 + i / len(journal.names)) % 360 for i in range(len(journal.names))]
+    colors = [f"hsl({hue:.3f}, 58%, 52%)" for hue in hues]
     parts = np.array([0.40, 0.22, 0.38]) * (HEIGHT - TOP - 3 * GUTTER + 12)
     tops = TOP + np.concatenate([[0], np.cumsum(parts + GUTTER)[:2]])
 
@@ -72,10 +70,7 @@ def draw(journal: Journal) -> Array:
     spans = _span(prices), (short.sum(1).min(), max(long.sum(1).max(), 1.0)), _span(np.append(equity, held))
     after_costs = f"equity, starting at 1 (after costs of {journal.costs:.2%})"
     titles = "prices, starting at 1", "positions, share of equity", after_costs
-    top, middle, bottom = (
-        _Panel(pen, title, at, height, span, journal.window)
-        for title, at, height, span in zip(titles, tops, parts, spans, strict=True)
-    )
+    top, middle, bottom = map(partial(_Panel, pen, journal.window), titles, tops, parts, spans)
     for column, color in zip(prices.T, colors, strict=True):
         top.line(column, color)
     top.labels(dict(zip(journal.names, prices[-1], strict=True)), colors)
@@ -87,13 +82,7 @@ def draw(journal: Journal) -> Array:
     return np.asarray(image.resize((WIDTH, HEIGHT), Image.Resampling.LANCZOS)).copy()
 
 
-def palette(n: int) -> list[str]:
-    """`n` distinct colors."""
-    rgb = [colorsys.hls_to_rgb((0.08 + i / n) % 1.0, 0.52, 0.58) for i in range(n)]
-    return ["#" + "".join(f"{round(255 * c):02x}" for c in color) for color in rgb]
-
-
-def _span(values: Array) -> tuple[float, float]:
+def _span(values: Array) -> Span:
     low, high = float(values.min()), float(values.max())
     room = max(high - low, 0.02) * 0.08
     return low - room, high + room
@@ -102,9 +91,7 @@ def _span(values: Array) -> tuple[float, float]:
 class _Panel:
     """Axes over the bars of an episode, with grid, scale and title."""
 
-    def __init__(
-        self, pen: Pen, title: str, top: float, height: float, span: tuple[float, float], window: int
-    ) -> None:
+    def __init__(self, pen: Pen, window: int, title: str, top: float, height: float, span: Span) -> None:
         low, high = span
         self._pen, self._x_scale = pen, (WIDTH - LEFT - RIGHT) / window
         self._top, self._high, self._y_scale = top, high, height / (high - low)

@@ -31,14 +31,23 @@ class MarketAccounts(VectorEnv[Array, Array, Array]):
         self.num_envs = num_envs
         self.metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}
         self.ledger = Ledger(config.tables(), config, num_envs)
-        self.single_observation_space, self.single_action_space = _spaces(self.ledger)
+        self.single_observation_space = spaces.Box(-BOUND, BOUND, (self.ledger.n_observed,))
+        self.single_action_space = spaces.Box(-1.0 if config.short else 0.0, 1.0, (self.ledger.n_assets,))
         self.observation_space = batch_space(self.single_observation_space, num_envs)
         self.action_space = batch_space(self.single_action_space, num_envs)
 
     def reset(self, *, seed: int | None = None, options: Info | None = None) -> tuple[Array, Info]:
         super().reset(seed=seed)
-        _reset_all(self.ledger, self.np_random, options)
-        return self.ledger.observe(), {}
+        ledger, n = self.ledger, self.num_envs
+        if options is None or "start" not in options:
+            starts = ledger.draw(self.np_random, n)
+        else:
+            starts = np.broadcast_to(np.asarray(options["start"], np.int64), (n,))
+            if starts.min() < ledger.first or starts.max() > ledger.last:
+                allowed = f"{ledger.config.split} episodes start at bars {ledger.first} to {ledger.last}"
+                raise FlatoutError(f"start is {options['start']}; {allowed}")
+        ledger.reset(np.ones(n, np.bool_), starts)
+        return ledger.observe(), {}
 
     def step(self, actions: Array) -> tuple[Array, Array, Array, Array, Info]:
         """Trade one bar in every account; ended episodes are reset in the same step."""
@@ -65,18 +74,19 @@ class Market(gym.Env[Array, Array]):
 
     def __init__(self, render_mode: str | None = None, **settings: Any) -> None:
         check_choice("render_mode", render_mode, (None, *self.metadata["render_modes"]))
-        config = from_settings(MarketConfig, settings, "market")
         self.render_mode = render_mode
-        self.ledger = Ledger(config.tables(), config, 1)
-        self.observation_space, self.action_space = _spaces(self.ledger)
-        self._journal = Journal(self.ledger) if render_mode else None
+        self._accounts = MarketAccounts(1, **settings)
+        self.ledger = self._accounts.ledger
+        self.observation_space = self._accounts.single_observation_space
+        self.action_space = self._accounts.single_action_space
+        self._journal: Journal | None = None
 
     def reset(self, *, seed: int | None = None, options: Info | None = None) -> tuple[Array, Info]:
         super().reset(seed=seed)
-        _reset_all(self.ledger, self.np_random, options)
-        if self._journal is not None:
-            self._journal.reset()
-        return self.ledger.observe()[0], self._info()
+        self._accounts.np_random = self.np_random
+        obs, _ = self._accounts.reset(options=options)
+        self._journal = Journal(self.ledger) if self.render_mode else None
+        return obs[0], self._info()
 
     def step(self, action: Array) -> tuple[Array, float, bool, bool, Info]:
         reward, terminated, truncated = self.ledger.trade(np.asarray(action)[None])
@@ -95,23 +105,6 @@ class Market(gym.Env[Array, Array]):
         ledger, cash = self.ledger, self.ledger.config.cash
         equity, costs = float(ledger.equity[0] / cash), float(ledger.costs[0] / cash)
         return {"bar": int(ledger.bar[0]), "equity": equity, "costs": costs}
-
-
-def _spaces(ledger: Ledger) -> tuple[spaces.Box, spaces.Box]:
-    least = -1.0 if ledger.config.short else 0.0
-    return spaces.Box(-BOUND, BOUND, (ledger.n_observed,)), spaces.Box(least, 1.0, (ledger.n_assets,))
-
-
-def _reset_all(ledger: Ledger, rng: np.random.Generator, options: Info | None) -> None:
-    n = len(ledger.bar)
-    if options is None or "start" not in options:
-        starts = ledger.draw(rng, n)
-    else:
-        starts = np.broadcast_to(np.asarray(options["start"], np.int64), (n,))
-        if starts.min() < ledger.first or starts.max() > ledger.last:
-            allowed = f"{ledger.config.split} episodes start at bars {ledger.first} to {ledger.last}"
-            raise FlatoutError(f"start is {options['start']}; {allowed}")
-    ledger.reset(np.ones(n, np.bool_), starts)
 
 
 Trader = Callable[[Array], Array]

@@ -7,7 +7,7 @@ particular words, to the targets. Every kind of page has its own structure.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from hashlib import blake2b
@@ -195,15 +195,7 @@ class _Writer:
         elif word in ("about", "terms", "search", "private", "account", "tags"):
             self.title, body = word.title(), self.element("p", word, TEXT)
         elif word in self.plan.sections:
-            makers: dict[str, Callable[[list[str]], str]] = {
-                "research": self._research,
-                "shop": self._shop,
-                "events": self._events,
-                "people": self._people,
-                "help": self._help,
-                "photos": self._photos,
-            }
-            body = makers.get(self.plan.sections[word], self._articles)(parts)
+            body = getattr(self, f"_{self.plan.sections[word]}", self._articles)(parts)
         else:
             return Answer(404, b"<html><body><h1>No such page</h1></body></html>")
         head = f"<!doctype html><html><head><title>{self.title}</title></head>{self.plan.head}"

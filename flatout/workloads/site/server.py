@@ -46,11 +46,8 @@ class SiteServer:
 
     def close(self) -> None:
         """Stop the server; may be called twice."""
-        for pipe in (self.process.stdin, self.process.stdout):
-            if pipe is not None:
-                pipe.close()
-        self.process.terminate()
-        self.process.wait()
+        with self.process:  # closes its pipes and waits
+            self.process.terminate()
 
 
 def site_server(config: SiteConfig) -> SiteServer:
