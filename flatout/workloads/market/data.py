@@ -261,7 +261,7 @@ def tables(bars: Bars) -> Tables:
     """The tables of a history; features are complete from bar LONGEST on."""
     log_close = np.log(bars.close)
     steps = np.diff(log_close, axis=0, prepend=log_close[:1])
-    long = np.maximum(_volatility(steps, LONGEST), 1e-6)
+    long = np.maximum(np.sqrt(_mean(steps**2, LONGEST)), 1e-6)
     traded = _mean(bars.close * bars.volume, 20)
     with np.errstate(divide="ignore"):
         impact = np.where(traded > 0, long / np.sqrt(traded), 1.0)
@@ -278,24 +278,19 @@ def tables(bars: Bars) -> Tables:
 
 def _features(bars: Bars, log_close: Array, steps: Array, long: Array) -> list[Array]:
     """In the order of FEATURES, each (T, A); returns are divided by their recent standard deviation."""
-    usual = long * np.sqrt(LONGEST)
+    bar = np.arange(len(bars))
     high = np.maximum.accumulate(log_close, axis=0)
     if len(bars) > LONGEST:
         high[LONGEST:] = sliding_window_view(log_close, LONGEST + 1, axis=0).max(axis=-1)
     recent, normal = (np.maximum(_mean(bars.volume, n), 1e-12) for n in (5, LONGEST))
     return [
-        *((log_close - _back(log_close, n)) / (long * np.sqrt(n)) for n in TRENDS),
-        np.log(np.maximum(_volatility(steps, 20), 1e-6) / long),
+        *((log_close - log_close[np.maximum(bar - n, 0)]) / (long * np.sqrt(n)) for n in TRENDS),
+        np.log(np.maximum(np.sqrt(_mean(steps**2, 20)), 1e-6) / long),
         np.log(long / 0.01),
         _mean(np.log(bars.high / bars.low), 10) / long - 1.0,
         np.log(recent / normal),
-        (log_close - high) / usual,
+        (log_close - high) / (long * np.sqrt(LONGEST)),
     ]
-
-
-def _back(values: Array, n: int) -> Array:
-    """The value n bars earlier, or the first one."""
-    return np.concatenate([np.repeat(values[:1], min(n, len(values)), axis=0), values[:-n]])
 
 
 def _mean(values: Array, n: int) -> Array:
@@ -304,7 +299,3 @@ def _mean(values: Array, n: int) -> Array:
     upto = np.arange(1, len(values) + 1)
     since = np.maximum(upto - n, 0)
     return np.asarray(np.maximum((total[upto] - total[since]) / (upto - since)[:, None], 0.0))
-
-
-def _volatility(steps: Array, n: int) -> Array:
-    return np.sqrt(_mean(steps**2, n))

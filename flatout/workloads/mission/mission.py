@@ -117,16 +117,25 @@ class Observer:
         rows, columns = game.walls.shape
         self._blocked = np.ones((rows + 2 * REACH, columns + 2 * REACH), np.float32)
         self._danger = np.zeros_like(self._blocked)
-        self._plan()
-        self._careful_for: tuple[bytes, tuple[bytes, bool], Cell | None] | None = None
-        self._avoid()
+        self._facts: Any = None
+        self._careful_for: Any = None
+        self.update()
         self._whole = max(1.0, self._left())
 
     def update(self) -> None:
         """Recompute what the last step has changed."""
-        if self._read_facts() != self._facts:
-            self._plan()
-        elif self._game.units[CARRIER] != self._carrier:
+        game = self._game
+        walls, breaks = game.walls & game.known, game.free[BREACHER] and game.charges > 0
+        facts = walls.tobytes(), breaks
+        is_new = facts != self._facts
+        if is_new:
+            self._facts, self._walls = facts, walls
+            price = prices(walls, BREACH_PRICE if breaks else FAR)
+            self._routes = [(distances(price, game.scenario.objective), price)]
+            """Distances and prices to the objective and, if there is one, to the wall that the breacher breaks."""
+            self._wall: Cell | None = None
+            """The first wall on the carrier's path, for the breacher to break."""
+        if is_new or game.units[CARRIER] != self._carrier:
             self._find_wall()
         self._avoid()
 
@@ -196,21 +205,6 @@ class Observer:
             goals = [goal for goal in (self._game.scenario.objective, self._wall) if goal]
             costs = [price + detour for _, price in self._routes]
             self._careful = [(distances(cost, goal), cost) for cost, goal in zip(costs, goals, strict=True)]
-
-    def _read_facts(self) -> tuple[bytes, bool]:
-        game = self._game
-        return (game.walls & game.known).tobytes(), game.free[BREACHER] and game.charges > 0
-
-    def _plan(self) -> None:
-        game = self._game
-        self._facts = self._read_facts()
-        self._walls = game.walls & game.known
-        price = prices(self._walls, BREACH_PRICE if self._facts[1] else FAR)
-        self._routes = [(distances(price, game.scenario.objective), price)]
-        """Distances and prices to the objective and, if there is one, to the wall that the breacher breaks."""
-        self._wall: Cell | None = None
-        """The first wall on the carrier's path, for the breacher to break."""
-        self._find_wall()
 
     def _find_wall(self) -> None:
         self._carrier = self._game.units[CARRIER]

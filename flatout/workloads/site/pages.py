@@ -195,6 +195,7 @@ class _Writer:
         elif word in ("about", "terms", "search", "private", "account", "tags"):
             self.title, body = word.title(), self.element("p", word, TEXT)
         elif word in self.plan.sections:
+            # Kinds of sections without pages of their own, such as news, have articles.
             body = getattr(self, f"_{self.plan.sections[word]}", self._articles)(parts)
         else:
             return Answer(404, b"<html><body><h1>No such page</h1></body></html>")
