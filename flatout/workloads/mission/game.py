@@ -198,9 +198,9 @@ class Game:
                 breached = _beyond(self.units[unit], action - 1)
                 self._sight.open(breached)
                 self.charges -= 1
-                continue
-            self.units[unit] = _beyond(self.units[unit], action - 1, 2 if action > 4 else 1)
-            self.tired = unit == CARRIER
+            else:
+                self.units[unit] = _beyond(self.units[unit], action - 1, 2 if action > 4 else 1)
+                self.tired = unit == CARRIER
         captured, noticed = self._move_patrols()
         self._hold(changed=bool(captured) or breached is not None)
         self._look()

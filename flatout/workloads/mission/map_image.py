@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
-
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
 from flatout.workloads.mission.game import CARRIER, Game
-from flatout.workloads.mission.grid import DIRECTIONS, Cell
+from flatout.workloads.mission.grid import DIRECTIONS
 
 CELL = 28
 """Pixels per cell."""
@@ -25,7 +23,6 @@ UNITS = ((46, 134, 193), (142, 84, 176), (34, 153, 84))
 LETTERS, ARROWS = "SBC", "^>v<"
 ARROW = ((0.42, 0.0), (-0.32, 0.36), (-0.12, 0.0), (-0.32, -0.36))
 """Corners of a patrol, ahead and aside, in cells."""
-Colour: TypeAlias = tuple[int, ...]
 
 
 def text(game: Game) -> str:
@@ -64,7 +61,7 @@ def image(game: Game) -> NDArray[np.uint8]:
     return np.asarray(small, np.uint8).copy()
 
 
-def _box(cell: Cell, inset: float = 0.0) -> tuple[float, float, float, float]:
+def _box(cell: tuple[float, float], inset: float = 0.0) -> tuple[float, float, float, float]:
     """Left, top, right, bottom of a cell in pixels."""
     low, high = inset * SIDE, SIDE - 1 - inset * SIDE
     left, top = cell[1] * SIDE, cell[0] * SIDE
@@ -101,10 +98,9 @@ def _units(draw: ImageDraw.ImageDraw, game: Game) -> None:
     """Units in one cell are drawn side by side; captured ones as crosses."""
     for unit, cell in enumerate(game.units):
         together = [other for other in range(3) if game.units[other] == cell]
-        shift = (together.index(unit) - (len(together) - 1) / 2) * 0.26 * SIDE
-        left, top, right, bottom = _box(cell, 0.16 if len(together) == 1 else 0.24)
-        left, right = left + shift, right + shift
-        box, colour = (left, top, right, bottom), UNITS[unit]
+        shift = (together.index(unit) - (len(together) - 1) / 2) * 0.26
+        box = _box((cell[0], cell[1] + shift), 0.16 if len(together) == 1 else 0.24)
+        (left, top, right, bottom), colour = box, UNITS[unit]
         if not game.free[unit]:
             draw.line(box, colour, SIDE // 10)
             draw.line((left, bottom, right, top), colour, SIDE // 10)
@@ -117,5 +113,5 @@ def _units(draw: ImageDraw.ImageDraw, game: Game) -> None:
         draw.text(middle, LETTERS[unit], "white", anchor="mm", font_size=SIDE * 0.42)
 
 
-def _shade(colour: Colour, light: float) -> Colour:
+def _shade(colour: tuple[int, ...], light: float) -> tuple[int, ...]:
     return tuple(round(light * a + (1 - light) * b) for a, b in zip(colour, BACKGROUND, strict=True))

@@ -15,16 +15,9 @@ from typing import Any
 import numpy as np
 
 from flatout.errors import FlatoutError
+from flatout.workloads.mission import grid
 from flatout.workloads.mission.game import CARRIER, WALKS_EVERY, Patrol, Route, Scenario
-from flatout.workloads.mission.grid import (
-    Cell,
-    Sight,
-    Walls,
-    breaches,
-    needed_wall,
-    neighbours,
-    shortest_path,
-)
+from flatout.workloads.mission.grid import Cell, Sight, Walls
 from flatout.workloads.validate import check_keys, read_json
 
 MARKS = {"S": "scout", "B": "breacher", "C": "carrier", "O": "objective"}
@@ -65,7 +58,7 @@ def parse(data: Any) -> Scenario:
         name=name,
         **{key: data[key] for key in SETTINGS if key in data},
     )
-    needed = breaches(walls, objective, places["C"])
+    needed = grid.breaches(walls, objective, places["C"])
     if needed > scenario.charges:
         between = f"C in {_place(places['C'])} and O in {_place(objective)}"
         must = f"at least {needed} walls must be broken; charges is {scenario.charges}"
@@ -111,7 +104,7 @@ def _route(patrol: Any, walls: Walls, where: str) -> Route:
     cells = [_point(point, walls, f"{where}.route[{i}]") for i, point in enumerate(points)]
     path = cells[:1]
     for i, (a, b) in enumerate(pairwise(cells)):
-        leg = shortest_path(walls, a, b)
+        leg = grid.shortest_path(walls, a, b)
         if not leg:
             raise FlatoutError(f"{where}.route[{i + 1}]: no path from {_place(a)} to {_place(b)}")
         path += leg[1:]
@@ -193,7 +186,7 @@ def _draft(level: Level, name: str, rng: np.random.Generator) -> Scenario | None
     row = int(rng.integers(1, size - 2))
     walls[row : row + 2, 1:3] = walls[objective] = False
     carrier = (row, 1)
-    if breaches(walls, objective, carrier) != int(level.sealed):
+    if grid.breaches(walls, objective, carrier) != int(level.sealed):
         return None
     routes = [_patrol_route(walls, grounds & ~walls, rng) for _ in range(level.n_patrols)]
     if not all(routes):
@@ -223,7 +216,9 @@ def _patrol_route(walls: Walls, grounds: Walls, rng: np.random.Generator) -> lis
     cells = np.argwhere(grounds)
     for _ in range(8):
         (a, b), (c, d) = rng.choice(cells, 2, replace=False).tolist()
-        if abs(a - c) + abs(b - d) >= len(walls) // 3 and (route := shortest_path(walls, (a, b), (c, d))):
+        if abs(a - c) + abs(b - d) >= len(walls) // 3 and (
+            route := grid.shortest_path(walls, (a, b), (c, d))
+        ):
             return route
     return []
 
@@ -258,17 +253,17 @@ def solvable(scenario: Scenario) -> bool:
     cells = np.zeros((4, *walls.shape), bool)
     """Cells where the scout, the breacher, the carrier, and a carrier that must rest may be."""
     cells[range(3), *zip(*scenario.units, strict=True)] = True
-    wall, charges, held = needed_wall(walls, carrier, objective), scenario.charges, 0
+    wall, charges, held = grid.needed_wall(walls, carrier, objective), scenario.charges, 0
     safe = _unwatched(patrols, sight)
     for time in range(1, scenario.time_limit + 1):
         before, cells = cells, _spread(cells, walls)
         cells[3], cells[2] = cells[2], before[2] | before[3]
         breached = False
-        if wall and charges and (beside := [cell for cell in neighbours(wall) if before[1][cell]]):
+        if wall and charges and (beside := [cell for cell in grid.neighbours(wall) if before[1][cell]]):
             sight.open(wall)
             cells[1], charges, breached = False, charges - 1, True
             cells[1][tuple(np.transpose(beside))] = True
-            wall = needed_wall(walls, carrier, objective)
+            wall = grid.needed_wall(walls, carrier, objective)
         if breached or time % WALKS_EVERY == 0:  # otherwise the patrols have not moved
             for patrol in patrols:
                 patrol.move(walls, time)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeAlias
 
 import gymnasium as gym
 import numpy as np
@@ -17,7 +17,7 @@ from flatout.errors import EnvError
 from flatout.workloads.snake.games import MOVES, SnakeGames
 from flatout.workloads.validate import Info, check_choice
 
-Colour = tuple[int, int, int]
+Place: TypeAlias = tuple[int, int]
 
 LONGEST = 640
 """Largest side of the image in pixels."""
@@ -59,83 +59,67 @@ class Snake(gym.Env[dict[str, Any], Any]):
         """The board as an image or as text."""
         if self.render_mode is None:
             return None
-        scene = Scene(self._games)
-        return draw(scene) if self.render_mode == "rgb_array" else write(scene)
+        return draw(self._games) if self.render_mode == "rgb_array" else write(self._games)
 
 
 def _first(obs: dict[str, Tensor]) -> dict[str, Any]:
     return {"view": obs["view"][0].numpy().copy(), MASK_KEY: obs[MASK_KEY][0].numpy().astype(np.int8)}
 
 
-class Scene:
-    """What an image or text shows of a game."""
-
-    def __init__(self, games: SnakeGames, n: int = 0) -> None:
-        rules, state = games.rules, games.state
-        length, self.facing = int(state.length[n]), int(state.facing[n])
-        self.height, self.width = rules.height, rules.width
-        self.body = [divmod(cell, rules.width) for cell in state.board[n, :-1].argsort()[-length:].tolist()]
-        """From tail to head."""
-        self.food = None if length == rules.n_cells else divmod(int(state.food[n]), rules.width)
+def _places(games: SnakeGames) -> tuple[list[Place], Place | None]:
+    """The (row, column) of the first game's snake, from tail to head, and of its food, if there is any."""
+    rules, state, length = games.rules, games.state, int(games.state.length[0])
+    body = [divmod(cell, rules.width) for cell in state.board[0, :-1].argsort()[-length:].tolist()]
+    return body, None if length == rules.n_cells else divmod(int(state.food[0]), rules.width)
 
 
-def write(scene: Scene) -> str:
-    """The board as text, with a frame."""
-    rows = [["·"] * scene.width for _ in range(scene.height)]
-    for y, x in scene.body:
-        rows[y][x] = "■"
-    if scene.food is not None:
-        rows[scene.food[0]][scene.food[1]] = "●"
-    y, x = scene.body[-1]
-    rows[y][x] = "▲▶▼◀"[scene.facing]
-    line = "─" * (2 * scene.width + 1)
-    return "\n".join([f"┌{line}┐", *(f"│ {' '.join(row)} │" for row in rows), f"└{line}┘"])
+def write(games: SnakeGames) -> str:
+    """The board of the first game as text, with a frame."""
+    body, food = _places(games)
+    board = np.full((games.rules.height, games.rules.width), "·")
+    board[tuple(np.transpose(body))] = "■"
+    if food is not None:
+        board[food] = "●"
+    board[body[-1]] = "▲▶▼◀"[int(games.state.facing[0])]
+    line = "─" * (2 * games.rules.width + 1)
+    return "\n".join([f"┌{line}┐", *(f"│ {' '.join(row)} │" for row in board), f"└{line}┘"])
 
 
-def draw(scene: Scene) -> Array:
-    """The board as an RGB image, (height, width, 3)."""
-    small = max(6, min(32, LONGEST // max(scene.height, scene.width)))
+def draw(games: SnakeGames) -> Array:
+    """The board of the first game as an RGB image, (height, width, 3)."""
+    height, width, facing = games.rules.height, games.rules.width, int(games.state.facing[0])
+    body, food = _places(games)
+    small = max(6, min(32, LONGEST // max(height, width)))
     side = small * FINE
-    odd = np.indices((scene.height, scene.width)).sum(axis=0)[..., None] % 2
+    odd = np.indices((height, width)).sum(axis=0)[..., None] % 2
     board = Image.fromarray(np.where(odd, GROUND_2, GROUND).astype(np.uint8))
-    image = board.resize((scene.width * side, scene.height * side), Image.Resampling.NEAREST)
+    image = board.resize((width * side, height * side), Image.Resampling.NEAREST)
     pen = ImageDraw.Draw(image)
 
     def centre(place: tuple[float, float]) -> tuple[float, float]:
         return (place[1] + 0.5) * side, (place[0] + 0.5) * side
 
-    def disc(x: float, y: float, radius: float, colour: Colour) -> None:
+    def disc(x: float, y: float, radius: float, colour: tuple[int, ...]) -> None:
         r = radius * side
         pen.ellipse((x - r, y - r, x + r, y + r), colour)
 
-    if scene.food is not None:
-        x, y = centre(scene.food)
+    if food is not None:
+        x, y = centre(food)
         disc(x, y, 0.32, FOOD)
         disc(x - 0.1 * side, y - 0.1 * side, 0.09, SHINE)
-    for k, (a, b) in enumerate(pairwise(scene.body), 1):
-        colour = _between(TAIL, HEAD, k / (len(scene.body) - 1))
-        for start, end in _strokes(a, b):
+    for k, (a, b) in enumerate(pairwise(body), 1):
+        share = k / (len(body) - 1)
+        colour = tuple(round(tail + (head - tail) * share) for tail, head in zip(TAIL, HEAD, strict=True))
+        # Drawn from both cells: a step across the edge leaves the board on one side and enters it on the other.
+        dy, dx = (d if abs(d) == 1 else -np.sign(d) for d in np.subtract(b, a))
+        for start, end in ((a, (a[0] + dy, a[1] + dx)), ((b[0] - dy, b[1] - dx), b)):
             pen.line([*centre(start), *centre(end)], colour, round(0.72 * side))
         disc(*centre(a), 0.36, colour)
-    x, y = centre(scene.body[-1])
+    x, y = centre(body[-1])
     disc(x, y, 0.42, HEAD)
-    (down, right), (aside_down, aside_right) = MOVES[scene.facing], MOVES[(scene.facing + 1) % 4]
+    (down, right), (aside_down, aside_right) = MOVES[facing], MOVES[(facing + 1) % 4]
     for eye in (-0.17, 0.17):
         eye_x, eye_y = 0.14 * right + eye * aside_right, 0.14 * down + eye * aside_down
         disc(x + side * eye_x, y + side * eye_y, 0.08, EYE)
     pen.rectangle((0, 0, image.width - 1, image.height - 1), outline=EDGE, width=side // 16)
-    return np.asarray(image.resize((scene.width * small, scene.height * small), Image.Resampling.BOX))
-
-
-def _strokes(a: tuple[int, int], b: tuple[int, int]) -> list[tuple[Any, Any]]:
-    """The line from a cell to its neighbour; two lines if it crosses the edge of the board."""
-    dy, dx = b[0] - a[0], b[1] - a[1]
-    if abs(dy) + abs(dx) == 1:
-        return [(a, b)]
-    step = (-np.sign(dy), -np.sign(dx))
-    return [(a, (a[0] + step[0], a[1] + step[1])), ((b[0] - step[0], b[1] - step[1]), b)]
-
-
-def _between(a: Colour, b: Colour, share: float) -> Colour:
-    r, g, b_ = (round(x + (y - x) * share) for x, y in zip(a, b, strict=True))
-    return r, g, b_
+    return np.asarray(image.resize((width * small, height * small), Image.Resampling.BOX))
