@@ -75,37 +75,6 @@ class Rules:
         return spaces.Dict({"view": view, MASK_KEY: spaces.MultiBinary(4)})
 
 
-class Tables:
-    """Lookup tables that depend on the rules alone, as tensors on a device."""
-
-    def __init__(self, rules: Rules, device: torch.device) -> None:
-        height, width, n = rules.height, rules.width, rules.n_cells
-        row, column = np.divmod(np.arange(n), width)
-        start = np.zeros(n + 1, np.int32)
-
-        def put(values: Array) -> Tensor:
-            return torch.as_tensor(values, device=device)
-
-        def seen(offsets: Iterable[tuple[int, ...]]) -> Tensor:
-            """(cells, offsets): the cells at these (rows, columns) from each cell."""
-            down, right = np.array(list(offsets)).T
-            rows, columns = row[:, None] + down, column[:, None] + right
-            inside = (rows >= 0) & (rows < height) & (columns >= 0) & (columns < width)
-            return put(np.where(rules.wrap | inside, rows % height * width + columns % width, n))
-
-        self.row, self.column, self.directions = put(row), put(column), put(np.arange(4))
-        self.ahead = seen(MOVES)
-        """(cells, 4): the next cell in each direction."""
-        self.around = seen(at for at in product(range(-SIGHT, SIGHT + 1), repeat=2) if at != (0, 0))
-        """(cells, K): the cells seen from a head there, row by row, without its own."""
-        self.down, self.right = (put(_signed_distances(side, rules.wrap)) for side in (height, width))
-        """Signed distance to the food ÷ side, indexed by the difference of rows (or columns) plus side - 1."""
-        self.start_head = height // 2 * width + width // 2
-        start[[self.start_head - 1, self.start_head, n]] = 1, N_START, FOREVER
-        self.start, self.start_free = put(start), put(np.flatnonzero(start == 0))
-        """The start board (the move at which the head entered each cell; the wall last) and its free cells."""
-
-
 def _signed_distances(side: int, wrap: bool) -> Array:
     """The shortest signed distance for each coordinate difference, ÷ side; across the edge if the board wraps."""
     distance = np.arange(1 - side, side)
@@ -163,19 +132,43 @@ class State:
 
 
 class TensorSteps:
-    """Starts, steps and observes N games with tensor operations."""
+    """Starts, steps and observes N games with tensor operations and lookup tables that depend on the rules alone."""
 
     def __init__(self, rules: Rules, device: torch.device) -> None:
-        self._rules, self.tables = rules, Tables(rules, device)
+        height, width, n = rules.height, rules.width, rules.n_cells
+        row, column = np.divmod(np.arange(n), width)
+        start = np.zeros(n + 1, np.int32)
+        self._rules = rules
+
+        def put(values: Array) -> Tensor:
+            return torch.as_tensor(values, device=device)
+
+        def seen(offsets: Iterable[tuple[int, ...]]) -> Tensor:
+            """(cells, offsets): the cells at these (rows, columns) from each cell."""
+            down, right = np.array(list(offsets)).T
+            rows, columns = row[:, None] + down, column[:, None] + right
+            inside = (rows >= 0) & (rows < height) & (columns >= 0) & (columns < width)
+            return put(np.where(rules.wrap | inside, rows % height * width + columns % width, n))
+
+        self.row, self.column, self.directions = put(row), put(column), put(np.arange(4))
+        self.ahead = seen(MOVES)
+        """(cells, 4): the next cell in each direction."""
+        self.around = seen(at for at in product(range(-SIGHT, SIGHT + 1), repeat=2) if at != (0, 0))
+        """(cells, K): the cells seen from a head there, row by row, without its own."""
+        self.down, self.right = (put(_signed_distances(side, rules.wrap)) for side in (height, width))
+        """Signed distance to the food ÷ side, indexed by the difference of rows (or columns) plus side - 1."""
+        self.start_head = height // 2 * width + width // 2
+        start[[self.start_head - 1, self.start_head, n]] = 1, N_START, FOREVER
+        self.start, self.start_free = put(start), put(np.flatnonzero(start == 0))
+        """The start board (the move at which the head entered each cell; the wall last) and its free cells."""
 
     def reset(self, s: State, where: Tensor) -> None:
         """Start a new game where the mask is true."""
-        tables = self.tables
-        s.board.copy_(torch.where(where[:, None], tables.start, s.board))
-        first = (tables.start_head, 1, N_START, N_START, 0)
+        s.board.copy_(torch.where(where[:, None], self.start, s.board))
+        first = (self.start_head, 1, N_START, N_START, 0)
         for values, value in zip((s.head, s.facing, s.length, s.moves, s.hunger), first, strict=True):
             values.masked_fill_(where, value)
-        food = tables.start_free[draw(s.key, s.n_step, len(tables.start_free))]
+        food = self.start_free[draw(s.key, s.n_step, len(self.start_free))]
         s.food.copy_(torch.where(where, food, s.food))
 
     def step(self, s: State, actions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -183,7 +176,7 @@ class TensorSteps:
         rules, n_cells = self._rules, self._rules.n_cells
         actions = actions & 3
         s.facing.copy_(torch.where(actions == s.facing ^ 2, s.facing, actions))
-        cell, now = self.tables.ahead[s.head, s.facing], s.moves + 1
+        cell, now = self.ahead[s.head, s.facing], s.moves + 1
         ate = cell == s.food
         there = s.board.gather(1, cell[:, None]).squeeze(1)
         crashed = there > now - s.length
@@ -204,20 +197,20 @@ class TensorSteps:
 
     def observe(self, s: State) -> dict[str, Any]:
         """The observation of every game."""
-        mask = self.tables.directions != (s.facing ^ 2)[:, None]
+        mask = self.directions != (s.facing ^ 2)[:, None]
         view = self._planes(s) if self._rules.obs == "planes" else self._vector(s)
         return {MASK_KEY: mask, "view": view}
 
     def _vector(self, s: State) -> Tensor:
-        rules, n_cells, tables = self._rules, self._rules.n_cells, self.tables
+        rules, n_cells = self._rules, self._rules.n_cells
         free_since = (s.moves - s.length)[:, None]
-        left = (s.board.gather(1, tables.around[s.head]) - free_since).clamp(0, n_cells)
+        left = (s.board.gather(1, self.around[s.head]) - free_since).clamp(0, n_cells)
         unit = torch.tensor(0.5) / n_cells
         around = (left + n_cells * (left > 0)).float() * unit.to(left.device)
-        y, x = tables.row[s.head], tables.column[s.head]
-        to_y = tables.down[tables.row[s.food] - y + rules.height - 1]
-        to_x = tables.right[tables.column[s.food] - x + rules.width - 1]
-        facing = (tables.directions == s.facing[:, None]).float()
+        y, x = self.row[s.head], self.column[s.head]
+        to_y = self.down[self.row[s.food] - y + rules.height - 1]
+        to_x = self.right[self.column[s.food] - x + rules.width - 1]
+        facing = (self.directions == s.facing[:, None]).float()
         place = [y.float() / rules.height, x.float() / rules.width]
         body = [s.length.float() / n_cells, s.hunger.float() / rules.limit]
         columns = [to_y, to_x, to_y.sign(), to_x.sign()]
@@ -296,21 +289,14 @@ class _Kernel:
     def __init__(self, state: State, rules: Rules, steps: TensorSteps, autoreset: bool) -> None:
         from flatout.workloads.snake import kernel  # here, because numba takes a while to load
 
-        tables = steps.tables
         self._run, self._n_step = kernel.step, state.n_step.numpy()
         self._settings = rules.limit, kernel.F(rules.death_reward), autoreset
         games = [getattr(state, f.name).numpy() for f in fields(State) if f.name != "n_step"]
-        ahead, around = (table.numpy().astype(np.uint16) for table in (tables.ahead, tables.around))
-        places = (t.numpy() for t in (tables.row, tables.column, tables.down, tables.right))
-        seen = (around, np.zeros(around.shape[1], np.int32), *places)
-        self._bound = (
-            *games,
-            ahead,
-            seen,
-            tables.start.numpy(),
-            tables.start_head,
-            tables.start_free.numpy(),
-        )
+        ahead, around = (cells.numpy().astype(np.uint16) for cells in (steps.ahead, steps.around))
+        places = (table.numpy() for table in (steps.row, steps.column, steps.down, steps.right))
+        tables = (around, np.zeros(around.shape[1], np.int32), *places)
+        start = steps.start.numpy(), steps.start_head, steps.start_free.numpy()
+        self._bound = (*games, ahead, tables, *start)
         self._sets = [_results(steps.observe(state), steps.observe(state)) for _ in range(2)]
 
     def step(self, actions: Tensor) -> Stepped:
