@@ -98,8 +98,7 @@ class _Panel:
         for value in _ticks(low, high):
             y = self._y(value)
             pen.line([(self._x(0), y), (self._x(window), y)], GRID, SCALE)
-            text = f"{value:.2f}".rstrip("0").rstrip(".")
-            self._text(LEFT - 8, y / SCALE, text, FAINT, "rm", 12)
+            self._text(LEFT - 8, y / SCALE, f"{value:.2f}".rstrip("0").rstrip("."), FAINT, "rm", 12)
         self._text(LEFT, top - 13, title, INK, "lm", 13)
 
     def _x(self, bar: float) -> float:

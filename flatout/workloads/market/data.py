@@ -7,7 +7,7 @@ times, strictly increasing. Errors name the file and the row.
 from __future__ import annotations
 
 import csv
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -44,33 +44,32 @@ class Bars:
                 raise FlatoutError(f"bars have {name} of shape {values.shape} beside close of {shape}")
             values.flags.writeable = False
             object.__setattr__(self, name, values)
-        fault = first_fault(np.stack([getattr(self, name).reshape(-1) for name in COLUMNS], 1))
-        if fault is not None:
-            bar, asset = divmod(fault[0], shape[1])
-            raise FlatoutError(f"bar {bar} of '{self.names[asset]}': {fault[1]}")
+        rows = np.stack([getattr(self, name).reshape(-1) for name in COLUMNS], 1)
+        check_bars(rows, lambda row: f"bar {row // shape[1]} of '{self.names[row % shape[1]]}'")
 
     def __len__(self) -> int:
         return len(self.close)
 
 
-def first_fault(rows: Array) -> tuple[int, str] | None:
-    """The first invalid row (open, high, low, close, volume) and what is wrong with it; None if all are valid."""
+def check_bars(rows: Array, where: Callable[[int], str]) -> None:
+    """Refuse invalid rows (open, high, low, close, volume); `where` names the first one."""
     with np.errstate(invalid="ignore"):
         opened, high, low, close, volume = rows.T
         bad = ~np.isfinite(rows).all(axis=1) | (rows[:, :4] <= 0).any(axis=1) | (volume < 0)
         bad |= (high < np.maximum(opened, close)) | (low > np.minimum(opened, close))
     if not bad.any():
-        return None
+        return
     row = int(bad.argmax())
     values = dict(zip(COLUMNS, rows[row].tolist(), strict=True))
     for name, value in values.items():
         if not np.isfinite(value):
-            return row, f"{name} is {value}; it must be finite"
+            raise FlatoutError(f"{where(row)}: {name} is {value}; it must be finite")
         if value < 0 or (value == 0 and name != "volume"):
             rule = "volumes must be 0 or more" if name == "volume" else "prices must be above 0"
-            return row, f"{name} is {value:g}; {rule}"
+            raise FlatoutError(f"{where(row)}: {name} is {value:g}; {rule}")
     wrong = "high" if values["high"] < max(values["open"], values["close"]) else "low"
-    return row, f"{wrong} is {values[wrong]:g}, with open {values['open']:g} and close {values['close']:g}"
+    beside = f"with open {values['open']:g} and close {values['close']:g}"
+    raise FlatoutError(f"{where(row)}: {wrong} is {values[wrong]:g}, {beside}")
 
 
 SUFFIXES = (".csv", ".parquet")
@@ -85,9 +84,7 @@ def read(path: Path, shown: str) -> Bars:
         if not rows:
             raise FlatoutError("has no rows of data")
         values = np.stack([_numbers(columns[name], name, rows) for name in COLUMNS], 1)
-        fault = first_fault(values)
-        if fault is not None:
-            raise FlatoutError(f"row {rows[fault[0]]}: {fault[1]}")
+        check_bars(values, lambda k: f"row {rows[k]}")
         assets = [str(name) for name in columns.get("asset", ["price"] * len(rows))]
         return _panel(values, _times(columns["time"], rows), assets, rows)
     except FlatoutError as error:

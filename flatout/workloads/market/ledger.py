@@ -77,10 +77,9 @@ class MarketConfig:
             return _cached(generate, self.data, *size, self.market_seed)
         path = Path(self.data).expanduser()
         if path.suffix.lower() not in SUFFIXES:
-            expected = (
-                f"{', '.join(GENERATED)}, a .csv or a .parquet file{did_you_mean(self.data, GENERATED)}"
-            )
-            raise FlatoutError(f"data is '{self.data}'; it must be {expected}")
+            expected = f"{', '.join(GENERATED)}, a .csv or a .parquet file"
+            hint = did_you_mean(self.data, GENERATED)
+            raise FlatoutError(f"data is '{self.data}'; it must be {expected}{hint}")
         if not path.is_file():
             raise FlatoutError(f"{self.data}: no such file")
         stat = path.stat()  # a changed file is read again
