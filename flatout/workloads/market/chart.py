@@ -32,7 +32,6 @@ class Journal:
         self.record()
 
     def record(self) -> None:
-        """Record the account at this bar."""
         ledger = self._ledger
         equity = max(float(ledger.equity[0]), 1e-9)
         self.equity.append(equity / ledger.config.cash)

@@ -22,7 +22,6 @@ from flatout.workloads.validate import check_keys, read_json
 
 MARKS = {"S": "scout", "B": "breacher", "C": "carrier", "O": "objective"}
 NAMES = "NESW"
-"""Names of the directions."""
 SIZES = (5, 64)
 """Smallest and largest number of rows and columns of a map."""
 SETTINGS = ("known_map", "time_limit", "hold", "charges", "patrol_sight", "patience")
@@ -30,7 +29,6 @@ KEYS = ("name", "map", "patrols", *SETTINGS)
 
 
 def load_scenario(file: str | Path) -> Scenario:
-    """Read a scenario from a JSON file."""
     data = read_json(file, "scenario")
     try:
         return parse(data)

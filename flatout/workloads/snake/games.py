@@ -58,7 +58,6 @@ class Rules:
 
     @property
     def n_cells(self) -> int:
-        """Cells of the board."""
         return self.height * self.width
 
     @property
@@ -196,7 +195,6 @@ class TensorSteps:
         return reward, died | full, s.length - N_START
 
     def observe(self, s: State) -> dict[str, Any]:
-        """The observation of every game."""
         mask = self.directions != (s.facing ^ 2)[:, None]
         view = self._planes(s) if self._rules.obs == "planes" else self._vector(s)
         return {MASK_KEY: mask, "view": view}
