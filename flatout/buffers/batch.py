@@ -18,18 +18,15 @@ from flatout.envs.spaces import ActionLayout, Array, ObsLayout
 
 @dataclass(slots=True)
 class BatchArrays:
-    """A batch as NumPy arrays; observations as bytes, (B, bytes)."""
+    """A batch's memory as NumPy arrays, for compiled loops; observations as bytes, (B, bytes)."""
 
     obs: tuple[Array, ...]
-    action: Array
-    reward: Array
     next_obs: tuple[Array, ...]
-    discount: Array
-    weight: Array
     index: Array
-    serial: Array
     next_index: Array
     """Slots of the observations to bootstrap from."""
+    windows: tuple[Array, ...]
+    """What `replay_kernels.windows` fills."""
 
 
 @dataclass(slots=True)
@@ -83,11 +80,14 @@ def alloc_batch(obs: ObsLayout, action: ActionLayout, size: int, *, pin: bool = 
         index=new(np.int64),
         serial=new(np.int64),
     )
+    next_index = torch.empty(size, dtype=torch.int64)
+    windows = batch.action, batch.reward, batch.discount, next_index, batch.serial
     batch.arrays = BatchArrays(
         obs=tuple(as_bytes(x.numpy(), 1) for x in batch.obs),
         next_obs=tuple(as_bytes(x.numpy(), 1) for x in batch.next_obs),
-        next_index=np.empty(size, np.int64),
-        **{name: getattr(batch, name).numpy() for name in ReplayBatch.COLUMNS},
+        index=batch.index.numpy(),
+        next_index=next_index.numpy(),
+        windows=tuple(x.numpy() for x in windows),
     )
     return batch
 

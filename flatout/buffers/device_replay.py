@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from flatout.buffers.batch import ReplayBatch, torch_dtype
-from flatout.buffers.priority import FAN, LEAF_FAN, MAX_PRIORITY, MIN_PRIORITY
-from flatout.buffers.replay import Rings, Sampler, to_host
+from flatout.buffers.priority import FAN, LEAF_FAN, MAX_PRIORITY, MIN_PRIORITY, PrioritySampler
+from flatout.buffers.replay import Rings, Sampler
 from flatout.buffers.replay_kernels import EMPTY, GOES_ON, TERMINATED, TRUNCATED, draw_key, fill_uniforms
 from flatout.buffers.rollout import Rollout, TensorRollout
 from flatout.envs.spaces import ActionLayout, Array, ObsLayout
@@ -38,40 +38,30 @@ class TensorReplay(Rings[Tensor]):
 
     def add_rollout(self, rollout: TensorRollout | Rollout) -> None:
         """Store all steps of a rollout; see `Replay.add_rollout`."""
-        arrays = (rollout.action, rollout.reward, rollout.terminated, rollout.truncated)
-        action, reward, terminated, truncated = (self._to_device(x) for x in arrays)
-        obs = tuple(self._to_device(x) for x in rollout.obs)
-        next_obs = finals = tuple(x[1:] for x in obs)
+        steps = self._to_device(rollout.action, rollout.reward, rollout.terminated, rollout.truncated)
+        obs = self._to_device(*rollout.obs)
+        next_obs = finals = [x[1:] for x in obs]
         if isinstance(rollout, TensorRollout) or rollout.truncated.any():
-            finals = tuple(self._to_device(x) for x in rollout.final_obs)
+            finals = self._to_device(*rollout.final_obs)
         self._begin([x[0] for x in obs])
         # Few enough at a time that no ring wraps around: then no slot is written twice.
         span = max(1, (self.n_slots - 1) // 2)
         for t in range(0, rollout.n_steps, span):
-            now = slice(t, t + span)
-            obs_now, finals_now = [x[now] for x in next_obs], [x[now] for x in finals]
-            self._add(action[now], reward[now], terminated[now], truncated[now], obs_now, finals_now)
+            self._add(*([x[t : t + span] for x in arrays] for arrays in (steps, next_obs, finals)))
         self.n_steps += rollout.n_steps
         self.reach += 1 + 2 * rollout.n_steps
 
-    def _to_device(self, x: Tensor | Array) -> Tensor:
-        return torch.as_tensor(x).to(self.device)
+    def _to_device(self, *arrays: Tensor | Array) -> list[Tensor]:
+        return [torch.as_tensor(x).to(self.device) for x in arrays]
 
-    def _add(
-        self,
-        action: Tensor,
-        reward: Tensor,
-        terminated: Tensor,
-        truncated: Tensor,
-        obs: list[Tensor],
-        final_obs: list[Tensor],
-    ) -> None:
+    def _add(self, steps: list[Tensor], obs: list[Tensor], final_obs: list[Tensor]) -> None:
+        action, reward, terminated, truncated = steps
         cut = truncated & ~terminated
         n_cut = cut.cumsum(0)
         t = torch.arange(len(reward), device=self.device)[:, None]
         acted = self.head + t + n_cut - cut.long()
         now, followed = acted + 1, acted + 1 + cut
-        here, final_at, obs_at = (self.slots(self._envs, number) for number in (acted, now, followed))
+        here, final_at, obs_at = (self.slots(self.envs, number) for number in (acted, now, followed))
         for stored, new, final in zip(self.obs, obs, final_obs, strict=True):
             stored[final_at] = torch.where(cut.view(*cut.shape, *(1,) * (new.ndim - 2)), final, new)
             stored[obs_at] = new
@@ -86,9 +76,13 @@ class TensorReplay(Rings[Tensor]):
         self.head.copy_(followed[-1])
 
     def sample(
-        self, index: Tensor, *, gamma: float, n_step: int = 1, weight: Tensor | None = None
+        self,
+        index: Tensor,
+        *,
+        gamma: float,
+        n_step: int = 1,
+        out: ReplayBatch | None = None,  # noqa: ARG002
     ) -> ReplayBatch:
-        """The transitions in these slots; see `Replay.sample`. Does not check that the slots hold transitions."""
         env, serial = index // self.n_slots, self.serials(index)
         newest = self.head[env]
         total = torch.zeros(index.shape, dtype=torch.float64, device=self.device)
@@ -107,7 +101,7 @@ class TensorReplay(Rings[Tensor]):
             reward=total.float(),
             next_obs=tuple(x[slot] for x in self.obs),
             discount=discount.float(),
-            weight=torch.ones_like(total, dtype=torch.float32) if weight is None else weight,
+            weight=torch.ones_like(total, dtype=torch.float32),
             index=index,
             serial=serial,
         )
@@ -143,14 +137,13 @@ class TensorUniform(Sampler[TensorReplay]):
     TRIES = 8
     """Candidate slots drawn for each transition: the first that is not empty is taken."""
 
-    def sample(self, size: int, beta: float = 0.4, out: ReplayBatch | None = None) -> ReplayBatch:  # noqa: ARG002
+    def _draw(self, size: int, beta: float) -> tuple[Tensor, float] | None:  # noqa: ARG002
         it = self.replay
         if not it.holds(self._n_step):
-            raise self._nothing_stored()
+            return None
         first, last = it.ranges(self._n_step)
         upto = (last - first).cumsum(0)
         u = uniforms(self._seed, self.n_draws, (size, self.TRIES), it.device)
-        self.n_draws += 1
         nth = torch.minimum((u * upto[-1]).long(), upto[-1] - 1)
         env = torch.searchsorted(upto, nth, right=True)
         number = last[env] - (upto[env] - nth)
@@ -160,7 +153,7 @@ class TensorUniform(Sampler[TensorReplay]):
         # If all candidates are empty, a neighbour is not: two empty slots are never side by side.
         beside = torch.where(number > first[env], number - 1, number + 1)
         number = torch.where(full.any(1), number, beside)
-        return it.sample(it.slots(env, number), gamma=self._gamma, n_step=self._n_step)
+        return it.slots(env, number), 1.0
 
 
 class TensorSumTree:
@@ -216,27 +209,17 @@ def _ends(level: Tensor, fan: int, node: Tensor) -> Tensor:
     return level.view(-1, fan)[node].double().cumsum(1)
 
 
-class TensorPrioritized(Sampler[TensorReplay]):
+class TensorPrioritized(PrioritySampler[TensorReplay]):
     """As `Prioritized`, on the device of its replay."""
 
-    def __init__(self, replay: TensorReplay, *, alpha: float = 0.6, eps: float = 1e-6, **how: Any) -> None:
-        """`how`: the keywords of `Sampler`."""
+    def __init__(self, replay: TensorReplay, **how: Any) -> None:
+        """`how`: the keywords of `PrioritySampler`."""
         super().__init__(replay, **how)
-        self._alpha, self._eps = alpha, eps
         self.tree = TensorSumTree(replay.size, replay.device)
-        self._envs = torch.arange(replay.n_envs, device=replay.device)[:, None]
-        self._seen = torch.zeros(replay.n_envs, dtype=torch.int64, device=replay.device)
-        self._most = torch.ones((), dtype=torch.float64, device=replay.device)
+        self._leaves = self.tree.leaves
         self._reach = 0
 
-    @property
-    def priorities(self) -> Tensor:
-        """A priority per slot; 0 where nothing can be drawn."""
-        self._catch_up()
-        return self.tree.leaves
-
     def _catch_up(self) -> None:
-        """Give slots that have become eligible since the last call the largest priority so far, and overwritten ones 0."""
         it = self.replay
         n_new, self._reach = it.reach - self._reach, it.reach
         if n_new == 0:
@@ -246,46 +229,32 @@ class TensorPrioritized(Sampler[TensorReplay]):
         n_seen = min(n_new + self._n_step, it.n_slots)
         first = torch.maximum(self._seen, it.head - it.n_slots + 1)[:, None]
         number = first + torch.arange(n_seen, device=it.device)
-        slot = it.slots(self._envs, number)
+        slot = it.slots(it.envs[:, None], number)
         drawable = (number < last[:, None]) & (it.end[slot] != EMPTY)
         slot = torch.where(number <= it.head[:, None], slot, self.tree.spare)
         self.tree.write(slot.view(-1), torch.where(drawable, self._most, 0).view(-1))
-        self._seen = last
+        self._seen.copy_(last)
 
-    def sample(self, size: int, beta: float = 0.4, out: ReplayBatch | None = None) -> ReplayBatch:  # noqa: ARG002
+    def _draw(self, size: int, beta: float) -> tuple[Tensor, Tensor] | None:
         it = self.replay
         if not it.holds(self._n_step):
-            raise self._nothing_stored()
+            return None
         self._catch_up()
         part = torch.arange(size, device=it.device)
         mass = (part + uniforms(self._seed, self.n_draws, (size,), it.device)) / size * self.tree.total
-        self.n_draws += 1
         index = self.tree.find(mass)
-        priority = self.tree.leaves[index].double()
-        weight = (priority.amin() / priority) ** beta
-        return it.sample(index, gamma=self._gamma, n_step=self._n_step, weight=weight.float())
+        priority = self._leaves[index].double()
+        return index, ((priority.amin() / priority) ** beta).float()
 
     def update(self, index: Tensor, serial: Tensor, priority: Tensor) -> None:
         self._catch_up()
         value = (priority.detach().double().abs() + self._eps) ** self._alpha
         value = torch.where(value < torch.inf, value.clamp(MIN_PRIORITY, MAX_PRIORITY), self._most)
-        same = (self.replay.serials(index) == serial) & (self.tree.leaves[index] > 0)
+        same = (self.replay.serials(index) == serial) & (self._leaves[index] > 0)
         self.tree.write(torch.where(same, index, self.tree.spare), value)
-        self._most = torch.maximum(self._most, torch.where(same, value, 0).amax().float().double())
+        torch.maximum(self._most, torch.where(same, value, 0).amax().float().double(), out=self._most)
 
-    def arrays(self) -> dict[str, Array]:
+    def _set_leaves(self, leaves: Array) -> None:
         it = self.replay
-        return super().arrays() | {
-            "priority": to_host(it.by_env(self.priorities, to_host(it.head))),
-            "seen": to_host(self._seen),
-            "most": to_host(self._most.view(1)),
-        }
-
-    def restore(self, arrays: Mapping[str, Array]) -> None:
-        it, leaves = self.replay, torch.zeros(self.replay.size)
-        it.by_env(leaves, to_host(it.head))[:] = torch.from_numpy(arrays["priority"])
-        self.tree.write(torch.arange(it.size, device=it.device), leaves.to(it.device))
-        self._seen = torch.from_numpy(arrays["seen"]).clone().to(it.device)
-        self._most = torch.tensor(float(arrays["most"][0]), dtype=torch.float64, device=it.device)
+        self.tree.write(torch.arange(it.size, device=it.device), torch.from_numpy(leaves).to(it.device))
         self._reach = it.reach
-        super().restore(arrays)

@@ -10,11 +10,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from flatout.buffers.batch import ReplayBatch, alloc_batch, as_array
-from flatout.buffers.replay import Replay, Sampler
-from flatout.buffers.replay_kernels import EMPTY, draw_key, first_and_end, prefetch, slot_of, uniform
+from flatout.buffers.batch import as_array
+from flatout.buffers.replay import Replay, Replayed, Sampler, load, to_host
+from flatout.buffers.replay_kernels import EMPTY, Rings, draw_key, first_and_end, prefetch, slot_of, uniform
 from flatout.device.jit import compiled
 from flatout.envs.spaces import Array
 
@@ -24,24 +25,31 @@ MIN_PRIORITY, MAX_PRIORITY = 1e-30, 1e30
 """Bounds of a priority that can be drawn."""
 
 
-def tree_levels(size: int) -> list[int]:
-    """Offsets of the levels of sums over `size` priorities in one array, lowest level first, and the end of the root's."""
-    offsets, width = [0], -(-size // LEAF_FAN)
+Drawn = tuple[Array, Array, Array]
+"""Slots of drawn transitions, their slot numbers then, and their new priorities."""
+Tree = tuple[Array, Array, Array]
+"""Priorities (leaves), the sums above them (nodes), and where each level of sums begins (offsets)."""
+
+
+def alloc_tree(size: int) -> Tree:
+    """A tree of `size` priorities, all 0.
+
+    The leaves are padded to a whole number of sums; offsets are of the lowest level first, and of the root's end.
+    """
+    width = -(-size // LEAF_FAN)
+    leaves, offsets = np.zeros(width * LEAF_FAN, np.float32), [0]
     while True:
-        offsets.append(offsets[-1] + -(-width // FAN) * FAN)
+        above = -(-width // FAN)
+        offsets.append(offsets[-1] + above * FAN)
         if width == 1:
-            return offsets
-        width = -(-width // FAN)
-
-
-def alloc_leaves(size: int) -> Array:
-    """Priorities of 0, padded to a whole number of sums."""
-    return np.zeros(-(-size // LEAF_FAN) * LEAF_FAN, np.float32)
+            return leaves, np.zeros(offsets[-1]), np.array(offsets)
+        width = above
 
 
 @compiled
-def sum_up(leaves: Array, nodes: Array, offsets: Array, index: Array, n: int) -> None:
+def sum_up(tree: Tree, index: Array, n: int) -> None:
     """Recompute all sums above the first `n` leaves in `index`; overwrites `index`."""
+    leaves, nodes, offsets = tree
     for level in range(-1, len(offsets) - 2):
         n_above, last = 0, -1
         for j in range(n):
@@ -80,8 +88,9 @@ def _part(parts: Array, base: int, n: int, mass: float) -> tuple[int, float]:
 
 
 @compiled
-def find(leaves: Array, nodes: Array, offsets: Array, mass: Array, index: Array) -> None:
+def find(tree: Tree, mass: Array, index: Array) -> None:
     """The leaf that contains each mass between 0 and the total; never a leaf of 0. Overwrites `mass`."""
+    leaves, nodes, offsets = tree
     for b in range(len(index)):
         index[b] = 0
     # All of them one level at a time, so that their cache misses overlap.
@@ -100,23 +109,15 @@ def find(leaves: Array, nodes: Array, offsets: Array, mass: Array, index: Array)
 
 
 @compiled
-def _draw(
-    leaves: Array,
-    nodes: Array,
-    offsets: Array,
-    key: Any,
-    beta: float,
-    mass: Array,
-    index: Array,
-    weight: Array,
-) -> bool:
+def _draw(tree: Tree, key: Any, beta: float, mass: Array, index: Array, weight: Array) -> bool:
     """Draw one leaf from each of B equal parts of the total; weights are relative to the largest of the batch."""
+    leaves, nodes, offsets = tree
     total, size = nodes[offsets[-2]], len(index)
     if not total > 0.0:
         return False
     for b in range(size):
         mass[b] = (b + uniform(key, b)) / size * total
-    find(leaves, nodes, offsets, mass, index)
+    find(tree, mass, index)
     least = np.inf
     for b in range(size):
         least = min(least, np.float64(leaves[index[b]]))
@@ -136,52 +137,32 @@ def stored(priority: float, eps: float, alpha: float, most: float) -> float:
 
 @compiled
 def _update(
-    leaves: Array,
-    nodes: Array,
-    offsets: Array,
-    index: Array,
-    serial: Array,
-    priority: Array,
-    eps: float,
-    alpha: float,
-    most: float,
-    n_slots: int,
-    head: Array,
-    scratch: Array,
-) -> float:
-    """Set the priorities of slots that still hold the step they were drawn as; returns the largest priority so far."""
-    n, largest = 0, most
+    tree: Tree, drawn: Drawn, eps: float, alpha: float, most: Array, rings: Rings, scratch: Array
+) -> None:
+    """Set the priorities of slots that still hold the step they were drawn as; keep `most` the largest so far."""
+    index, serial, priority = drawn
+    leaves, n_slots, head = tree[0], rings[0], rings[1]
+    n, largest = 0, most[0]
     for j in range(len(index)):
         slot = index[j]
         env, t = slot // n_slots, slot % n_slots
         now = head[env] - (head[env] - t) % n_slots
         if now == serial[j] and leaves[slot] > 0.0:
-            leaves[slot] = stored(priority[j], eps, alpha, most)
+            leaves[slot] = stored(priority[j], eps, alpha, most[0])
             largest = max(largest, np.float64(leaves[slot]))
             scratch[n] = slot
             n += 1
-    sum_up(leaves, nodes, offsets, scratch, n)
-    return largest
+    sum_up(tree, scratch, n)
+    most[0] = largest
 
 
 @compiled
-def _catch_up(
-    leaves: Array,
-    nodes: Array,
-    offsets: Array,
-    most: float,
-    n_step: int,
-    n_slots: int,
-    head: Array,
-    start: Array,
-    end: Array,
-    seen: Array,
-    scratch: Array,
-) -> None:
+def _catch_up(tree: Tree, most: float, n_step: int, rings: Rings, seen: Array, scratch: Array) -> None:
     """Give slots that have become eligible since the last call the largest priority so far, and overwritten ones 0."""
+    leaves, n_slots, head, end = tree[0], rings[0], rings[1], rings[3]
     n = 0
     for env in range(len(head)):
-        _, last = first_and_end(env, n_step, n_slots, head, start)
+        _, last = first_and_end(env, n_step, rings)
         for number in range(max(seen[env], head[env] - n_slots + 1), head[env] + 1):
             slot = slot_of(env, number, n_slots)
             value = most if number < last and end[slot] != EMPTY else 0.0
@@ -190,82 +171,82 @@ def _catch_up(
                 scratch[n] = slot
                 n += 1
             if n == len(scratch):
-                sum_up(leaves, nodes, offsets, scratch, n)
+                sum_up(tree, scratch, n)
                 n = 0
         seen[env] = last
-    sum_up(leaves, nodes, offsets, scratch, n)
+    sum_up(tree, scratch, n)
 
 
-class Prioritized(Sampler[Replay]):
+class PrioritySampler(Sampler[Replayed]):
     """Draws transitions with probability ∝ (priority + eps)^alpha; new ones have the largest priority so far."""
 
-    def __init__(self, replay: Replay, *, alpha: float = 0.6, eps: float = 1e-6, **how: Any) -> None:
+    _leaves: Any
+    """A priority per slot, as of the last `_catch_up`."""
+
+    def __init__(self, replay: Replayed, *, alpha: float = 0.6, eps: float = 1e-6, **how: Any) -> None:
         """`how`: the keywords of `Sampler`."""
         super().__init__(replay, **how)
         self._alpha, self._eps = alpha, eps
-        levels = tree_levels(replay.size)
-        self._offsets = np.array(levels)
-        self._leaves, self._nodes = alloc_leaves(replay.size), np.zeros(levels[-1])
-        self._tree = self._leaves, self._nodes, self._offsets
-        self._seen = np.zeros(replay.n_envs, np.int64)
+        self._seen = replay.zeros(np.int64, replay.n_envs)
         """Slot numbers up to which each env's steps were eligible at the last call."""
-        self._most = 1.0
-        self._scratch = np.empty(4096, np.int64)
+        self._most = replay.zeros(np.float64, 1)
+        """The largest priority so far."""
+        self._most[:] = 1
 
     @property
-    def priorities(self) -> Array:
+    def priorities(self) -> Any:
         """A priority per slot; 0 where nothing can be drawn."""
         self._catch_up()
-        return self._leaves[: self.replay.size]
+        return self._leaves
 
     def _catch_up(self) -> None:
-        it, seen, scratch = self.replay, self._seen, self._scratch
-        state = it.head, it.start, it.end
-        _catch_up(*self._tree, self._most, self._n_step, it.n_slots, *state, seen, scratch)
+        """Give slots that have become eligible since the last call the largest priority so far, and overwritten ones 0."""
+        raise NotImplementedError
 
-    def sample(self, size: int, beta: float = 0.4, out: ReplayBatch | None = None) -> ReplayBatch:
-        it = self.replay
+    def _set_leaves(self, leaves: Array) -> None:
+        """Set all priorities."""
+        raise NotImplementedError
+
+    def arrays(self) -> dict[str, Array]:
+        priorities = self.replay.by_env(self.priorities, to_host(self.replay.head))
+        state = {"priority": priorities, "seen": self._seen, "most": self._most}
+        return super().arrays() | {name: to_host(x) for name, x in state.items()}
+
+    def restore(self, arrays: Mapping[str, Array]) -> None:
+        leaves = np.zeros(self.replay.size, np.float32)
+        self.replay.by_env(leaves, to_host(self.replay.head))[:] = arrays["priority"]
+        self._set_leaves(leaves)
+        load(arrays, {"seen": self._seen, "most": self._most})
+        super().restore(arrays)
+
+
+class Prioritized(PrioritySampler[Replay]):
+    """In RAM."""
+
+    def __init__(self, replay: Replay, **how: Any) -> None:
+        """`how`: the keywords of `PrioritySampler`."""
+        super().__init__(replay, **how)
+        self._tree = alloc_tree(replay.size)
+        self._leaves = self._tree[0][: replay.size]
+        self._scratch = np.empty(4096, np.int64)
+
+    def _catch_up(self) -> None:
+        _catch_up(self._tree, self._most[0], self._n_step, self.replay.state, self._seen, self._scratch)
+
+    def _draw(self, size: int, beta: float) -> tuple[Array, Tensor] | None:
         self._catch_up()
-        if out is None:
-            out = alloc_batch(it.obs_layout, it.action_layout, size, pin=it.pin)
-        to = out.arrays
-        assert to is not None, "a batch in RAM has arrays"
+        index, weight = np.empty(size, np.int64), np.empty(size, np.float32)
         key = draw_key(self._seed, self.n_draws)
-        if not _draw(*self._tree, key, beta, np.empty(size), to.index, to.weight):
-            raise self._nothing_stored()
-        self.n_draws += 1
-        return it.sample(to.index, gamma=self._gamma, n_step=self._n_step, out=out)
+        drawn = _draw(self._tree, key, beta, np.empty(size), index, weight)
+        return (index, torch.from_numpy(weight)) if drawn else None
 
     def update(self, index: Tensor, serial: Tensor, priority: Tensor) -> None:
-        it = self.replay
         self._catch_up()
         if len(index) > len(self._scratch):
             self._scratch = np.empty(len(index), np.int64)
-        self._most = _update(
-            *self._tree,
-            as_array(index),
-            as_array(serial),
-            as_array(priority),
-            self._eps,
-            self._alpha,
-            self._most,
-            it.n_slots,
-            it.head,
-            self._scratch,
-        )
+        drawn = as_array(index), as_array(serial), as_array(priority)
+        _update(self._tree, drawn, self._eps, self._alpha, self._most, self.replay.state, self._scratch)
 
-    def arrays(self) -> dict[str, Array]:
-        return super().arrays() | {
-            "priority": self.replay.by_env(self.priorities, self.replay.head),
-            "seen": self._seen,
-            "most": np.array([self._most]),
-        }
-
-    def restore(self, arrays: Mapping[str, Array]) -> None:
-        it, leaves = self.replay, self._leaves[: self.replay.size]
-        leaves[:] = 0
-        it.by_env(leaves, it.head)[:] = arrays["priority"]
-        sum_up(*self._tree, np.arange(it.size), it.size)
-        self._seen[:] = arrays["seen"]
-        self._most = float(arrays["most"][0])
-        super().restore(arrays)
+    def _set_leaves(self, leaves: Array) -> None:
+        self._leaves[:] = leaves
+        sum_up(self._tree, np.arange(len(leaves)), len(leaves))

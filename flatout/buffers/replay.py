@@ -37,7 +37,8 @@ class Rings(Generic[Values]):
         envs: Values,
     ) -> None:
         """`zeros(dtype, *shape)` allocates; `envs` counts the envs from 0."""
-        self.obs_layout, self.action_layout, self.n_envs, self._envs = obs, action, n_envs, envs
+        self.obs_layout, self.action_layout, self.n_envs, self.zeros = obs, action, n_envs, zeros
+        self.envs: Any = envs
         self.n_slots = slots_per_env(capacity, n_envs)
         self.capacity = (self.n_slots - 1) * n_envs
         self.size = size = self.n_slots * n_envs
@@ -48,9 +49,9 @@ class Rings(Generic[Values]):
         self.obs = tuple(rings[f"obs.{i}"] for i in range(len(obs.specs)))
         self.action, self.reward, self.end = rings["action"], rings["reward"], rings["end"]
         self.end[:] = EMPTY
-        self.head = zeros(np.int64, n_envs)
+        self.head: Any = zeros(np.int64, n_envs)
         """Number of the slot with each env's newest observation, from which it has not acted yet."""
-        self.start = zeros(np.int64, n_envs)
+        self.start: Any = zeros(np.int64, n_envs)
         """Number of the slot with the first observation of each env's current episode."""
 
     def slots(self, envs: Any, number: Any) -> Any:
@@ -59,7 +60,7 @@ class Rings(Generic[Values]):
 
     def serials(self, index: Values) -> Values:
         """The slot numbers that these slots hold now."""
-        head: Any = self.head[index // self.n_slots]
+        head = self.head[index // self.n_slots]
         out: Values = head - (head - index) % self.n_slots
         return out
 
@@ -68,9 +69,7 @@ class Rings(Generic[Values]):
 
         An env whose newest observation is a different one has started a new episode: the one before is truncated.
         """
-        envs: Any = self._envs
-        head: Any = self.head
-        start: Any = self.start
+        envs, head, start = self.envs, self.head, self.start
         pairs: list[tuple[Any, Any]] = list(zip(self.obs, obs, strict=True))
         at = self.slots(envs, head)
         changed = head == 0  # nothing stored yet
@@ -88,6 +87,15 @@ class Rings(Generic[Values]):
         for stored, new in pairs:
             stored[at] = new
         self.end[at] = EMPTY
+
+    def sample(
+        self, index: Values, *, gamma: float, n_step: int = 1, out: ReplayBatch | None = None
+    ) -> ReplayBatch:
+        """The transitions in these slots, over up to `n_step` steps of one episode, at most to the newest step.
+
+        In RAM they are written to `out` if it is given; on a device the slots are not checked for transitions.
+        """
+        raise NotImplementedError
 
     def by_env(self, x: Any, head: Array) -> Any:
         """What is in all slots, as (N, slots, …) without the slots that were never reached; a view."""
@@ -107,8 +115,16 @@ class Rings(Generic[Values]):
         check_saved(arrays, self._spec, self.n_envs, self.n_slots)
         self.end[:] = EMPTY
         views = {name: self.by_env(x, arrays["head"]) for name, x in self._rings.items()}
-        for name, x in {**views, "head": self.head, "start": self.start}.items():
-            x[:] = arrays[name] if isinstance(x, np.ndarray) else torch.from_numpy(arrays[name])
+        load(arrays, {**views, "head": self.head, "start": self.start})
+
+
+def load(saved: Mapping[str, Array], state: Mapping[str, Array | Tensor]) -> None:
+    """Set arrays or tensors to the saved ones of the same names."""
+    for name, x in state.items():
+        if isinstance(x, np.ndarray):
+            x[:] = saved[name]
+        else:
+            x.copy_(torch.from_numpy(saved[name]))
 
 
 def to_host(x: Array | Tensor) -> Array:
@@ -125,25 +141,16 @@ class Replay(Rings[Array]):
         super().__init__(obs, action, n_envs, capacity, partial(alloc, pin=pin), np.arange(n_envs))
         self.pin = pin
         self._obs_bytes = [as_bytes(x, 1) for x in self.obs]
+        self.state: kernel.Rings = self.n_slots, self.head, self.start, self.end, self.reward, self.action
+        """What compiled loops take."""
 
     def add_rollout(self, rollout: Rollout) -> None:
         """Store all steps of a rollout; an env that does not continue from its newest observation was reset."""
         self._begin([x[0] for x in rollout.obs])
         obs_at, final_at = np.empty((2, *rollout.reward.shape), np.int64)
-        kernel.advance(
-            np.ascontiguousarray(rollout.action, self.action.dtype),
-            np.ascontiguousarray(rollout.reward),
-            np.ascontiguousarray(rollout.terminated),
-            np.ascontiguousarray(rollout.truncated),
-            self.n_slots,
-            self.head,
-            self.start,
-            self.action,
-            self.reward,
-            self.end,
-            obs_at,
-            final_at,
-        )
+        action = np.ascontiguousarray(rollout.action, self.action.dtype)
+        others = (np.ascontiguousarray(x) for x in (rollout.reward, rollout.terminated, rollout.truncated))
+        kernel.advance((action, *others), self.state, obs_at, final_at)
         for obs, final, out in zip(rollout.obs, rollout.final_obs, self._obs_bytes, strict=True):
             new, last = (as_bytes(np.ascontiguousarray(x), 2) for x in (obs[1:], final))
             kernel.put(obs_at, new, final_at, last, out)
@@ -151,28 +158,14 @@ class Replay(Rings[Array]):
     def sample(
         self, index: Array, *, gamma: float, n_step: int = 1, out: ReplayBatch | None = None
     ) -> ReplayBatch:
-        """The transitions in these slots, over up to `n_step` steps of one episode, at most to the newest step."""
         if out is None:
             out = alloc_batch(self.obs_layout, self.action_layout, len(index), pin=self.pin)
         to = out.arrays
         assert to is not None, "a batch in RAM has arrays"
         to.index[:] = index
-        bad = kernel.windows(
-            to.index,
-            gamma,
-            n_step,
-            self.n_slots,
-            self.head,
-            self.reward,
-            self.end,
-            to.reward,
-            to.discount,
-            to.next_index,
-            to.serial,
-        )
+        bad = kernel.windows(to.index, gamma, n_step, self.state, to.windows)
         if bad >= 0:
             raise IndexError(f"slot {int(index[bad])} of the replay holds no transition")
-        kernel.take(self.action, to.index, to.action)
         for stored, obs, next_obs in zip(self._obs_bytes, to.obs, to.next_obs, strict=True):
             kernel.take_two(stored, to.index, to.next_index, obs, next_obs)
         return out
@@ -203,6 +196,19 @@ class Sampler(Generic[Replayed]):
 
         Prioritized samplers set weights (n · P)^-beta relative to the largest of the batch; uniform ones set 1.
         """
+        drawn = self._draw(size, beta)
+        if drawn is None:
+            raise FlatoutError(
+                f"the replay holds no {self._n_step}-step transition yet; collect more before sampling"
+            )
+        self.n_draws += 1
+        index, weight = drawn
+        batch = self.replay.sample(index, gamma=self._gamma, n_step=self._n_step, out=out)
+        batch.weight[:] = weight
+        return batch
+
+    def _draw(self, size: int, beta: float) -> tuple[Any, Tensor | float] | None:
+        """Slots of `size` transitions and their weights; None: nothing can be drawn."""
         raise NotImplementedError
 
     def update(self, index: Tensor, serial: Tensor, priority: Tensor) -> None:
@@ -219,21 +225,10 @@ class Sampler(Generic[Replayed]):
         """Set the state from what `arrays` gave, once the replay is restored."""
         self.n_draws = int(arrays["n_draws"][0])
 
-    def _nothing_stored(self) -> FlatoutError:
-        return FlatoutError(
-            f"the replay holds no {self._n_step}-step transition yet; collect more before sampling"
-        )
-
 
 class Uniform(Sampler[Replay]):
     """Draws every transition whose n-step window is stored with the same probability."""
 
-    def sample(self, size: int, beta: float = 0.4, out: ReplayBatch | None = None) -> ReplayBatch:  # noqa: ARG002
-        it, index = self.replay, np.empty(size, np.int64)
-        if out is not None:
-            out.weight.fill_(1)
-        key = kernel.draw_key(self._seed, self.n_draws)
-        if not kernel.draw_uniform(key, self._n_step, it.n_slots, it.head, it.start, it.end, index):
-            raise self._nothing_stored()
-        self.n_draws += 1
-        return it.sample(index, gamma=self._gamma, n_step=self._n_step, out=out)
+    def _draw(self, size: int, beta: float) -> tuple[Array, float] | None:  # noqa: ARG002
+        index, key = np.empty(size, np.int64), kernel.draw_key(self._seed, self.n_draws)
+        return (index, 1.0) if kernel.draw_uniform(key, self._n_step, self.replay.state, index) else None

@@ -26,6 +26,9 @@ _WEYL, _MIX1, _MIX2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _U_WEYL, _U_MIX1, _U_MIX2 = np.uint64(_WEYL), np.uint64(_MIX1), np.uint64(_MIX2)
 _U11, _U27, _U30, _U31 = np.uint64(11), np.uint64(27), np.uint64(30), np.uint64(31)
 
+Rings = tuple[int, Array, Array, Array, Array, Array]
+"""A replay's n_slots, head, start, end, reward and action; see `replay.Rings`."""
+
 
 def _prefetch(_typing: Any, array: Any, place: Any) -> Any:
     """Prefetch an element of a flat array into the cache."""
@@ -84,41 +87,33 @@ def slot_of(n: int, number: int, n_slots: int) -> int:
 
 
 @compiled
-def advance(
-    action: Array,
-    reward: Array,
-    terminated: Array,
-    truncated: Array,
-    n_slots: int,
-    head: Array,
-    start: Array,
-    action_out: Array,
-    reward_out: Array,
-    end_out: Array,
-    obs_at: Array,
-    final_at: Array,
-) -> None:
-    """Store (T, N) transitions; writes to `obs_at` and `final_at` which slots take the next observations."""
+def advance(steps: tuple[Array, ...], rings: Rings, obs_at: Array, final_at: Array) -> None:
+    """Store (T, N) transitions: action, reward, terminated, truncated.
+
+    Writes to `obs_at` and `final_at` which slots take the next observations.
+    """
+    action, reward, terminated, truncated = steps
+    n_slots, head, start, end, stored_reward, stored_action = rings
     for t in range(reward.shape[0]):
         for n in range(reward.shape[1]):
             here = slot_of(n, head[n], n_slots)
             for j in range(action.shape[2]):
-                action_out[here, j] = action[t, n, j]
-            reward_out[here] = reward[t, n]
+                stored_action[here, j] = action[t, n, j]
+            stored_reward[here] = reward[t, n]
             head[n] += 1
             final_at[t, n] = -1
-            end_out[here] = GOES_ON
+            end[here] = GOES_ON
             if terminated[t, n]:
-                end_out[here] = TERMINATED
+                end[here] = TERMINATED
                 start[n] = head[n]
             elif truncated[t, n]:
-                end_out[here] = TRUNCATED
+                end[here] = TRUNCATED
                 final_at[t, n] = slot_of(n, head[n], n_slots)
-                end_out[final_at[t, n]] = EMPTY
+                end[final_at[t, n]] = EMPTY
                 head[n] += 1
                 start[n] = head[n]
             obs_at[t, n] = slot_of(n, head[n], n_slots)
-            end_out[obs_at[t, n]] = EMPTY
+            end[obs_at[t, n]] = EMPTY
 
 
 @compiled
@@ -134,27 +129,24 @@ def put(obs_at: Array, obs: Array, final_at: Array, final_obs: Array, out: Array
 
 
 @compiled
-def windows(
-    index: Array,
-    gamma: float,
-    n_step: int,
-    n_slots: int,
-    head: Array,
-    reward: Array,
-    end: Array,
-    return_out: Array,
-    discount_out: Array,
-    next_out: Array,
-    serial_out: Array,
-) -> int:
-    """n-step return, discount and bootstrap slot of each index; returns the first place in `index` without a transition, or -1."""
+def windows(index: Array, gamma: float, n_step: int, rings: Rings, out: tuple[Array, ...]) -> int:
+    """Action, n-step return, discount, bootstrap slot and slot number of each index.
+
+    Returns the first place in `index` without a transition, or -1.
+    """
+    n_slots, head, _, end, reward, action = rings
+    action_out, return_out, discount_out, next_out, serial_out = out
+    flat_action, width = action.reshape(-1), action.shape[1]
     for b in range(len(index)):
         prefetch(reward, index[b])
         prefetch(end, index[b])
+        prefetch(flat_action, index[b] * width)
     for b in range(len(index)):
         slot = index[b]
         if slot < 0 or slot >= len(end) or end[slot] == EMPTY:
             return b
+        for j in range(width):
+            action_out[b, j] = action[slot, j]
         n, t = slot // n_slots, slot % n_slots
         n_stored = (head[n] - t) % n_slots
         serial_out[b] = head[n] - n_stored
@@ -176,20 +168,8 @@ def windows(
 
 
 @compiled
-def take(source: Array, index: Array, out: Array) -> None:
-    """out[b] = source[index[b]]."""
-    flat, width = source.reshape(-1), source.shape[1]
-    for b in range(len(index)):
-        prefetch(flat, index[b] * width)
-    for b in range(len(index)):
-        i = index[b]
-        for j in range(out.shape[1]):
-            out[b, j] = source[i, j]
-
-
-@compiled
 def take_two(source: Array, index: Array, next_index: Array, out: Array, next_out: Array) -> None:
-    """The same for an index and the next one, whose memory is mostly near."""
+    """out[b] = source[index[b]], and the same for the next index, whose memory is mostly near."""
     flat, width = source.reshape(-1), source.shape[1]
     for b in range(len(index)):
         prefetch(flat, index[b] * width)
@@ -203,20 +183,20 @@ def take_two(source: Array, index: Array, next_index: Array, out: Array, next_ou
 
 
 @compiled
-def first_and_end(n: int, n_step: int, n_slots: int, head: Array, start: Array) -> tuple[int, int]:
+def first_and_end(n: int, n_step: int, rings: Rings) -> tuple[int, int]:
     """The range of an env's slot numbers whose whole n-step window is stored; some of the slots may be empty."""
+    n_slots, head, start = rings[:3]
     first = max(0, head[n] - n_slots + 1)
     return first, max(first, start[n], head[n] - n_step + 1)
 
 
 @compiled
-def draw_uniform(
-    key: Any, n_step: int, n_slots: int, head: Array, start: Array, end: Array, index_out: Array
-) -> bool:
+def draw_uniform(key: Any, n_step: int, rings: Rings, index_out: Array) -> bool:
     """Fill `index_out` with eligible slots, all equally likely; false if there are none."""
+    n_slots, head, end = rings[0], rings[1], rings[3]
     n_envs, total, upto = len(head), 0, np.empty(len(head), np.int64)
     for n in range(n_envs):
-        first, last = first_and_end(n, n_step, n_slots, head, start)
+        first, last = first_and_end(n, n_step, rings)
         total += last - first
         upto[n] = total
     if total == 0:
@@ -235,7 +215,7 @@ def draw_uniform(
                     high = middle
                 else:
                     low = middle + 1
-            _, last = first_and_end(low, n_step, n_slots, head, start)
+            _, last = first_and_end(low, n_step, rings)
             slot = slot_of(low, last - (upto[low] - nth), n_slots)
         index_out[b] = slot
     return True

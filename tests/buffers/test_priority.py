@@ -58,8 +58,7 @@ def set_all(sampler: Sampler, index: Array, values: Array) -> None:
 def test_both_sum_trees_equal_a_list(size: int, n_writes: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
     naive = np.zeros(size, np.float32)
-    offsets = np.array(tree.tree_levels(size))
-    leaves, nodes = tree.alloc_leaves(size), np.zeros(offsets[-1])
+    sums = leaves, nodes, offsets = tree.alloc_tree(size)
     device = TensorSumTree(size, CPU)
     for _ in range(n_writes):
         index = rng.integers(size, size=rng.integers(1, 60))  # with repeats: the last one counts
@@ -68,7 +67,7 @@ def test_both_sum_trees_equal_a_list(size: int, n_writes: int, seed: int) -> Non
             naive[i] = v
         for i, v in zip(index, value, strict=True):
             leaves[i] = v
-        tree.sum_up(leaves, nodes, offsets, index.copy(), len(index))
+        tree.sum_up(sums, index.copy(), len(index))
         device.write(torch.from_numpy(index), torch.from_numpy(value))
         np.testing.assert_array_equal(leaves[:size], naive)
         np.testing.assert_array_equal(device.leaves.numpy(), naive)
@@ -79,7 +78,7 @@ def test_both_sum_trees_equal_a_list(size: int, n_writes: int, seed: int) -> Non
         return
     mass = np.concatenate([rng.random(20), [0.0, 1.0]]) * total  # the ends, too: there rounding tells
     found = np.empty(len(mass), np.int64)
-    tree.find(leaves, nodes, offsets, mass.copy(), found)
+    tree.find(sums, mass.copy(), found)
     there = device.find(torch.from_numpy(mass)).numpy()
     assert (naive[found] > 0).all()
     assert (naive[there] > 0).all()
@@ -94,15 +93,14 @@ def test_sums_do_not_drift() -> None:
     """After a million writes of very different sizes the sums equal newly computed ones."""
     rng = np.random.default_rng(0)
     size = 300
-    offsets = np.array(tree.tree_levels(size))
-    leaves, nodes = tree.alloc_leaves(size), np.zeros(offsets[-1])
+    sums = leaves, nodes, offsets = tree.alloc_tree(size)
     for _ in range(1000):
         index = rng.integers(size, size=1000)
         leaves[index] = 10.0 ** rng.uniform(-20, 20, size=1000)
-        tree.sum_up(leaves, nodes, offsets, index, len(index))
+        tree.sum_up(sums, index, len(index))
     leaves[:size] = 1
     for i in range(size):
-        tree.sum_up(leaves, nodes, offsets, np.array([i]), 1)
+        tree.sum_up(sums, np.array([i]), 1)
     assert nodes[offsets[-2]] == size
 
 
