@@ -5,7 +5,7 @@ In RAM, NumPy arrays and torch tensors share their memory, so neither side copie
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -54,26 +54,41 @@ class Staging:
 
 
 @dataclass(frozen=True, slots=True)
-class RolloutTensors:
+class Transitions:
     """A rollout as tensors on the learner's device; T time steps, N envs."""
 
-    obs: tuple[Tensor, ...]
-    """(T + 1, N, …): the last time step holds the observations after the rollout."""
-    action: Tensor
-    log_prob: Tensor
-    reward: Tensor
-    terminated: Tensor
-    truncated: Tensor
+    obs_tn: tuple[Tensor, ...]
+    action_tn: Tensor
+    log_prob_tn: Tensor
+    reward_tn: Tensor
+    terminated_tn: Tensor
+    truncated_tn: Tensor
+    last_obs_n: tuple[Tensor, ...]
+    """The observations after the rollout."""
     final_obs: tuple[Tensor, ...]
     """Last observations of the episodes that were truncated and not terminated, (K, …)."""
     final_index: Tensor
     """Where those are in the rollout: t · N + n, (K,)."""
 
+    def flat_obs(self) -> tuple[Tensor, ...]:
+        """The observations (T · N, ...)."""
+        return tuple(array.flatten(0, 1) for array in self.obs_tn)
+
+    def values(self, value_of: Callable[[tuple[Tensor, ...]], Tensor]) -> tuple[Tensor, Tensor]:
+        """Values (T, N) of all observations and of the ones that followed: final ones where episodes were truncated."""
+        n_steps, n_envs = self.reward_tn.shape
+        value_tn = value_of(self.flat_obs()).view(n_steps, n_envs)
+        pairs = zip(self.last_obs_n, self.final_obs, strict=True)
+        tail_value = value_of(tuple(torch.cat([last, final]) for last, final in pairs))
+        next_value = torch.cat([value_tn[1:].reshape(-1), tail_value[:n_envs]])
+        next_value = next_value.index_copy(0, self.final_index, tail_value[n_envs:])
+        return value_tn, next_value.view(n_steps, n_envs)
+
 
 class Learnable(Protocol):
     """What the learner needs of a rollout, in RAM or on a device."""
 
-    def tensors(self, staging: Staging) -> RolloutTensors:
+    def tensors(self, staging: Staging) -> Transitions:
         """The rollout as tensors on the staging's device."""
 
 
@@ -109,7 +124,7 @@ class _Fields(Generic[Values]):
         self.action, self.log_prob, self.reward = by_name["action"], by_name["log_prob"], by_name["reward"]
         self.terminated, self.truncated = by_name["terminated"], by_name["truncated"]
         self.columns = (self.action, self.log_prob, self.reward, self.terminated, self.truncated)
-        """In the order of `_rollout_tensors`."""
+        """In the order of `_transitions`."""
 
     @property
     def n_transitions(self) -> int:
@@ -117,10 +132,11 @@ class _Fields(Generic[Values]):
         return self.n_steps * self.n_envs
 
 
-def _rollout_tensors(sent: list[Tensor], final_obs: tuple[Tensor, ...], index: Tensor) -> RolloutTensors:
+def _transitions(sent: list[Tensor], final_obs: tuple[Tensor, ...], index: Tensor) -> Transitions:
     action, log_prob, reward, terminated, truncated, *obs = sent
-    return RolloutTensors(
-        tuple(obs), action, log_prob, reward, terminated, truncated, final_obs, final_index=index
+    obs_tn, last_obs = tuple(x[:-1] for x in obs), tuple(x[-1] for x in obs)
+    return Transitions(
+        obs_tn, action, log_prob, reward, terminated, truncated, last_obs, final_obs, final_index=index
     )
 
 
@@ -137,13 +153,13 @@ class Rollout(_Fields[Array]):
         """The envs from `first` to before `end`, in the same memory."""
         return Rollout({name: array[:, first:end] for name, array in self.by_name.items()})
 
-    def tensors(self, staging: Staging) -> RolloutTensors:
+    def tensors(self, staging: Staging) -> Transitions:
         """The rollout as tensors on the staging's device."""
         index = np.flatnonzero(self.truncated & ~self.terminated)
         t, n = np.divmod(index, self.n_envs)
         sent, device = staging.to_device([*self.columns, *self.obs]), staging.device
         final_obs = tuple(torch.from_numpy(x[t, n]).to(device) for x in self.final_obs)
-        return _rollout_tensors(sent, final_obs, torch.from_numpy(index).to(device))
+        return _transitions(sent, final_obs, torch.from_numpy(index).to(device))
 
 
 class TensorRollout(_Fields[Tensor]):
@@ -168,14 +184,14 @@ class TensorRollout(_Fields[Tensor]):
         """In RAM: observations, actions and log-probabilities of each time step, as NumPy views."""
         self._host: Rollout | None = None
 
-    def tensors(self, staging: Staging) -> RolloutTensors:
+    def tensors(self, staging: Staging) -> Transitions:
         """The rollout as tensors on the staging's device; nothing is copied if it is the same device."""
         # Only the device knows how many episodes were truncated: one host sync per rollout.
         device = staging.device
         index = (self.truncated & ~self.terminated).view(-1).nonzero().squeeze(1)
         sent = [x.to(device) for x in (*self.columns, *self.obs)]
         final_obs = tuple(x.flatten(0, 1)[index].to(device) for x in self.final_obs)
-        return _rollout_tensors(sent, final_obs, index.to(device))
+        return _transitions(sent, final_obs, index.to(device))
 
     def on_host(self) -> Rollout:
         """The rollout as arrays in RAM: views, made once, if it is there already, else a copy."""

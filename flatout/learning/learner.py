@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from time import perf_counter
 from typing import Any, ClassVar, Generic, Literal, Protocol
 
@@ -158,9 +159,9 @@ class Learner(ABC, Generic[Batch]):
     def _transitions(self, rollout: Learnable) -> Transitions:
         data = rollout.tensors(self._staging)
         if self._reward_scaler is None:
-            return Transitions.of(data)
-        ended = data.terminated | data.truncated
-        return Transitions.of(data, self._reward_scaler.scale(data.reward, ended))
+            return data
+        ended = data.terminated_tn | data.truncated_tn
+        return replace(data, reward_tn=self._reward_scaler.scale(data.reward_tn, ended))
 
     def _begin(self, progress: float) -> None:
         """Before a rollout's updates."""

@@ -1,4 +1,4 @@
-"""What learners of rollouts share: transitions, returns and advantages.
+"""What learners of rollouts share: returns and advantages, of the transitions that a rollout becomes.
 
 Returns are parallel scans: log2(T) vector operations, on any device, without a host sync.
 Shapes: T time steps, N envs.
@@ -6,59 +6,10 @@ Shapes: T time steps, N envs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from flatout.buffers.rollout import RolloutTensors
-
-
-@dataclass(frozen=True, slots=True)
-class Transitions:
-    """A rollout as tensors on the learner's device."""
-
-    obs_tn: tuple[Tensor, ...]
-    action_tn: Tensor
-    log_prob_tn: Tensor
-    reward_tn: Tensor
-    terminated_tn: Tensor
-    truncated_tn: Tensor
-    last_obs_n: tuple[Tensor, ...]
-    final_obs: tuple[Tensor, ...]
-    """Last observations of the truncated episodes, one row each."""
-    final_index: Tensor
-    """Their places t · N + n."""
-
-    @staticmethod
-    def of(data: RolloutTensors, reward_tn: Tensor | None = None) -> Transitions:
-        """A rollout's transitions, with other rewards where some are given."""
-        return Transitions(
-            obs_tn=tuple(array[:-1] for array in data.obs),
-            action_tn=data.action,
-            log_prob_tn=data.log_prob,
-            reward_tn=data.reward if reward_tn is None else reward_tn,
-            terminated_tn=data.terminated,
-            truncated_tn=data.truncated,
-            last_obs_n=tuple(array[-1] for array in data.obs),
-            final_obs=data.final_obs,
-            final_index=data.final_index,
-        )
-
-    def flat_obs(self) -> tuple[Tensor, ...]:
-        """The observations (T · N, ...)."""
-        return tuple(array.flatten(0, 1) for array in self.obs_tn)
-
-    def values(self, value_of: Callable[[tuple[Tensor, ...]], Tensor]) -> tuple[Tensor, Tensor]:
-        """Values (T, N) of all observations and of the ones that followed: final ones where episodes were truncated."""
-        n_steps, n_envs = self.reward_tn.shape
-        value_tn = value_of(self.flat_obs()).view(n_steps, n_envs)
-        pairs = zip(self.last_obs_n, self.final_obs, strict=True)
-        tail_value = value_of(tuple(torch.cat([last, final]) for last, final in pairs))
-        next_value = torch.cat([value_tn[1:].reshape(-1), tail_value[:n_envs]])
-        next_value = next_value.index_copy(0, self.final_index, tail_value[n_envs:])
-        return value_tn, next_value.view(n_steps, n_envs)
+from flatout.buffers.rollout import Transitions as Transitions
 
 
 def discounted_scan(x_tn: Tensor, decay_tn: Tensor) -> Tensor:

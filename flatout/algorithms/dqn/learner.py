@@ -24,7 +24,6 @@ from flatout.buffers.rollout import Learnable, Rollout, TensorRollout
 from flatout.device.machine import free_memory
 from flatout.envs.spaces import Array
 from flatout.learning.learner import Learner
-from flatout.learning.rollouts import Transitions
 from flatout.learning.update import Update
 from flatout.models.policy import QNetwork
 from flatout.timing import Phase
@@ -94,7 +93,7 @@ class DQNLearner(Learner[DQNMinibatch]):
         if n_due:
             self._take(n_due, beta, stop)
         if self._obs_moments:
-            self._update_obs_statistics(Transitions.of(rollout.tensors(self._staging)).flat_obs())
+            self._update_obs_statistics(rollout.tensors(self._staging).flat_obs())
         epsilon = config.epsilon(progress)
         self.model.greedy.epsilon.fill_(epsilon)
         more = {
