@@ -138,7 +138,7 @@ class KernelActor:
         if self._mask_index is not None:
             head = head[0], obs[self._mask_index]
         sample = self._sample_few if len(x) <= self._few else self._sample
-        sample(x, *self._network, *head, noise, action_out, log_prob_out)
+        sample(x, self._network, *head, noise, action_out, log_prob_out)
 
     @torch.inference_mode()
     def _features(self, obs: ObsArrays) -> Array:

@@ -127,14 +127,15 @@ def _layer_norm(y: Array, gain: Array, shift: Array) -> None:
         y3[j] = (y3[j] - d) * s * gain[j] + shift[j]
 
 
-@_compiled
-def _forward(
-    x: Array, obs_stats: Array, clip: Any, widths: Array, params: Array, activation: int, scratch: Array
-) -> Array:
-    """The last layer's outputs for up to ROWS observations; `scratch` holds the inputs and outputs of a layer.
+Network = tuple[Array, Any, Array, Array, int, Array]
+"""What the forward pass needs: mean and scale of the inputs (empty if they are not normalised) and their clip range,
+widths, parameters, the activation's number, and a buffer for the inputs and outputs of a layer."""
 
-    `obs_stats` holds mean and scale of the inputs; it is empty if they are not normalised.
-    """
+
+@_compiled
+def _forward(x: Array, network: Network) -> Array:
+    """The last layer's outputs for up to ROWS observations."""
+    obs_stats, clip, widths, params, activation, scratch = network
     here, there = scratch[0], scratch[1]
     for i in range(len(x)):
         for k in range(widths[0]):
@@ -162,26 +163,15 @@ def _forward(
 
 @_compiled
 def sample_categories(
-    x: Array,
-    obs_stats: Array,
-    clip: Any,
-    widths: Array,
-    params: Array,
-    activation: int,
-    scratch: Array,
-    nvec: Array,
-    mask: Array,
-    noise: Array,
-    action_out: Array,
-    log_prob_out: Array,
+    x: Array, network: Network, nvec: Array, mask: Array, noise: Array, action_out: Array, log_prob_out: Array
 ) -> None:
     """Gumbel-max for each part of the action; `mask` is empty if everything is allowed."""
     for i in range(len(x)):
         if i % ROWS == 0:
-            outs = _forward(x[i : i + ROWS], obs_stats, clip, widths, params, activation, scratch)
+            outs = _forward(x[i : i + ROWS], network)
         out = outs[i % ROWS]
         if len(mask):
-            for j in range(widths[-1]):
+            for j in range(mask.shape[1]):
                 if not mask[i, j]:
                     out[j] = _MASKED
         start, log_prob = 0, _ZERO
@@ -205,12 +195,7 @@ def sample_categories(
 @_compiled
 def sample_greedy(
     x: Array,
-    obs_stats: Array,
-    clip: Any,
-    widths: Array,
-    params: Array,
-    activation: int,
-    scratch: Array,
+    network: Network,
     epsilon: Array,
     mask: Array,
     noise: Array,
@@ -219,7 +204,7 @@ def sample_greedy(
 ) -> None:
     """Epsilon-greedy: the network runs only for observations that do not explore. See `GreedyHead` for the use of noise."""
     threshold = -math.log(epsilon[0]) if epsilon[0] > 0.0 else np.inf
-    n_actions, n_computed = widths[-1], 0  # observations that have been through the network
+    n_actions, n_computed = network[2][-1], 0  # observations that have been through the network
     for i in range(len(x)):
         log_prob_out[i] = _ZERO
         n_allowed, max_noise, choice = 0, _LEAST, 0
@@ -234,7 +219,7 @@ def sample_greedy(
         if i >= n_computed:
             first = i - i % ROWS
             n_computed = first + ROWS
-            outs = _forward(x[first:n_computed], obs_stats, clip, widths, params, activation, scratch)
+            outs = _forward(x[first:n_computed], network)
         out = outs[i % ROWS]
         best, choice = _LEAST, 0
         for j in range(n_actions):
@@ -246,12 +231,7 @@ def sample_greedy(
 @_compiled
 def sample_normals(
     x: Array,
-    obs_stats: Array,
-    clip: Any,
-    widths: Array,
-    params: Array,
-    activation: int,
-    scratch: Array,
+    network: Network,
     log_std: Array,
     squashed: Array,
     noise: Array,
@@ -261,7 +241,7 @@ def sample_normals(
     """Mean plus noise in each dimension; with log-probabilities of the squashed action in squashed dimensions."""
     for i in range(len(x)):
         if i % ROWS == 0:
-            outs = _forward(x[i : i + ROWS], obs_stats, clip, widths, params, activation, scratch)
+            outs = _forward(x[i : i + ROWS], network)
         out = outs[i % ROWS]
         log_prob = _ZERO
         for j in range(len(log_std)):
