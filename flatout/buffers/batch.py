@@ -22,6 +22,7 @@ class BatchArrays:
 
     obs: tuple[Array, ...]
     next_obs: tuple[Array, ...]
+    weight: Array
     index: Array
     next_index: Array
     """Slots of the observations to bootstrap from."""
@@ -85,6 +86,7 @@ def alloc_batch(obs: ObsLayout, action: ActionLayout, size: int, *, pin: bool = 
     batch.arrays = BatchArrays(
         obs=tuple(as_bytes(x.numpy(), 1) for x in batch.obs),
         next_obs=tuple(as_bytes(x.numpy(), 1) for x in batch.next_obs),
+        weight=batch.weight.numpy(),
         index=batch.index.numpy(),
         next_index=next_index.numpy(),
         windows=tuple(x.numpy() for x in windows),

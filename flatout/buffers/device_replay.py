@@ -33,8 +33,8 @@ class TensorReplay(Rings[Tensor]):
 
         super().__init__(obs, action, n_envs, capacity, zeros, torch.arange(n_envs, device=device))
         self.device = device
-        self.n_steps = self.reach = 0
-        """Steps that every env took, at least, and an upper bound of `head`: what the host knows without a sync."""
+        self.n_steps = 0
+        """Steps that every env took, at least: what the host knows without a sync."""
 
     def add_rollout(self, rollout: TensorRollout | Rollout) -> None:
         """Store all steps of a rollout; see `Replay.add_rollout`."""
@@ -43,13 +43,12 @@ class TensorReplay(Rings[Tensor]):
         next_obs = finals = [x[1:] for x in obs]
         if isinstance(rollout, TensorRollout) or rollout.truncated.any():
             finals = self._to_device(*rollout.final_obs)
-        self._begin([x[0] for x in obs])
+        self._begin([x[0] for x in obs], rollout.n_steps)
         # Few enough at a time that no ring wraps around: then no slot is written twice.
         span = max(1, (self.n_slots - 1) // 2)
         for t in range(0, rollout.n_steps, span):
             self._add(*([x[t : t + span] for x in arrays] for arrays in (steps, next_obs, finals)))
         self.n_steps += rollout.n_steps
-        self.reach += 1 + 2 * rollout.n_steps
 
     def _to_device(self, *arrays: Tensor | Array) -> list[Tensor]:
         return [torch.as_tensor(x).to(self.device) for x in arrays]
@@ -78,6 +77,7 @@ class TensorReplay(Rings[Tensor]):
     def sample(
         self,
         index: Tensor,
+        weight: Any = 1,
         *,
         gamma: float,
         n_step: int = 1,
@@ -101,7 +101,7 @@ class TensorReplay(Rings[Tensor]):
             reward=total.float(),
             next_obs=tuple(x[slot] for x in self.obs),
             discount=discount.float(),
-            weight=torch.ones_like(total, dtype=torch.float32),
+            weight=torch.ones_like(total, dtype=torch.float32) * weight,
             index=index,
             serial=serial,
         )
@@ -120,7 +120,6 @@ class TensorReplay(Rings[Tensor]):
 
     def restore(self, arrays: Mapping[str, Array]) -> None:
         super().restore(arrays)
-        self.reach = int(arrays["head"].max())
         self.n_steps = int(arrays["head"].min()) // 2  # a step takes two slots at most
 
 
@@ -137,7 +136,7 @@ class TensorUniform(Sampler[TensorReplay]):
     TRIES = 8
     """Candidate slots drawn for each transition: the first that is not empty is taken."""
 
-    def _draw(self, size: int, beta: float) -> tuple[Tensor, float] | None:  # noqa: ARG002
+    def _draw(self, size: int, beta: float) -> tuple[Tensor, int] | None:  # noqa: ARG002
         it = self.replay
         if not it.holds(self._n_step):
             return None
@@ -153,7 +152,7 @@ class TensorUniform(Sampler[TensorReplay]):
         # If all candidates are empty, a neighbour is not: two empty slots are never side by side.
         beside = torch.where(number > first[env], number - 1, number + 1)
         number = torch.where(full.any(1), number, beside)
-        return it.slots(env, number), 1.0
+        return it.slots(env, number), 1
 
 
 class TensorSumTree:
@@ -217,13 +216,9 @@ class TensorPrioritized(PrioritySampler[TensorReplay]):
         super().__init__(replay, **how)
         self.tree = TensorSumTree(replay.size, replay.device)
         self._leaves = self.tree.leaves
-        self._reach = 0
 
-    def _catch_up(self) -> None:
+    def _add_new(self, n_new: int) -> None:
         it = self.replay
-        n_new, self._reach = it.reach - self._reach, it.reach
-        if n_new == 0:
-            return
         _, last = it.ranges(self._n_step)
         # The host knows how many slots may have changed, not which: all candidates are checked.
         n_seen = min(n_new + self._n_step, it.n_slots)
@@ -257,4 +252,3 @@ class TensorPrioritized(PrioritySampler[TensorReplay]):
     def _set_leaves(self, leaves: Array) -> None:
         it = self.replay
         self.tree.write(torch.arange(it.size, device=it.device), torch.from_numpy(leaves).to(it.device))
-        self._reach = it.reach

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from flatout.buffers.batch import as_array
@@ -157,7 +156,7 @@ def _update(
 
 
 @compiled
-def _catch_up(tree: Tree, most: float, n_step: int, rings: Rings, seen: Array, scratch: Array) -> None:
+def _add_new(tree: Tree, most: float, n_step: int, rings: Rings, seen: Array, scratch: Array) -> None:
     """Give slots that have become eligible since the last call the largest priority so far, and overwritten ones 0."""
     leaves, n_slots, head, end = tree[0], rings[0], rings[1], rings[3]
     n = 0
@@ -192,6 +191,7 @@ class PrioritySampler(Sampler[Replayed]):
         self._most = replay.zeros(np.float64, 1)
         """The largest priority so far."""
         self._most[:] = 1
+        self._reach = 0
 
     @property
     def priorities(self) -> Any:
@@ -200,7 +200,16 @@ class PrioritySampler(Sampler[Replayed]):
         return self._leaves
 
     def _catch_up(self) -> None:
-        """Give slots that have become eligible since the last call the largest priority so far, and overwritten ones 0."""
+        """Set the priorities of the slots that were written since the last call."""
+        n_new, self._reach = self.replay.reach - self._reach, self.replay.reach
+        if n_new:
+            self._add_new(n_new)
+
+    def _add_new(self, n_new: int) -> None:
+        """Give slots that have become eligible the largest priority so far, and overwritten ones 0.
+
+        `n_new`: at most so many slots of each env were written.
+        """
         raise NotImplementedError
 
     def _set_leaves(self, leaves: Array) -> None:
@@ -217,6 +226,7 @@ class PrioritySampler(Sampler[Replayed]):
         self.replay.by_env(leaves, to_host(self.replay.head))[:] = arrays["priority"]
         self._set_leaves(leaves)
         load(arrays, {"seen": self._seen, "most": self._most})
+        self._reach = self.replay.reach
         super().restore(arrays)
 
 
@@ -230,15 +240,14 @@ class Prioritized(PrioritySampler[Replay]):
         self._leaves = self._tree[0][: replay.size]
         self._scratch = np.empty(4096, np.int64)
 
-    def _catch_up(self) -> None:
-        _catch_up(self._tree, self._most[0], self._n_step, self.replay.state, self._seen, self._scratch)
+    def _add_new(self, n_new: int) -> None:  # noqa: ARG002
+        _add_new(self._tree, self._most[0], self._n_step, self.replay.state, self._seen, self._scratch)
 
-    def _draw(self, size: int, beta: float) -> tuple[Array, Tensor] | None:
+    def _draw(self, size: int, beta: float) -> tuple[Array, Array] | None:
         self._catch_up()
         index, weight = np.empty(size, np.int64), np.empty(size, np.float32)
         key = draw_key(self._seed, self.n_draws)
-        drawn = _draw(self._tree, key, beta, np.empty(size), index, weight)
-        return (index, torch.from_numpy(weight)) if drawn else None
+        return (index, weight) if _draw(self._tree, key, beta, np.empty(size), index, weight) else None
 
     def update(self, index: Tensor, serial: Tensor, priority: Tensor) -> None:
         self._catch_up()

@@ -53,6 +53,8 @@ class Rings(Generic[Values]):
         """Number of the slot with each env's newest observation, from which it has not acted yet."""
         self.start: Any = zeros(np.int64, n_envs)
         """Number of the slot with the first observation of each env's current episode."""
+        self.reach = 0
+        """An upper bound of `head`, without reading from the device; grows with every rollout."""
 
     def slots(self, envs: Any, number: Any) -> Any:
         """The slots of these envs' slot numbers."""
@@ -64,12 +66,13 @@ class Rings(Generic[Values]):
         out: Values = head - (head - index) % self.n_slots
         return out
 
-    def _begin(self, obs: Sequence[Values]) -> None:
-        """Store the observations from which the envs act next.
+    def _begin(self, obs: Sequence[Values], n_steps: int) -> None:
+        """Store the observations from which the envs act next, for `n_steps` steps.
 
         An env whose newest observation is a different one has started a new episode: the one before is truncated.
         """
         envs, head, start = self.envs, self.head, self.start
+        self.reach += 1 + 2 * n_steps
         pairs: list[tuple[Any, Any]] = list(zip(self.obs, obs, strict=True))
         at = self.slots(envs, head)
         changed = head == 0  # nothing stored yet
@@ -89,7 +92,7 @@ class Rings(Generic[Values]):
         self.end[at] = EMPTY
 
     def sample(
-        self, index: Values, *, gamma: float, n_step: int = 1, out: ReplayBatch | None = None
+        self, index: Values, weight: Any = 1, *, gamma: float, n_step: int = 1, out: ReplayBatch | None = None
     ) -> ReplayBatch:
         """The transitions in these slots, over up to `n_step` steps of one episode, at most to the newest step.
 
@@ -115,6 +118,7 @@ class Rings(Generic[Values]):
         check_saved(arrays, self._spec, self.n_envs, self.n_slots)
         self.end[:] = EMPTY
         views = {name: self.by_env(x, arrays["head"]) for name, x in self._rings.items()}
+        self.reach = int(arrays["head"].max())
         load(arrays, {**views, "head": self.head, "start": self.start})
 
 
@@ -141,29 +145,29 @@ class Replay(Rings[Array]):
         super().__init__(obs, action, n_envs, capacity, partial(alloc, pin=pin), np.arange(n_envs))
         self.pin = pin
         self._obs_bytes = [as_bytes(x, 1) for x in self.obs]
-        self.state: kernel.Rings = self.n_slots, self.head, self.start, self.end, self.reward, self.action
-        """What compiled loops take."""
+        self.state: kernel.Rings = self.n_slots, self.head, self.start, self.end
+        self._data = self.action, self.reward
 
     def add_rollout(self, rollout: Rollout) -> None:
         """Store all steps of a rollout; an env that does not continue from its newest observation was reset."""
-        self._begin([x[0] for x in rollout.obs])
+        self._begin([x[0] for x in rollout.obs], rollout.n_steps)
         obs_at, final_at = np.empty((2, *rollout.reward.shape), np.int64)
         action = np.ascontiguousarray(rollout.action, self.action.dtype)
         others = (np.ascontiguousarray(x) for x in (rollout.reward, rollout.terminated, rollout.truncated))
-        kernel.advance((action, *others), self.state, obs_at, final_at)
+        kernel.advance((action, *others), self.state, self._data, obs_at, final_at)
         for obs, final, out in zip(rollout.obs, rollout.final_obs, self._obs_bytes, strict=True):
             new, last = (as_bytes(np.ascontiguousarray(x), 2) for x in (obs[1:], final))
             kernel.put(obs_at, new, final_at, last, out)
 
     def sample(
-        self, index: Array, *, gamma: float, n_step: int = 1, out: ReplayBatch | None = None
+        self, index: Array, weight: Any = 1, *, gamma: float, n_step: int = 1, out: ReplayBatch | None = None
     ) -> ReplayBatch:
         if out is None:
             out = alloc_batch(self.obs_layout, self.action_layout, len(index), pin=self.pin)
         to = out.arrays
         assert to is not None, "a batch in RAM has arrays"
-        to.index[:] = index
-        bad = kernel.windows(to.index, gamma, n_step, self.state, to.windows)
+        to.index[:], to.weight[:] = index, weight
+        bad = kernel.windows(to.index, gamma, n_step, self.state, self._data, to.windows)
         if bad >= 0:
             raise IndexError(f"slot {int(index[bad])} of the replay holds no transition")
         for stored, obs, next_obs in zip(self._obs_bytes, to.obs, to.next_obs, strict=True):
@@ -202,12 +206,9 @@ class Sampler(Generic[Replayed]):
                 f"the replay holds no {self._n_step}-step transition yet; collect more before sampling"
             )
         self.n_draws += 1
-        index, weight = drawn
-        batch = self.replay.sample(index, gamma=self._gamma, n_step=self._n_step, out=out)
-        batch.weight[:] = weight
-        return batch
+        return self.replay.sample(*drawn, gamma=self._gamma, n_step=self._n_step, out=out)
 
-    def _draw(self, size: int, beta: float) -> tuple[Any, Tensor | float] | None:
+    def _draw(self, size: int, beta: float) -> tuple[Any, Any] | None:
         """Slots of `size` transitions and their weights; None: nothing can be drawn."""
         raise NotImplementedError
 
@@ -229,6 +230,6 @@ class Sampler(Generic[Replayed]):
 class Uniform(Sampler[Replay]):
     """Draws every transition whose n-step window is stored with the same probability."""
 
-    def _draw(self, size: int, beta: float) -> tuple[Array, float] | None:  # noqa: ARG002
+    def _draw(self, size: int, beta: float) -> tuple[Array, int] | None:  # noqa: ARG002
         index, key = np.empty(size, np.int64), kernel.draw_key(self._seed, self.n_draws)
-        return (index, 1.0) if kernel.draw_uniform(key, self._n_step, self.replay.state, index) else None
+        return (index, 1) if kernel.draw_uniform(key, self._n_step, self.replay.state, index) else None

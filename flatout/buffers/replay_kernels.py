@@ -26,8 +26,10 @@ _WEYL, _MIX1, _MIX2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _U_WEYL, _U_MIX1, _U_MIX2 = np.uint64(_WEYL), np.uint64(_MIX1), np.uint64(_MIX2)
 _U11, _U27, _U30, _U31 = np.uint64(11), np.uint64(27), np.uint64(30), np.uint64(31)
 
-Rings = tuple[int, Array, Array, Array, Array, Array]
-"""A replay's n_slots, head, start, end, reward and action; see `replay.Rings`."""
+Rings = tuple[int, Array, Array, Array]
+"""A replay's n_slots, head, start and end; see `replay.Rings`."""
+Data = tuple[Array, Array]
+"""Actions and rewards of all slots."""
 
 
 def _prefetch(_typing: Any, array: Any, place: Any) -> Any:
@@ -87,19 +89,20 @@ def slot_of(n: int, number: int, n_slots: int) -> int:
 
 
 @compiled
-def advance(steps: tuple[Array, ...], rings: Rings, obs_at: Array, final_at: Array) -> None:
+def advance(steps: tuple[Array, ...], rings: Rings, data: Data, obs_at: Array, final_at: Array) -> None:
     """Store (T, N) transitions: action, reward, terminated, truncated.
 
     Writes to `obs_at` and `final_at` which slots take the next observations.
     """
     action, reward, terminated, truncated = steps
-    n_slots, head, start, end, stored_reward, stored_action = rings
+    n_slots, head, start, end = rings
+    action_out, reward_out = data
     for t in range(reward.shape[0]):
         for n in range(reward.shape[1]):
             here = slot_of(n, head[n], n_slots)
             for j in range(action.shape[2]):
-                stored_action[here, j] = action[t, n, j]
-            stored_reward[here] = reward[t, n]
+                action_out[here, j] = action[t, n, j]
+            reward_out[here] = reward[t, n]
             head[n] += 1
             final_at[t, n] = -1
             end[here] = GOES_ON
@@ -129,12 +132,13 @@ def put(obs_at: Array, obs: Array, final_at: Array, final_obs: Array, out: Array
 
 
 @compiled
-def windows(index: Array, gamma: float, n_step: int, rings: Rings, out: tuple[Array, ...]) -> int:
+def windows(index: Array, gamma: float, n_step: int, rings: Rings, data: Data, out: tuple[Array, ...]) -> int:
     """Action, n-step return, discount, bootstrap slot and slot number of each index.
 
     Returns the first place in `index` without a transition, or -1.
     """
-    n_slots, head, _, end, reward, action = rings
+    n_slots, head, _, end = rings
+    action, reward = data
     action_out, return_out, discount_out, next_out, serial_out = out
     flat_action, width = action.reshape(-1), action.shape[1]
     for b in range(len(index)):
