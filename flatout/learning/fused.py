@@ -35,6 +35,8 @@ _ZERO, _ONE = np.float32(0), np.float32(1)
 
 Layer = tuple[Tensor, Tensor]
 """Weight and bias."""
+State = tuple[Array, ...]
+"""What `adam` changes, and the gradient and metrics that it reads."""
 
 
 class FusedMLP:
@@ -62,17 +64,11 @@ class FusedMLP:
         self._ones = torch.ones(n)
         is_activated = self._ends_narrow and len(widths) == 2
         first = self._grads[0].numpy(), self._outputs[0].numpy()
-        self._first_backward = *first, is_activated, self._is_relu, self._transposed, *_arrays(grads[0])
+        self._first_backward = *first, is_activated, self._is_relu, (self._transposed, *_arrays(grads[0]))
         if self._ends_narrow:
-            self._last_backward = (
-                self.grad,
-                self._outputs[-2].numpy(),
-                self._layers[-1][0].numpy(),
-                self._is_relu,
-                *_arrays(grads[-1]),
-                self._grads[-2].numpy(),
-                grads[-2][1].numpy(),
-            )
+            last = self.grad, self._outputs[-2].numpy(), self._layers[-1][0].numpy(), self._is_relu
+            out = *_arrays(grads[-1]), self._grads[-2].numpy(), grads[-2][1].numpy()
+            self._last_backward = *last, out
 
     def forward(self, x: Tensor) -> Tensor:
         """The outputs for these samples; valid until the next call."""
@@ -131,7 +127,7 @@ class FusedBackend(ABC, Generic[Batch]):
         """The metrics of the last minibatch."""
         state = (params.flat, self.gradient, update.momentum, update.variance)
         counts = (update.n_steps, update.n_taken, update.n_bad, update.stopped)
-        self._state: tuple[Array, ...] = (
+        self._state: State = (
             *(tensor.detach().numpy() for tensor in state),
             self.means,
             *(tensor.view(1).numpy() for tensor in counts),
@@ -148,7 +144,7 @@ class FusedBackend(ABC, Generic[Batch]):
         norm, update = math.sqrt(torch.dot(self.gradient, self.gradient).item()), self._update
         approx_kl = float(self.means[update.kl_index])
         limit = math.inf if update.kl_limit is None else update.kl_limit
-        adam(norm, update.max_grad_norm, update.step_size, approx_kl, limit, *self._state)
+        adam(norm, update.max_grad_norm, update.step_size, approx_kl, limit, self._state)
 
     def _mask(self, obs: Obs) -> Array:
         """Which actions are allowed; without rows where the env has no mask."""
@@ -229,17 +225,11 @@ def _activation_backward(grad: Array, output: Array, is_relu: bool) -> None:
 
 @compiled
 def backward_narrow_output(
-    grad: Array,
-    hidden: Array,
-    weight: Array,
-    is_relu: bool,
-    weight_out: Array,
-    bias_out: Array,
-    grad_out: Array,
-    bias_before: Array,
+    grad: Array, hidden: Array, weight: Array, is_relu: bool, out: tuple[Array, ...]
 ) -> None:
     """Backward through a last layer of few outputs, skipping zero gradients: the gradient of its parameters, the one
     w.r.t. the previous layer before its activation, and the one of that layer's bias."""
+    weight_out, bias_out, grad_out, bias_before = out
     weight_out[:] = 0
     bias_out[:] = 0
     bias_before[:] = 0
@@ -262,16 +252,10 @@ def backward_narrow_output(
 
 @compiled
 def backward_narrow_input(
-    x: Array,
-    grad: Array,
-    hidden: Array,
-    is_activated: bool,
-    is_relu: bool,
-    transposed: Array,
-    weight_out: Array,
-    bias_out: Array,
+    x: Array, grad: Array, hidden: Array, is_activated: bool, is_relu: bool, out: tuple[Array, ...]
 ) -> None:
     """Backward through a first layer of few inputs; `is_activated`: `grad` is already w.r.t. the activation's input."""
+    transposed, weight_out, bias_out = out
     n_inputs, n_outputs = transposed.shape
     transposed[:] = 0
     bias_out[:] = 0
@@ -292,23 +276,10 @@ def backward_narrow_input(
 
 @compiled
 def adam(
-    norm: float,
-    max_grad_norm: float,
-    learning_rate: float,
-    approx_kl: float,
-    kl_limit: float,
-    flat: Array,
-    gradient: Array,
-    momentum: Array,
-    variance: Array,
-    means: Array,
-    n_steps: Array,
-    n_taken: Array,
-    n_bad: Array,
-    stopped: Array,
-    sums: Array,
+    norm: float, max_grad_norm: float, learning_rate: float, approx_kl: float, kl_limit: float, state: State
 ) -> Any:
     """`update.adam` in place, with clipping and the rules by which `Update` skips a step."""
+    flat, gradient, momentum, variance, means, n_steps, n_taken, n_bad, stopped, sums = state
     if approx_kl > kl_limit:
         stopped[0] = True
     if not (math.isfinite(norm) and math.isfinite(means[0])):

@@ -22,21 +22,17 @@ from flatout.models.policy import QNetwork
 def loss_gradient(
     squared: bool,
     mask: Array,
-    action: Array,
-    reward: Array,
-    discount: Array,
-    weight: Array,
-    q: Array,
-    target_q: Array,
-    online_q: Array,
-    error_out: Array,
-    q_grad: Array,
-    means_out: Array,
+    samples: tuple[Array, ...],
+    q_values: tuple[Array, Array, Array],
+    out: tuple[Array, ...],
 ) -> None:
     """TD errors (B,), the mean loss's gradient w.r.t. Q-values (B, A), and means of loss, Q-value and error.
 
     `target_q` and `online_q` are of the next observations; a mask without rows: all actions are allowed.
     """
+    action, reward, discount, weight = samples
+    q, target_q, online_q = q_values
+    error_out, q_grad, means_out = out
     n, n_actions = q.shape
     total, values, sizes = 0.0, 0.0, 0.0
     for b in range(n):
@@ -93,18 +89,10 @@ class FusedDQN(FusedBackend[DQNMinibatch]):
         online_q = self._online_next.forward(x_next) if self._config.double else target_q
         x = self._features(batch.obs)
         self._online.forward(x)
-        loss_gradient(
-            self._config.loss == "mse",
-            self._mask(batch.next_obs),
-            batch.action.numpy(),
-            batch.reward.numpy(),
-            batch.discount.numpy(),
-            batch.weight.numpy(),
-            self._online.out,
-            target_q.numpy(),
-            online_q.numpy(),
-            *self._outputs,
-        )
+        samples = tuple(x.numpy() for x in (batch.action, batch.reward, batch.discount, batch.weight))
+        q_values = self._online.out, target_q.numpy(), online_q.numpy()
+        mask = self._mask(batch.next_obs)
+        loss_gradient(self._config.loss == "mse", mask, samples, q_values, self._outputs)
         self._online.backward(x)
 
 

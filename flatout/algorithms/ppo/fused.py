@@ -23,6 +23,10 @@ _MASKED, _HALF_LOG_2PI = np.float32(MASKED), np.float32(LOG_SQRT_2PI)
 _HALF, _ONE = np.float32(0.5), np.float32(1)
 
 
+Settings = tuple[bool, float, float, float]
+"""normalize_advantage, clip_range, clip_range_vf (infinite: clips nothing), vf_coef."""
+
+
 @compiled
 def moments(advantage: Array, normalize: bool) -> tuple[float, float]:
     """The mean to subtract from every advantage, and the standard deviation to divide it by."""
@@ -78,24 +82,12 @@ def gaussian(out: Array, log_std: Array, action: Array, noise: Array, log_prob: 
 
 @compiled
 def loss_gradient(
-    log_prob: Array,
-    old_log_prob: Array,
-    advantage: Array,
-    normalize: bool,
-    clip_range: float,
-    value: Array,
-    old_value: Array,
-    returns: Array,
-    clip_range_vf: float,
-    vf_coef: float,
-    log_prob_grad: Array,
-    value_grad: Array,
-    means_out: Array,
+    log_prob: Array, value: Array, samples: tuple[Array, ...], settings: Settings, out: tuple[Array, ...]
 ) -> None:
-    """The mean loss's gradient w.r.t. log-probabilities and values, and its metrics but for the entropy.
-
-    An infinite `clip_range_vf` clips nothing.
-    """
+    """The mean loss's gradient w.r.t. log-probabilities and values, and its metrics but for the entropy."""
+    old_log_prob, advantage, returns, old_value = samples
+    normalize, clip_range, clip_range_vf, vf_coef = settings
+    log_prob_grad, value_grad, means_out = out
     n, (mean, std) = len(log_prob), moments(advantage, normalize)
     policy, squares, kl, n_clipped = 0.0, 0.0, 0.0, 0
     clip, clip_vf, share = np.float32(clip_range), np.float32(clip_range_vf), np.float32(1 / n)
@@ -123,16 +115,10 @@ def loss_gradient(
 
 @compiled
 def categorical_gradient(
-    log_p: Array,
-    mask: Array,
-    nvec: Array,
-    action: Array,
-    log_prob_grad: Array,
-    entropy: Array,
-    ent_coef: float,
-    logits_grad: Array,
+    groups: tuple[Array, ...], mask: Array, log_prob_grad: Array, ent_coef: float, logits_grad: Array
 ) -> float:
     """The loss's gradient w.r.t. logits; returns the mean entropy."""
+    log_p, nvec, action, entropy = groups
     n, total = len(log_prob_grad), 0.0
     share = np.float32(ent_coef / n)
     for b in range(n):
@@ -222,26 +208,15 @@ class FusedPPO(FusedBackend[PPOMinibatch]):
         action, details, log_prob = batch.action.numpy(), self._details, self._log_prob
         self._evaluate(self._policy, batch.obs, action, details, log_prob, self._entropy)
         log_prob_grad, means = self._log_prob_grad, self.means
-        loss_gradient(
-            log_prob,
-            batch.log_prob.numpy(),
-            batch.advantage.numpy(),
-            config.normalize_advantage,
-            self._update.coefficient.item(),
-            self._value.out,
-            batch.value.numpy(),
-            batch.returns.numpy(),
-            math.inf if config.clip_range_vf is None else config.clip_range_vf,
-            config.vf_coef,
-            log_prob_grad,
-            self._value.grad,
-            means,
-        )
+        samples = tuple(x.numpy() for x in (batch.log_prob, batch.advantage, batch.returns, batch.value))
+        clip_range_vf = math.inf if config.clip_range_vf is None else config.clip_range_vf
+        clip_range = self._update.coefficient.item()
+        settings = config.normalize_advantage, clip_range, clip_range_vf, config.vf_coef
+        out = log_prob_grad, self._value.grad, means
+        loss_gradient(log_prob, self._value.out, samples, settings, out)
         if self._log_std is None:
-            groups = self._nvec, action, log_prob_grad, self._entropy
-            entropy = categorical_gradient(
-                details, self._mask(batch.obs), *groups, config.ent_coef, self._policy.grad
-            )
+            groups, mask = (details, self._nvec, action, self._entropy), self._mask(batch.obs)
+            entropy = categorical_gradient(groups, mask, log_prob_grad, config.ent_coef, self._policy.grad)
         else:
             entropy = gaussian_gradient(
                 details, self._log_std[0], log_prob_grad, config.ent_coef, self._policy.grad, self._log_std[1]
