@@ -7,7 +7,7 @@ sampling is a pure function. A mask is (B, n_logits), true = allowed.
 from __future__ import annotations
 
 import math
-from typing import Protocol
+from abc import ABC, abstractmethod
 
 import torch
 from torch import Tensor, nn
@@ -19,34 +19,42 @@ MASKED = -1e8
 LOG_SQRT_2PI = 0.5 * math.log(2 * math.pi)
 
 
-class Head(Protocol):
+def masked(out: Tensor, mask: Tensor | None) -> Tensor:
+    """Outputs (B, n_logits) with those of forbidden actions replaced."""
+    return out if mask is None else out.masked_fill(~mask, MASKED)
+
+
+class Head(nn.Module, ABC):
     """Turns a network's outputs into actions."""
 
     n_outputs: int
-    squashes: bool
+    squashes = False
     """Whether `squash` changes anything."""
 
+    @abstractmethod
     def sample(self, out: Tensor, noise: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """Actions before squashing, (B, size), and their log-probabilities, (B,)."""
 
+    @abstractmethod
     def mode(self, out: Tensor, mask: Tensor | None) -> Tensor:
         """The most likely actions, before squashing."""
 
     def squash(self, actions: Tensor) -> Tensor:
         """Sampled actions as ActionLayout.to_env takes them."""
+        return actions
 
 
-class PolicyHead(Head, Protocol):
+class PolicyHead(Head):
     """A head whose actions have probabilities."""
 
+    @abstractmethod
     def evaluate(self, out: Tensor, actions: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """Log-probabilities of actions as they were sampled, and the entropy, both (B,)."""
 
 
-class CategoricalHead(nn.Module):
+class CategoricalHead(PolicyHead):
     """A categorical distribution for each part of the action; parts of unequal size are padded with masked logits."""
 
-    squashes = False
     _columns: Tensor
     _padding: Tensor
 
@@ -69,9 +77,7 @@ class CategoricalHead(nn.Module):
         return grouped.masked_fill(self._padding, fill)
 
     def _log_probs(self, out: Tensor, mask: Tensor | None) -> Tensor:
-        if mask is not None:
-            out = out.masked_fill(~mask, MASKED)
-        return torch.log_softmax(self._by_part(out, MASKED), -1)
+        return torch.log_softmax(self._by_part(masked(out, mask), MASKED), -1)
 
     def sample(self, out: Tensor, noise: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """Gumbel-max: the argmax of log-probabilities plus Gumbel noise is a sample."""
@@ -87,11 +93,8 @@ class CategoricalHead(nn.Module):
         log_prob = log_probs.gather(-1, actions.unsqueeze(-1)).sum((1, 2))
         return log_prob, -(log_probs.exp() * log_probs).sum((1, 2))
 
-    def squash(self, actions: Tensor) -> Tensor:
-        return actions
 
-
-class GreedyHead(nn.Module):
+class GreedyHead(Head):
     """Epsilon-greedy on Q-values: the best action, or with probability `epsilon` a random one that is allowed.
 
     Both choices use Gumbel noise, as CategoricalHead does, so collectors draw the same noise for every head. Of K
@@ -99,7 +102,6 @@ class GreedyHead(nn.Module):
     Adding log c to all the noise of an env makes its epsilon epsilon^c.
     """
 
-    squashes = False
     epsilon: Tensor
 
     def __init__(self, n_actions: int) -> None:
@@ -108,23 +110,17 @@ class GreedyHead(nn.Module):
         self.register_buffer("epsilon", torch.ones(1))
 
     def sample(self, out: Tensor, noise: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        if mask is None:
-            n_allowed: Tensor | int = self.n_outputs
-        else:
-            noise, n_allowed = noise.masked_fill(~mask, MASKED), mask.sum(1)
-        max_noise, random_action = noise.max(1)
+        n_allowed = self.n_outputs if mask is None else mask.sum(1)
+        max_noise, random_action = masked(noise, mask).max(1)
         explores = n_allowed * (-max_noise.double()).exp() > -self.epsilon.double().log()
         best = self.mode(out, mask).squeeze(1)
         return torch.where(explores, random_action, best).unsqueeze(1), torch.zeros_like(max_noise)
 
     def mode(self, out: Tensor, mask: Tensor | None) -> Tensor:
-        return (out if mask is None else out.masked_fill(~mask, MASKED)).argmax(1, keepdim=True)
-
-    def squash(self, actions: Tensor) -> Tensor:
-        return actions
+        return masked(out, mask).argmax(1, keepdim=True)
 
 
-class GaussianHead(nn.Module):
+class GaussianHead(PolicyHead):
     """Independent normals with a learned standard deviation per dimension; `squash` applies tanh to bounded ones.
 
     Without squashing the env gets the clipped action, and the log-probability is that of the unclipped one, which was

@@ -25,7 +25,7 @@ from flatout.models.heads import GreedyHead, Head, PolicyHead, make_head
 Obs: TypeAlias = Sequence[Tensor]
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU, "elu": nn.ELU, "silu": nn.SiLU}
-HIDDEN_GAIN = 2**0.5
+HIDDEN_GAIN, OUT_GAIN = 2**0.5, 0.01
 NATURE_MIN = 36
 """Smallest side of an image for the strided Atari CNN (Mnih et al. 2015); smaller ones get 3x3 layers."""
 OBS_CLIP = 10.0
@@ -50,11 +50,6 @@ def mlp(n_in: int, widths: Sequence[int], activation: str, *, layer_norm: bool =
     return nn.Sequential(*layers)
 
 
-def channels_last(shape: tuple[int, ...]) -> bool:
-    """Whether an image has its channels in the last dimension: the shorter one."""
-    return shape[-1] < shape[0]
-
-
 class ImageEncoder(nn.Module):
     """Images (B, C, H, W) or (B, H, W, C) → features (B, 512)."""
 
@@ -62,9 +57,10 @@ class ImageEncoder(nn.Module):
 
     def __init__(self, shape: tuple[int, ...], *, scale: bool) -> None:
         super().__init__()
-        self._last = channels_last(shape)
+        self._last = shape[-1] < shape[0]
+        """Whether an image has its channels in the last dimension: the shorter one."""
         self._scale = 1 / 255 if scale else 1.0
-        channels, height, width = (shape[2], *shape[:2]) if self._last else shape
+        channels, height, width = first = (shape[2], *shape[:2]) if self._last else shape
         if min(height, width) >= NATURE_MIN:
             layers = [(32, 8, 4, 0), (64, 4, 2, 0), (64, 3, 1, 0)]
         else:
@@ -78,7 +74,7 @@ class ImageEncoder(nn.Module):
             channels = n_out
         self.conv = nn.Sequential(*stack, nn.Flatten())
         with torch.no_grad():
-            n_flat = self.conv(torch.zeros(1, *((shape[2], *shape[:2]) if self._last else shape))).shape[1]
+            n_flat = self.conv(torch.zeros(1, *first)).shape[1]
         self.out = nn.Sequential(linear(n_flat, self.n_features, HIDDEN_GAIN), nn.ReLU())
 
     def forward(self, image: Tensor) -> Tensor:
@@ -132,8 +128,7 @@ class PolicyNet(nn.Module):
         config: NetworkConfig,
         head: Head,
         *,
-        normalize_obs: bool,
-        out_gain: float,
+        normalize_obs: bool = False,
         layer_norm: bool = False,
     ) -> None:
         super().__init__()
@@ -150,7 +145,7 @@ class PolicyNet(nn.Module):
         self.pi_encoder = Encoder(obs.specs)
         widths = config.network_arch
         self.pi_body = mlp(self.pi_encoder.n_features, widths, config.activation, layer_norm=layer_norm)
-        self.pi_out = linear(widths[-1], head.n_outputs, gain=out_gain)
+        self.pi_out = linear(widths[-1], head.n_outputs, OUT_GAIN)
 
     def features(self, obs: Obs) -> Tensor:
         """Inputs of the first hidden layer."""
@@ -201,7 +196,7 @@ class ActorCritic(PolicyNet):
         self, obs: ObsLayout, action: ActionLayout, config: NetworkConfig, *, normalize_obs: bool = False
     ) -> None:
         head = make_head(action, config.log_std_init, squash=config.squash)
-        super().__init__(obs, action, config, head, normalize_obs=normalize_obs, out_gain=0.01)
+        super().__init__(obs, action, config, head, normalize_obs=normalize_obs)
         self.shared = config.trunk == "shared" or (
             config.trunk == "auto" and any(spec.kind == "image" for spec in obs.specs)
         )
@@ -262,20 +257,18 @@ class QNetwork(PolicyNet):
         action: ActionLayout,
         config: NetworkConfig,
         *,
-        normalize_obs: bool = False,
         dueling: bool = False,
-        layer_norm: bool = False,
+        **options: bool,
     ) -> None:
+        """`options`: the keywords of `PolicyNet`."""
         if len(action.nvec) != 1:
             raise FlatoutError(
                 f"DQN and PQN choose among Discrete actions; this env has {action.space}: use PPO (--algo ppo)"
             )
         head = GreedyHead(action.nvec[0])
-        super().__init__(
-            obs, action, config, head, normalize_obs=normalize_obs, out_gain=0.01, layer_norm=layer_norm
-        )
+        super().__init__(obs, action, config, head, **options)
         self.greedy = head
-        self.v_out = linear(config.network_arch[-1], 1, gain=0.01) if dueling else None
+        self.v_out = linear(config.network_arch[-1], 1, OUT_GAIN) if dueling else None
 
     def forward(self, obs: Obs) -> Tensor:
         """Q-values of all actions."""

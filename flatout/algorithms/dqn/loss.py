@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from flatout.algorithms.dqn.config import DQNConfig, Loss
 from flatout.learning.update import Minibatch
-from flatout.models.heads import MASKED
 from flatout.models.policy import QNetwork
 
 METRICS = ("train/loss", "train/q_mean", "train/td_error")
@@ -62,12 +61,10 @@ class TargetNetwork(nn.Module):
 @torch.no_grad()
 def targets(networks: TargetNetwork, batch: DQNMinibatch, *, double: bool) -> Tensor:
     """TD targets: rewards, then the discounted Q-value of the best next action."""
-    mask = networks.online.mask(batch.next_obs)
     target_q = networks.target_q(batch.next_obs)
     online_q = networks.online(batch.next_obs).float() if double else target_q
-    if mask is not None:
-        online_q = online_q.masked_fill(~mask, MASKED)
-    best = target_q.gather(1, online_q.argmax(1, keepdim=True)).squeeze(1)
+    best_action = networks.online.head.mode(online_q, networks.online.mask(batch.next_obs))
+    best = target_q.gather(1, best_action).squeeze(1)
     return batch.reward + batch.discount * best
 
 

@@ -13,7 +13,7 @@ from flatout.algorithms.dqn.loss import sample_losses
 from flatout.algorithms.pqn.config import PQNConfig
 from flatout.learning.rollouts import Transitions, lambda_returns
 from flatout.learning.update import Minibatch
-from flatout.models.heads import MASKED
+from flatout.models.heads import masked
 from flatout.models.policy import QNetwork
 
 
@@ -29,9 +29,7 @@ class PQNMinibatch(Minibatch):
 @torch.no_grad()
 def best_values(model: QNetwork, obs: tuple[Tensor, ...]) -> Tensor:
     """The largest Q-value (B,) among the allowed actions."""
-    q, mask = model(obs).float(), model.mask(obs)
-    best: Tensor = (q if mask is None else q.masked_fill(~mask, MASKED)).amax(1)
-    return best
+    return masked(model(obs).float(), model.mask(obs)).amax(1)
 
 
 @torch.no_grad()
