@@ -19,7 +19,7 @@ from flatout.buffers import replay_kernels as kernel
 from flatout.buffers.batch import ReplayBatch, alloc, alloc_batch, as_bytes
 from flatout.buffers.capacity import check_saved, n_used, slot_spec, slots_per_env
 from flatout.buffers.replay_kernels import EMPTY, TRUNCATED
-from flatout.buffers.rollout import Rollout, Values
+from flatout.buffers.rollout import Rollout, TensorRollout, Values
 from flatout.envs.spaces import ActionLayout, Array, ObsLayout
 from flatout.errors import FlatoutError
 
@@ -148,8 +148,9 @@ class Replay(Rings[Array]):
         self.state: kernel.Rings = self.n_slots, self.head, self.start, self.end
         self._data = self.action, self.reward
 
-    def add_rollout(self, rollout: Rollout) -> None:
+    def add_rollout(self, rollout: Rollout | TensorRollout) -> None:
         """Store all steps of a rollout; an env that does not continue from its newest observation was reset."""
+        rollout = rollout.on_host() if isinstance(rollout, TensorRollout) else rollout
         self._begin([x[0] for x in rollout.obs], rollout.n_steps)
         obs_at, final_at = np.empty((2, *rollout.reward.shape), np.int64)
         action = np.ascontiguousarray(rollout.action, self.action.dtype)

@@ -195,9 +195,6 @@ class TensorRollout(_Fields[Tensor]):
 
     def on_host(self) -> Rollout:
         """The rollout as arrays in RAM: views, made once, if it is there already, else a copy."""
-        if self._host is not None:
-            return self._host
-        host = Rollout({name: tensor.cpu().numpy() for name, tensor in self.by_name.items()})
-        if self.reward.device.type == "cpu":
-            self._host = host
-        return host
+        if self._host is None or self.reward.device.type != "cpu":
+            self._host = Rollout({name: tensor.cpu().numpy() for name, tensor in self.by_name.items()})
+        return self._host

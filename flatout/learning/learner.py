@@ -140,7 +140,10 @@ class Learner(ABC, Generic[Batch]):
     ) -> dict[str, float]:
         """Learn from one rollout; `progress` in [0, 1] drives the schedules. Returns the metrics."""
         self._enter(Phase.STAGE)
-        data = self._transitions(rollout)
+        data = rollout.tensors(self._staging)
+        if self._reward_scaler is not None:
+            ended = data.terminated_tn | data.truncated_tn
+            data = replace(data, reward_tn=self._reward_scaler.scale(data.reward_tn, ended))
         self._enter(Phase.ADVANTAGE)
         with torch.no_grad():
             batch = self._value_parts.attempt(lambda: self.samples(data, lag))
@@ -155,13 +158,6 @@ class Learner(ABC, Generic[Batch]):
             self.epoch_ended()
         self._update_obs_statistics(data.flat_obs())
         return self._end(self.after_updates(batch, progress))
-
-    def _transitions(self, rollout: Learnable) -> Transitions:
-        data = rollout.tensors(self._staging)
-        if self._reward_scaler is None:
-            return data
-        ended = data.terminated_tn | data.truncated_tn
-        return replace(data, reward_tn=self._reward_scaler.scale(data.reward_tn, ended))
 
     def _begin(self, progress: float) -> None:
         """Before a rollout's updates."""
@@ -318,14 +314,11 @@ class Learner(ABC, Generic[Batch]):
 
     def state(self) -> dict[str, Tensor]:
         """Everything that a checkpoint needs, by name."""
-        tensors = {f"model.{name}": value for name, value in self.model.state_dict().items()}
-        tensors |= {f"optimizer.{name}": value for name, value in self.update.state().items()}
-        for i, moments in self._obs_moments.items():
-            tensors |= {f"obs_moments.{i}.{name}": value for name, value in moments.state().items()}
+        parts = {"model": self.model.state_dict(), "optimizer": self.update.state()}
+        parts |= {f"obs_moments.{i}": moments.state() for i, moments in self._obs_moments.items()}
         if self._reward_scaler is not None:
-            state = self._reward_scaler.state()
-            tensors |= {f"reward_scaler.{name}": value for name, value in state.items()}
-        return tensors
+            parts["reward_scaler"] = self._reward_scaler.state()
+        return {f"{part}.{name}": x for part, tensors in parts.items() for name, x in tensors.items()}
 
     def load_state(self, tensors: dict[str, Any]) -> None:
         """Restore what `state` gave, in place."""

@@ -6,8 +6,8 @@ network and device alone, so every collector of a run computes the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from collections.abc import Iterator
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -87,27 +87,20 @@ class KernelActor:
         self._only = obs.only_vector
         normalized = self._only is not None and model.normalizes
         self._obs_stats = np.zeros((2 if normalized else 0, widths[0]), np.float32)
+        self._bound = ""
+        """Name of the head's parameter that sampling depends on; "": none."""
+        no_mask = np.zeros((0, 1), bool)
+        self._head: tuple[Array, Array] = np.array(action.nvec), no_mask
         if isinstance(model.head, GaussianHead):
-            self._sample: Callable[..., None] = kernel.sample_normals
-            self._sample_few: Callable[..., None] = kernel.sample_few_normals
-            self._log_std = np.zeros(action.size, np.float32)
-            self._head: tuple[Array, Array] = self._log_std, action.bounded & model.head.squashes
+            self._head = np.zeros(action.size, np.float32), action.bounded & model.head.squashes
+            self._bound = "log_std"
         elif isinstance(model.head, GreedyHead):
-            self._sample, self._sample_few = kernel.sample_greedy, kernel.sample_few_greedy
-            self._epsilon = np.zeros(1)
-            self._head = self._epsilon, np.zeros((0, 1), bool)
-        else:
-            self._sample, self._sample_few = kernel.sample_categories, kernel.sample_few_categories
-            self._head = np.array(action.nvec), np.zeros((0, 1), bool)  # an empty mask: all is allowed
+            self._head, self._bound = (np.zeros(1), no_mask), "epsilon"
+        self._sample, self._sample_few = kernel.SAMPLERS[self._bound]
+        activation = kernel.ACTIVATIONS[model.activation] + kernel.LAYER_NORM * model.layer_norm
         scratch = np.zeros((2, kernel.ROWS, max(widths)), np.float32)
-        self._network: tuple[Any, ...] = (
-            self._obs_stats,
-            np.float32(OBS_CLIP),
-            np.array(widths),
-            self._params,
-            kernel.ACTIVATIONS[model.activation] + kernel.LAYER_NORM * model.layer_norm,
-            scratch,
-        )
+        inputs = self._obs_stats, np.float32(OBS_CLIP)
+        self._network: kernel.Network = *inputs, np.array(widths), self._params, activation, scratch
         self.bind()
 
     def bind(self) -> None:
@@ -119,10 +112,8 @@ class KernelActor:
         if len(self._obs_stats):
             mean, scale = (self._model.get_buffer(f"obs_{name}_{self._only}") for name in ("mean", "scale"))
             self._obs_stats[0], self._obs_stats[1] = mean.numpy().reshape(-1), scale.numpy().reshape(-1)
-        if isinstance(self._model.head, GaussianHead):
-            self._log_std[:] = self._model.head.log_std.detach().numpy()
-        elif isinstance(self._model.head, GreedyHead):
-            self._epsilon[:] = self._model.head.epsilon.numpy()
+        if self._bound:
+            self._head[0][:] = getattr(self._model.head, self._bound).detach().numpy()
 
     def _tensors(self) -> Iterator[torch.Tensor]:
         """The parameters in the order that the compiled function expects."""

@@ -8,6 +8,7 @@ The definitions of the distributions are in `heads`.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -255,6 +256,8 @@ def sample_normals(
         log_prob_out[i] = log_prob
 
 
-sample_few_categories = _brief(sample_categories)
-sample_few_greedy = _brief(sample_greedy)
-sample_few_normals = _brief(sample_normals)
+SAMPLERS: dict[str, tuple[Callable[..., None], Callable[..., None]]] = {
+    name: (function, _brief(function))
+    for name, function in (("", sample_categories), ("epsilon", sample_greedy), ("log_std", sample_normals))
+}
+"""Functions for many and for few observations, by the head's parameter that they take; "": none."""

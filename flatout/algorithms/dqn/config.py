@@ -108,7 +108,6 @@ class DQNConfig(QLearningConfig):
         return floor(Fraction(str(self.train_ratio)) * max(env_steps, 0))
 
     def updates_per_iteration(self, total_batch: int) -> float:
-        """Optimizer steps per rollout, on average."""
         return self.train_ratio * total_batch
 
     def fit_batch_size(self, total_batch: int, target: int) -> int:  # noqa: ARG002
@@ -127,7 +126,6 @@ class DQNConfig(QLearningConfig):
             )
 
     def arithmetic(self, n_envs: int) -> str:
-        """The batch arithmetic in one line."""
         total = n_envs * self.n_steps
         return (
             f"{n_envs} envs × {self.n_steps} steps = {total:,} env steps, × {self.train_ratio:g} = "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -53,7 +53,6 @@ class DQNLearner(Learner[DQNMinibatch]):
         return super().make_update(module, sample_output=True, **options)
 
     def loss(self, batch: DQNMinibatch, coefficient: Tensor) -> tuple[Tensor, ...]:  # noqa: ARG002
-        """`dqn.loss` of a minibatch."""
         return dqn.loss(self.networks, batch, self.config)
 
     @cached_property
@@ -79,7 +78,7 @@ class DQNLearner(Learner[DQNMinibatch]):
         beta = config.priority_beta + (1 - config.priority_beta) * min(progress, 1.0)
         self._enter(Phase.STAGE)
         assert isinstance(rollout, Rollout | TensorRollout), "a replay buffer reads rollouts directly"
-        experience.add(rollout)
+        experience.replay.add_rollout(rollout)
         before = iteration * self.n_envs * config.n_steps
         after = before + self.n_envs * config.n_steps
         n_due = config.updates_after(after - self._starts) - config.updates_after(before - self._starts)
@@ -124,13 +123,11 @@ class DQNLearner(Learner[DQNMinibatch]):
         return FusedDQN(self.networks, self.params, self.config, self.update) if fits else None
 
     def example_batch(self, n: int) -> DQNMinibatch:
-        """A minibatch of the right shapes."""
         obs, action = self.example_inputs(n)
         reward, ones = torch.linspace(-1, 1, n).to(self.device), torch.ones(n, device=self.device)
         return DQNMinibatch(obs, tuple(x.clone() for x in obs), action, reward, ones, ones.clone())
 
     def replay(self) -> Mapping[str, Array] | None:
-        """The replay buffer's content, if checkpoints are to keep it."""
         if not self.config.save_replay:
             return None
         return self.experience.arrays() | {"starts": np.array([self._starts])}
@@ -148,11 +145,9 @@ class DQNLearner(Learner[DQNMinibatch]):
             )
 
     def state(self) -> dict[str, Tensor]:
-        """Everything that a checkpoint needs, by name."""
         return super().state() | {"target": self.networks.target}
 
     def close(self) -> None:
-        """End what is under way."""
         super().close()
         if "experience" in vars(self):
             self.experience.close()
@@ -185,16 +180,9 @@ class Experience:
             self.replay = Replay(obs, action, n_envs, capacity, pin=device.type == "cuda")
             self._sampler = (Prioritized if prioritized else Uniform)(self.replay, **how)
             alloc = partial(alloc_batch, obs, action, config.batch_size, pin=not self._in_ram)
-        self._buffers: dict[int, tuple[ReplayBatch, DQNMinibatch, list[DQNMinibatch]]] = {}
+        self._buffer = cache(self._alloc)
         in_thread = None if device.type == "cuda" else False
         self._prefetch = Prefetch(self._sampler, config.batch_size, device, alloc=alloc, background=in_thread)
-
-    def add(self, rollout: Rollout | TensorRollout) -> None:
-        """Store a rollout's transitions."""
-        if isinstance(self.replay, TensorReplay):
-            self.replay.add_rollout(rollout)
-        else:
-            self.replay.add_rollout(rollout.on_host() if isinstance(rollout, TensorRollout) else rollout)
 
     def batches(
         self, n: int, beta: float, target_q: Callable[[DQNMinibatch], Tensor] | None = None
@@ -233,13 +221,12 @@ class Experience:
         self._sampler.n_draws = n_draws
         return _minibatch(sample)
 
-    def _buffer(self, n: int) -> tuple[ReplayBatch, DQNMinibatch, list[DQNMinibatch]]:
-        if n not in self._buffers:
-            size, replay = self._config.batch_size, self.replay
-            sample = alloc_batch(replay.obs_layout, replay.action_layout, n * size)
-            whole = _minibatch(sample)
-            self._buffers[n] = sample, whole, [whole.take(slice(i * size, (i + 1) * size)) for i in range(n)]
-        return self._buffers[n]
+    def _alloc(self, n: int) -> tuple[ReplayBatch, DQNMinibatch, list[DQNMinibatch]]:
+        """Memory for `n` minibatches: the sample, and the same as one minibatch and as `n`."""
+        size, replay = self._config.batch_size, self.replay
+        sample = alloc_batch(replay.obs_layout, replay.action_layout, n * size)
+        whole = _minibatch(sample)
+        return sample, whole, [whole.take(slice(i * size, (i + 1) * size)) for i in range(n)]
 
     def update_priorities(self, sample: ReplayBatch, error: Tensor) -> None:
         """Set the priorities of a sample's transitions to their absolute TD errors."""

@@ -34,14 +34,11 @@ class PPOLearner(Learner[ppo.PPOMinibatch]):
     def make_update(self, module: nn.Module, **options: Any) -> Update[ppo.PPOMinibatch]:
         """With advantages normalized over whole minibatches, and stopped by target_kl."""
         config = self.config
-        kl_limit, prepare = (
-            config.target_kl and config.target_kl * KL_SLACK,
-            partial(ppo.prepare, config=config),
-        )
+        kl_limit = config.target_kl and config.target_kl * KL_SLACK
+        prepare = partial(ppo.prepare, config=config)
         return super().make_update(module, prepare=prepare, kl_index=ppo.KL, kl_limit=kl_limit, **options)
 
     def loss(self, batch: ppo.PPOMinibatch, coefficient: Tensor) -> tuple[Tensor, Tensor]:
-        """`ppo.loss` of a prepared minibatch."""
         return ppo.loss(self.model, batch, coefficient, self.config)
 
     def coefficient(self, progress: float) -> float:
@@ -78,7 +75,6 @@ class PPOLearner(Learner[ppo.PPOMinibatch]):
         return self._fused if whole and self.update.backend == "fused" else None
 
     def values(self, obs: tuple[Tensor, ...]) -> Tensor:
-        """Values of many observations, in parts that fit into memory."""
         fused = self._fused_for(len(obs[0]))
         return super().values(obs) if fused is None else fused.values(obs)
 
@@ -95,7 +91,6 @@ class PPOLearner(Learner[ppo.PPOMinibatch]):
         return in_parts(ratio, len(log_prob), self._value_parts.n_rows).view(data.log_prob_tn.shape)
 
     def example_batch(self, n: int) -> ppo.PPOMinibatch:
-        """A minibatch of the right shapes."""
         columns = [torch.linspace(-1, 1, n).to(self.device) for _ in range(4)]
         return ppo.PPOMinibatch(*self.example_inputs(n), *columns)
 

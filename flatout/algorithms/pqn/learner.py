@@ -31,11 +31,9 @@ class PQNLearner(Learner[pqn.PQNMinibatch]):
         return pqn.targets(self.values, data, self.config)
 
     def value(self, obs: tuple[Tensor, ...]) -> Tensor:
-        """The largest Q-value (B,) among the allowed actions."""
         return pqn.best_values(self.model, obs)
 
     def loss(self, batch: pqn.PQNMinibatch, coefficient: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ARG002
-        """`pqn.loss` of a minibatch."""
         return pqn.loss(self.model, batch, self.config)
 
     def after_updates(self, batch: pqn.PQNMinibatch, progress: float) -> dict[str, Tensor | float]:  # noqa: ARG002
@@ -45,5 +43,4 @@ class PQNLearner(Learner[pqn.PQNMinibatch]):
         return {"rollout/exploration_rate": epsilon}
 
     def example_batch(self, n: int) -> pqn.PQNMinibatch:
-        """A minibatch of the right shapes."""
         return pqn.PQNMinibatch(*self.example_inputs(n), torch.linspace(-1, 1, n).to(self.device))
