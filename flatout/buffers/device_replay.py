@@ -75,14 +75,9 @@ class TensorReplay(Rings[Tensor]):
         self.head.copy_(followed[-1])
 
     def sample(
-        self,
-        index: Tensor,
-        weight: Any = 1,
-        *,
-        gamma: float,
-        n_step: int = 1,
-        out: ReplayBatch | None = None,  # noqa: ARG002
+        self, index: Tensor, weight: Any = 1, *, gamma: float, n_step: int = 1, out: ReplayBatch | None = None
     ) -> ReplayBatch:
+        assert out is None, "on a device a batch has memory of its own"
         env, serial = index // self.n_slots, self.serials(index)
         newest = self.head[env]
         total = torch.zeros(index.shape, dtype=torch.float64, device=self.device)

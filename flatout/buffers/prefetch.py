@@ -38,7 +38,7 @@ class Prefetch:
         """`alloc` allocates a batch in RAM; `background` defaults to a thread if there is more than one core."""
         self._sampler, self._size, self._device = sampler, size, device
         # In turn: one is requested, one the learner works on.
-        self._buffers = deque((alloc(), alloc())) if alloc is not None else None
+        self._buffers = deque((alloc(), alloc()) if alloc is not None else (None, None))
         self._requested: Future[ReplayBatch] | None = None
         self._updates: deque[Future[None]] = deque()
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -48,10 +48,8 @@ class Prefetch:
     def ask(self, beta: float = 0.4) -> None:
         """Request a batch, drawn from what is stored and updated so far."""
         assert self._requested is None, "take a batch before asking for another"
-        out = None
-        if self._buffers is not None:
-            out = self._buffers[0]
-            self._buffers.rotate()
+        out = self._buffers[0]
+        self._buffers.rotate()
         self._requested = self._do(lambda: self._sample(beta, out))
 
     def take(self) -> ReplayBatch:

@@ -197,7 +197,7 @@ class Sampler(Generic[Replayed]):
         self.n_draws = 0
 
     def sample(self, size: int, beta: float = 0.4, out: ReplayBatch | None = None) -> ReplayBatch:
-        """Draw `size` transitions, into `out` if it is given and the replay is in RAM.
+        """Draw `size` transitions; in RAM into `out`, if it is given.
 
         Prioritized samplers set weights (n · P)^-beta relative to the largest of the batch; uniform ones set 1.
         """

@@ -139,7 +139,6 @@ class FusedBackend(ABC, Generic[Batch]):
         """Fill in the gradient and the means."""
 
     def step(self, batch: Batch) -> None:
-        """Learn from one minibatch."""
         self.differentiate(batch)
         norm, update = math.sqrt(torch.dot(self.gradient, self.gradient).item()), self._update
         approx_kl = float(self.means[update.kl_index])

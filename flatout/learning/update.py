@@ -124,6 +124,8 @@ class Update(Generic[Batch]):
         self.learning_rate, self.coefficient = scalar(0.0), scalar(0.0)
         self._settings = [self.learning_rate, self.coefficient]
         self.step_size = 0.0
+        lower = autocast and torch.autocast(flat.device.type, autocast, cache_enabled=False)
+        self._precision: Any = lower or nullcontext()
         self._backend: Backend[Batch] | None = None
         self.backend = "eager"
         """What computes the steps: eager, compiled, graph or fused."""
@@ -244,7 +246,7 @@ class Update(Generic[Batch]):
         samples: list[Tensor] = []
         for start in range(0, n, size):
             part = batch if size >= n else batch.take(slice(start, start + size))
-            with self._precision():
+            with self._precision:
                 loss, metrics, *output = loss_of(part, coefficient)
             samples += output
             weight = len(part) / n
@@ -256,11 +258,6 @@ class Update(Generic[Batch]):
             if len(grads) == 2:
                 grads, means = [grads[0] + grads[1]], [means[0] + means[1]]
         return grads[0], means[0], [torch.cat(samples)] if len(samples) > 1 else samples
-
-    def _precision(self) -> Any:
-        if self.autocast is None:
-            return nullcontext()
-        return torch.autocast(self.device.type, self.autocast, cache_enabled=False)
 
     def _advance(
         self, state: Sequence[Tensor], learning_rate: Tensor, grad: Tensor, metrics: Tensor
@@ -336,7 +333,6 @@ class GraphBackend(Generic[Batch]):
                 update.commit(update.next_state(own))
 
     def step(self, batch: Batch) -> None:
-        """Learn from one minibatch."""
         torch._foreach_copy_(self._inputs, batch.tensors())
         self._graph.replay()
 

@@ -91,7 +91,7 @@ def test_every_form_of_adam_equals_the_reference() -> None:
             flat, momentum, variance, grad, torch.tensor(float(step)), torch.tensor(rate)
         )
         state = loop[0], grad.numpy(), *loop[1:], np.zeros(1, np.float32), *counts, np.zeros(2, np.float32)
-        fused.adam(float(grad.norm()), 1e9, rate, 0.0, math.inf, *state)
+        fused.adam(float(grad.norm()), 1e9, rate, 0.0, math.inf, state)
         padded = torch.zeros_like(own[0])
         padded[:n] = grad
         update._adam_in_place(padded, torch.ones(()), torch.zeros(()), torch.tensor(float(step)))

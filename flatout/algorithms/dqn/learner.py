@@ -49,7 +49,7 @@ class DQNLearner(Learner[DQNMinibatch]):
 
     def make_update(self, module: nn.Module, **options: Any) -> Update[DQNMinibatch]:
         """With the target network, and with each sample's TD error."""
-        self.networks = module = dqn.TargetNetwork(self.model, self.params.flat, self.params.views)
+        self.networks = module = dqn.TargetNetwork(self.model, self.params)
         return super().make_update(module, sample_output=True, **options)
 
     def loss(self, batch: DQNMinibatch, coefficient: Tensor) -> tuple[Tensor, ...]:  # noqa: ARG002

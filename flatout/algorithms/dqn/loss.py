@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from flatout.algorithms.dqn.config import DQNConfig, Loss
 from flatout.learning.update import Minibatch
+from flatout.models.params import FlatParams
 from flatout.models.policy import QNetwork
 
 METRICS = ("train/loss", "train/q_mean", "train/td_error")
@@ -35,17 +36,16 @@ class TargetNetwork(nn.Module):
 
     target: Tensor
 
-    def __init__(self, online: QNetwork, flat: Tensor, views: Callable[[Tensor], Sequence[Tensor]]) -> None:
-        """`flat`: the online network's parameters; `views`: the parameters in such a tensor."""
+    def __init__(self, online: QNetwork, params: FlatParams) -> None:
+        """`params`: the online network's."""
         super().__init__()
-        self.online = online
-        self._flat, self._views = flat, views
+        self.online, self._params = online, params
         self._names = [name for name, _ in online.named_parameters()]
-        self.register_buffer("target", flat.clone())
+        self.register_buffer("target", params.flat.clone())
 
     def target_q(self, obs: Sequence[Tensor]) -> Tensor:
         """Q-values of all actions by the target network."""
-        params = dict(zip(self._names, self._views(self.target), strict=True))
+        params = dict(zip(self._names, self._params.views(self.target), strict=True))
         out: Tensor = torch.func.functional_call(self.online, params, (obs,))
         return out.float()
 
@@ -53,9 +53,9 @@ class TargetNetwork(nn.Module):
     def soft_update(self, tau: float = 1.0) -> None:
         """Move the target network's parameters towards the online ones; 1 copies them."""
         if tau >= 1:
-            self.target.copy_(self._flat)
+            self.target.copy_(self._params.flat)
         else:
-            self.target.lerp_(self._flat, tau)
+            self.target.lerp_(self._params.flat, tau)
 
 
 @torch.no_grad()

@@ -201,7 +201,6 @@ class FusedPPO(FusedBackend[PPOMinibatch]):
             gaussian(network.out, self._log_std[0], action, details, log_prob)
 
     def differentiate(self, batch: PPOMinibatch) -> None:
-        """Fill in the gradient and the means."""
         config, x = self._config, self._features(batch.obs)
         self._policy.forward(x)
         self._value.forward(x)
