@@ -89,7 +89,8 @@ class FusedDQN(FusedBackend[DQNMinibatch]):
         online_q = self._online_next.forward(x_next) if self._config.double else target_q
         x = self._features(batch.obs)
         self._online.forward(x)
-        samples = tuple(x.numpy() for x in (batch.action, batch.reward, batch.discount, batch.weight))
+        rewards = batch.reward.numpy(), batch.discount.numpy()
+        samples = batch.action.numpy(), *rewards, batch.weight.numpy()
         q_values = self._online.out, target_q.numpy(), online_q.numpy()
         mask = self._mask(batch.next_obs)
         loss_gradient(self._config.loss == "mse", mask, samples, q_values, self._outputs)

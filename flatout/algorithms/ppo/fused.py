@@ -207,7 +207,8 @@ class FusedPPO(FusedBackend[PPOMinibatch]):
         action, details, log_prob = batch.action.numpy(), self._details, self._log_prob
         self._evaluate(self._policy, batch.obs, action, details, log_prob, self._entropy)
         log_prob_grad, means = self._log_prob_grad, self.means
-        samples = tuple(x.numpy() for x in (batch.log_prob, batch.advantage, batch.returns, batch.value))
+        targets = batch.advantage.numpy(), batch.returns.numpy()
+        samples = batch.log_prob.numpy(), *targets, batch.value.numpy()
         clip_range_vf = math.inf if config.clip_range_vf is None else config.clip_range_vf
         clip_range = self._update.coefficient.item()
         settings = config.normalize_advantage, clip_range, clip_range_vf, config.vf_coef
