@@ -424,5 +424,5 @@ def test_saved_arrays_are_memory_maps(tmp_path: Path) -> None:
     assert saved["b"][0] == 7
     assert saved["c"].shape == (0, 3)
     (tmp_path / "x.replay").write_bytes(b"nothing")
-    with pytest.raises(FlatoutError, match="delete it to resume without"):
+    with pytest.raises(FlatoutError, match="is damaged, or is not a replay"):
         len(SavedArrays(tmp_path / "x.replay"))
