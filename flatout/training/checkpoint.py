@@ -47,18 +47,13 @@ class Checkpoint:
 
 def write(path: Path, checkpoint: Checkpoint) -> None:
     """Write `checkpoint` to `path` durably, or raise and leave what was there; missing folders are made."""
-    tensors, state, replay = (
-        _plain_tensors(checkpoint.tensors),
-        _canonical_json(checkpoint.state),
-        checkpoint.replay,
-    )
+    tensors, state = _plain_tensors(checkpoint.tensors), _canonical_json(checkpoint.state)
     metadata = {"format": FORMAT, "state": state, "checksum": _checksum(tensors, state)}
+    replay = checkpoint.replay
     if isinstance(replay, SavedArrays) and (problem := replay.problem()) is not None:
         raise FlatoutError(f"{problem}; delete it to save without it")
     try:
-        with (
-            ExitStack() as both
-        ):  # replaces the second file first, so that no checkpoint is ever without its replay
+        with ExitStack() as both:  # the replay is in place first: no checkpoint is ever without its own
             part = both.enter_context(replacing(path))
             if replay is not None:
                 checksums = write_arrays(both.enter_context(replacing(replay_path(path))), replay)

@@ -61,8 +61,8 @@ def _new_locked_folder(parent: Path) -> tuple[Path, int]:
             descriptor = os.open(folder, os.O_RDONLY)
         except FileNotFoundError:
             continue
-        try_lock(descriptor)  # on a file system without locks saving works, and nothing is swept
-        if folder.exists():
+        # On a file system without locks saving works, and nothing is swept.
+        if try_lock(descriptor) is not False and folder.exists():
             return folder, descriptor
         os.close(descriptor)
 

@@ -136,18 +136,6 @@ def test_a_compilation_ends_with_its_run(cache: Path, monkeypatch: pytest.Monkey
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie"
 
 
-def test_a_broken_library_is_not_used_and_the_run_goes_on(cache: Path) -> None:
-    recipe = make_recipe()
-    cached_path(recipe).parent.mkdir(parents=True)
-    cached_path(recipe).write_bytes(b"half a file")
-    learner, compilation = make_learner(recipe), Compilation(recipe, wait=False)
-    compilation.visit(learner.update, learner.example_batch(32), seconds_left=0.0)
-    assert learner.update.backend == "eager"
-    assert compilation.notes[0].startswith("learning without a compiled update")
-    learner.update.step(learner.example_batch(32))
-    assert learner.update.n_taken == 1
-
-
 def test_a_step_that_computes_something_else_is_refused() -> None:
     learner = make_learner(make_recipe())
     batch, update = learner.example_batch(32), learner.update
