@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -22,12 +23,12 @@ from flatout.device.machine import gc_frozen, machine, usable_cores
 from flatout.envs.check import EnvInfo, check
 from flatout.envs.make import EnvSource, env_factory
 from flatout.envs.spaces import ActionLayout, ObsLayout, space_from_json
-from flatout.errors import FlatoutError
+from flatout.errors import FlatoutError, one_line
 from flatout.integrations.tensorboard import TensorBoardWriter
 from flatout.models.actor import env_actions
 from flatout.models.policy import Policy
 from flatout.runlog.folder import RunFolder, default_run_name, write_json
-from flatout.runlog.recorder import Recorder, Sink
+from flatout.runlog.recorder import MetricsLog, Recorder, RowLog
 from flatout.training.checkpoint import Checkpoint, CheckpointFolder
 from flatout.training.checkpoint import read as read_checkpoint
 from flatout.training.checkpoint import write as write_checkpoint
@@ -36,8 +37,9 @@ from flatout.training.loop import Callback, train
 from flatout.training.stop import StopRequest
 from flatout.training.summary import identity, summarize
 from flatout.training.trainer import EVAL_SEED, MAX_EVAL_ENVS, Trainer
-from flatout.views.display import make_display
+from flatout.views.display import PlainDisplay, make_display
 from flatout.views.report import write_report
+from flatout.views.stream import SafeStream
 from flatout.views.text import report_text, summary_text
 
 
@@ -78,7 +80,7 @@ class Agent:
         name, n_envs = (factory.name, factory.n_envs) if factory else (None, None)
         config = _resolve(name, settings, config_file, n_envs)
         source: EnvSource = env if env is not None else config.env
-        if factory is None or config.env_kwargs != factory.kwargs:
+        if factory is None or config.env_kwargs:
             factory = env_factory(source, config.env_kwargs)
         device = resolve_device(config.device)
         info = check(replace(factory, device=device), seed=config.seed, n_envs=config.n_envs)
@@ -108,6 +110,8 @@ class Agent:
         """When start-up began; the first learn() counts `startup_seconds` from here."""
         self.summary: dict[str, Any] = {}
         """The summary.json of the last learn()."""
+        self.is_saved = True
+        """Whether the end of the last learn() could write its checkpoint and summary."""
         self.stop_signal: signal.Signals | None = None
         """The signal that ended the last learn(), if any."""
         obs, action = ObsLayout(spaces[0]), ActionLayout(spaces[1])
@@ -183,12 +187,12 @@ class Agent:
         display = make_display(phase=lambda: trainer.clock.current) if progress_bar else None
         resume_at = trainer.state.env_steps or None
         folder = self._folder
-        sinks: list[Sink] = [display] if display is not None else []
+        logs: list[RowLog] = []
         if folder is not None:
-            sinks.append(TensorBoardWriter(folder.tensorboard, resume_at))
-        about = identity(trainer, self.device)
-        own_metrics = self.config.descriptor.metrics
-        recorder = Recorder(folder, sinks, resume_at=resume_at, about=about, metrics=own_metrics)
+            metrics = MetricsLog(folder.metrics, resume_at, self.config.descriptor.metrics)
+            logs = [metrics, TensorBoardWriter(folder.tensorboard, resume_at)]
+        sinks = [display] if display is not None else []
+        recorder = Recorder(folder, sinks, logs, about=identity(trainer, self.device))
         if display is not None:
             display.start(self.header())
         stop = StopRequest()
@@ -276,7 +280,8 @@ class Agent:
         """Where the time of the last learn() went, in a few lines."""
         if not self.summary:
             return "nothing learned yet: call learn() first"
-        return summary_text(self.summary) if self._folder is None else report_text(self._folder.path)
+        folder = self._folder if self.is_saved else None
+        return summary_text(self.summary) if folder is None else report_text(folder.path)
 
     def header(self) -> list[str]:
         """Lines that describe the run before it begins."""
@@ -301,6 +306,7 @@ class Agent:
 
     def _notes(self) -> list[str]:
         notes = [*(self._env.warnings if self._env else ()), *self._resume_notes]
+        notes.append((self._folder and self._folder.lock.note) or "")
         notes += self._trainer.notes if self._trainer else []
         if self._fresh_envs and self._env is not None and self._env.batched:
             notes.append("a batched env cannot be restored: all its envs started new episodes")
@@ -359,8 +365,11 @@ class Agent:
             name = self._run_name or default_run_name(
                 config.env, config.descriptor.name, config.seed, datetime.now()
             )
-            self._folder = RunFolder.create(Path(self._runs_dir or "runs"), name, self._overwrite)
+            self._folder = RunFolder.create(
+                Path(self._runs_dir or "runs"), name, self._overwrite, numbered=not self._run_name
+            )
         if self._folder is not None:
+            self._folder.claim()
             write_json(self._folder.config, self.config.to_json())
             write_json(self._folder.system, self.machine.to_json())
 
@@ -370,19 +379,21 @@ class Agent:
         self.summary = summarize(
             trainer, status=status, device=self.device, startup_seconds=startup, error=error
         )
-        self.summary |= recorder.figures()
-        folder, has_learned = self._folder, trainer.state.iteration > 0
-        if folder is not None and has_learned:
-            CheckpointFolder(folder.checkpoints).save(trainer.checkpoint(), trainer.state.env_steps)
         recorder.close()
-        if folder is not None and not has_learned:
+        self.summary |= recorder.figures()
+        folder, self.is_saved = self._folder, True
+        if folder is None:
+            return
+        if trainer.state.iteration == 0:  # nothing learned
             folder.discard()
             self._folder = None
-        elif folder is not None:
-            write_json(folder.summary, self.summary)
-            folder.progress.unlink(missing_ok=True)
-            write_report(folder.path)
-            folder.settle()
+            return
+        checkpoints, n_steps = CheckpointFolder(folder.checkpoints), trainer.state.env_steps
+        self.is_saved = _try_to_save(lambda: checkpoints.save(trainer.checkpoint(), n_steps))
+        self.is_saved &= _try_to_save(lambda: folder.end(self.summary))
+        _try_to_save(lambda: write_report(folder.path))
+        folder.settle()
+        folder.lock.release()
 
     def _with_mask(self, observation: Any, masks: Any) -> dict[str, Any]:
         """The observation in the form of MaskFromInfo; without a mask everything is allowed."""
@@ -439,6 +450,17 @@ def _resolve(env: str | None, settings: dict[str, Any], file: Path | None, n_env
         settings = settings | {"n_envs": n_envs}
     device = resolve_device(str(settings.get("device", "auto")))
     return resolve(env, settings, device=device, n_cores=usable_cores(), file=file)
+
+
+def _try_to_save(save: Callable[[], object]) -> bool:
+    """Save a part of a run's end; a failure is printed, and does not keep the other parts from being saved."""
+    try:
+        save()
+    except Exception as error:
+        problem = str(error) if isinstance(error, FlatoutError) else one_line(error)
+        PlainDisplay(SafeStream(sys.stderr)).note(f"flatout: {problem}")
+        return False
+    return True
 
 
 def _refuse_other_n_envs(name: str, n_envs: int, given: Any) -> None:

@@ -184,6 +184,9 @@ class DeviceClock:
         self.spans: deque[Span] = deque(maxlen=MAX_WAITING)
         self.n_spans = 0
         self._seconds: dict[str, float] = {}
+        self._fold: dict[str, float] = {}
+        self._fold_began = 0.0
+        self._n_fine = 0
         self._make = make_event
         self._zero = make_event()
         self._zero.record()
@@ -205,8 +208,20 @@ class DeviceClock:
                 self._zero_at + self._zero.elapsed_time(event) / 1e3 for event in (began, self._pending[0][1])
             )
             self._seconds[phase] = self._seconds.get(phase, 0.0) + end - start
-            self.spans.append(Span(start, end, {phase: end - start}))
+            self._keep(start, end, phase)
+
+    def _keep(self, start: float, end: float, phase: Phase) -> None:
+        """Add a phase to the spans, as one of its own or folded with its neighbours, like those of the other lanes."""
+        if not self._fold:
+            self._fold_began = start
+        self._fold[phase] = self._fold.get(phase, 0.0) + end - start
+        elapsed = end - self._zero_at
+        is_fine = self._n_fine < DETAIL * (1 + math.log2(1 + max(elapsed, 0.0)))
+        if is_fine or end - self._fold_began >= max(FOLD_SECONDS, elapsed / FOLDS):
+            self._n_fine += is_fine
             self.n_spans += 1
+            self.spans.append(Span(self._fold_began, end, self._fold))
+            self._fold = {}
 
     def read(self) -> dict[str, float]:
         """Seconds per finished phase."""

@@ -64,6 +64,7 @@ def resume(argv: Sequence[str]) -> int:
 
 def _resume(path: Path, given: dict[str, Any], args: argparse.Namespace) -> int:
     folder = RunFolder.open(path)
+    folder.claim()
 
     from flatout.agent import Agent
     from flatout.config.fields import replace
@@ -104,7 +105,7 @@ def _learn(agent: Agent, args: argparse.Namespace) -> int:
         print(agent.report())
     if args.json:
         print(json.dumps(agent.summary))
-    return 128 + agent.stop_signal if agent.stop_signal is not None else 0
+    return 128 + agent.stop_signal if agent.stop_signal is not None else int(not agent.is_saved)
 
 
 def evaluate(argv: Sequence[str]) -> int:

@@ -13,6 +13,7 @@ import textwrap
 import types
 from collections.abc import Iterator, Mapping
 from functools import cache
+from numbers import Integral, Real
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from flatout.algorithms import base as algorithms
@@ -136,7 +137,8 @@ def convert(field: Field, value: Any) -> Any:
     if field.choices:
         near = did_you_mean(str(value), field.choices)
         raise FlatoutError(f"{field.flag} is {text!r}; it must be one of {', '.join(field.choices)}{near}")
-    raise FlatoutError(f"{field.flag} is {text!r}; it must be {_type_text(field.type)}")
+    shown = textwrap.shorten(repr(text), 200)  # a dict from Python may hold anything
+    raise FlatoutError(f"{field.flag} is {shown}; it must be {_type_text(field.type)}")
 
 
 def _convert(kind: Any, value: Any) -> Any:
@@ -156,9 +158,28 @@ def _convert(kind: Any, value: Any) -> Any:
     if kind is float and not isinstance(value, bool) and math.isfinite(float(value)):
         return float(value)
     if origin is dict and isinstance(value, Mapping):
-        return dict(value)
+        return _plain_json(value)
     if (kind is str and isinstance(value, str)) or (_is_literal(kind) and value in args):
         return value
+    raise ValueError
+
+
+def _plain_json(value: Any) -> Any:
+    """`value` in JSON's types and tuples, NumPy's scalars and arrays too; nothing else could be saved and read back."""
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return {key: _plain_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(_plain_json, value))
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Real) and math.isfinite(value) and float(value) == value:
+        return float(value)
+    if hasattr(value, "tolist") and not isinstance(
+        value, Real
+    ):  # a NumPy array or bool; NumPy itself need not be imported
+        return _plain_json(value.tolist())
     raise ValueError
 
 
@@ -185,7 +206,7 @@ def _type_text(kind: Any) -> str:
     if _is_union(kind):
         return " or ".join(map(_type_text, get_args(kind)))
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
-    return {**names, types.NoneType: "none"}.get(kind, "a JSON object")
+    return {**names, types.NoneType: "none"}.get(kind, "a JSON object, with finite numbers")
 
 
 def _is_union(kind: Any) -> bool:

@@ -1,12 +1,19 @@
-"""Compiles loops over arrays to machine code with Numba; the result is cached on disk."""
+"""Compiles loops over arrays to machine code with Numba; the result is cached on disk.
+
+The cache saves time and must never fail a run: what cannot be read, is damaged or is out of date is compiled again.
+"""
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
+from contextlib import suppress
+from hashlib import sha256
 from types import FunctionType
 from typing import Any, TypeVar, cast
 
 from numba import njit
+from numba.core.caching import FunctionCache, IndexDataCacheFile
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -17,10 +24,55 @@ def compiled(function: Function, *, nogil: bool = True, contract: bool = False) 
     Floating-point operations keep the order in which they are written; `contract` lets a multiply and an add become
     one instruction. `nogil=False` keeps Python's lock: for functions that take less time than getting the lock back.
     """
-    options: dict[str, Any] = {"cache": True, "error_model": "numpy", "nogil": nogil}
+    options: dict[str, Any] = {"error_model": "numpy", "nogil": nogil}
     if contract:
         options["fastmath"] = {"contract"}
-    return cast(Function, njit(**options)(function))
+    dispatcher = njit(**options)(function)
+    with suppress(Exception):  # no folder can be written: compiled in each process
+        dispatcher._cache = _Cache(function)
+    return cast(Function, dispatcher)
+
+
+class _Cache(FunctionCache):
+    """Numba's cache of a function, read and written without raising."""
+
+    stamp: str
+    """Changes with the source that the function is compiled from."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__(function)
+        # Numba looks at the function's own file only, but what it calls from other files is compiled into it.
+        caches = [getattr(value, "_cache", None) for value in function.__globals__.values()]
+        stamps = {cache.stamp for cache in caches if isinstance(cache, _Cache)}
+        own = self._impl.locator.get_source_stamp()
+        self.stamp = sha256(repr((own, sorted(stamps))).encode()).hexdigest()
+        self._cache_file = _HashedFile(self._cache_path, self._impl.filename_base, self.stamp)
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        try:
+            return super().load_overload(sig, target_context)
+        except Exception:
+            with suppress(Exception):
+                self.flush()  # a damaged index could not be saved to either
+            return None
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        with suppress(Exception):
+            super().save_overload(sig, data)
+
+
+class _HashedFile(IndexDataCacheFile):
+    """Numba's files, each entry with its hash: damaged machine code must not be run."""
+
+    def save(self, key: Any, data: Any) -> None:
+        content = self._dump(data)
+        super().save(key, (sha256(content).digest(), content))
+
+    def load(self, key: Any) -> Any:
+        if (entry := super().load(key)) is None:
+            return None
+        digest, content = entry
+        return pickle.loads(content) if sha256(content).digest() == digest else None
 
 
 def renamed(function: Function, suffix: str) -> Function:

@@ -1,12 +1,12 @@
 """The compiled backend: the whole update as a library, compiled by a child process while the run continues.
 
-Libraries are cached between runs, under a key made of everything that their code depends on.
+Libraries are cached between runs, under a key made of everything that their code depends on. A library ends in its own
+SHA-256, which a loader of shared libraries ignores: one that is cut or damaged is compiled again, not loaded.
 """
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import json
 import os
 import platform
@@ -18,6 +18,7 @@ import zipfile
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from hashlib import sha256
 from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -38,6 +39,7 @@ WORTH_SECONDS = 90.0
 """Compile where the remaining updates would take at least this long; compiling takes half a minute of a core."""
 MAX_SECONDS = 600.0
 STALE_SECONDS = 3600.0
+N_HASH = 32
 
 
 class MakesLearner(Protocol):
@@ -69,12 +71,32 @@ class Recipe:
             "cpu": [platform.machine(), torch.backends.cpu.get_cpu_capability()],
             "source": _source_hash(),
         }
-        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:24]
+        return sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:24]
 
 
 def cached_path(recipe: Recipe) -> Path:
     """Where this update's library is cached, or would be."""
     return cache_folder() / "updates" / f"{recipe.key()}.so"
+
+
+def is_cached(path: Path) -> bool:
+    """Whether a library is there and whole; a damaged one is removed."""
+    try:
+        _require_own(path.parent)
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return False
+    if sha256(data[:-N_HASH]).digest() == data[-N_HASH:]:
+        return True
+    path.unlink(missing_ok=True)
+    return False
+
+
+def _require_own(folder: Path) -> None:
+    """Refuse a folder in which others could put code that this process would run."""
+    status = folder.stat()
+    if hasattr(os, "geteuid") and (status.st_uid != os.geteuid() or status.st_mode & 0o022):
+        raise FlatoutError(f"others can write to {folder}; remove it, or set FLATOUT_CACHE to another folder")
 
 
 _pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
@@ -129,7 +151,7 @@ def compile_to(path: Path, update: Update[Any], batch: Any) -> None:
         left = iter(tensors)
         return pure(*([next(left) for _ in group] for group in groups))
 
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     for left in path.parent.glob("tmp*"):  # of compilers that were killed
         with suppress(OSError):
             if time() - left.stat().st_mtime > STALE_SECONDS:
@@ -143,19 +165,21 @@ def compile_to(path: Path, update: Update[Any], batch: Any) -> None:
             # Keep the compiler's working files out of the cache.
             os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder / "work"))
             torch._inductor.aoti_compile_and_package(exported, package_path=str(folder / "update.pt2"))
-        os.replace(_library_in(folder / "update.pt2", folder), path)
+        library = _library_in(folder / "update.pt2")
+        (folder / "library").write_bytes(library + sha256(library).digest())
+        os.replace(folder / "library", path)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _library_in(package: Path, folder: Path) -> Path:
-    """Extract the shared library of a package; it must be all that the step needs."""
+def _library_in(package: Path) -> bytes:
+    """The shared library of a package; it must be all that the step needs."""
     with zipfile.ZipFile(package) as archive:
         names = archive.namelist()
         (library,) = (name for name in names if name.endswith(".so"))
         if any(name.endswith((".json", ".blob", ".bin")) and "_metadata" not in name for name in names):
             raise FlatoutError("the compiled update needs more than its library")
-        return Path(archive.extract(library, folder))
+        return archive.read(library)
 
 
 class CompiledBackend(Generic[Batch]):
@@ -197,7 +221,7 @@ class Compilation:
             return
         began = perf_counter()
         try:
-            if self._path.exists():
+            if is_cached(self._path):
                 self._take(update, batch)
             elif self.wait or (not self.only_cached and (self._compiler or seconds_left > WORTH_SECONDS)):
                 self._advance(update, batch)
@@ -272,4 +296,4 @@ def _source_hash() -> str:
     """A hash of every file whose code a step is traced from."""
     root = Path(__file__).parent.parent
     files = sorted(p for room in ("algorithms", "learning", "models") for p in (root / room).rglob("*.py"))
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+    return sha256(b"".join(file.read_bytes() for file in files)).hexdigest()

@@ -11,18 +11,22 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from datetime import datetime
+from functools import partial
+from itertools import count
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from flatout.errors import FlatoutError, did_you_mean
+from flatout.runlog.lock import RunLock
 
 Record: TypeAlias = dict[str, Any]
 _HEAD_BYTES = 64
-_LAST_BYTES = 32_768
+MAX_LINE = 1 << 20
+"""A longer line is damage; it is read in pieces."""
 _MARKS_OF_A_RUN = ("config.json", "summary.json", "checkpoints")
 
 
@@ -50,30 +54,44 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"
         self.tensorboard = path
         """TensorBoard's event files: in the folder itself, so that `--logdir runs` shows the runs' names."""
+        self.lock = RunLock(path)
+        """Held by the process that trains."""
         self._made: list[Path] = []
         self._replaced: Path | None = None
 
     @classmethod
-    def create(cls, runs_dir: Path, name: str, overwrite: bool = False) -> RunFolder:
-        """Create `runs_dir/name` for a new run; an existing name is refused unless `overwrite`."""
+    def create(
+        cls, runs_dir: Path, name: str, overwrite: bool = False, *, numbered: bool = False
+    ) -> RunFolder:
+        """Create and lock `runs_dir/name` for a new run.
+
+        An existing name is refused unless `overwrite`; if `numbered`, the run is called `name-2`, `name-3`, … instead.
+        """
         _check_name(name)
-        folder = cls(runs_dir / name)
-        try:
-            folder._make_parents()
-            if overwrite:
-                folder._set_old_aside()
-            folder.path.mkdir()
-            folder._made.append(folder.path)
-        except FileExistsError:
-            folder.discard()
-            raise FlatoutError(
-                f"run {name!r} exists in {os.path.join(runs_dir, '')}; pass --resume to continue it, "
-                "--overwrite to replace it, or another --run-name"
-            ) from None
-        except OSError as error:
-            folder.discard()
-            raise FlatoutError(f"cannot make {folder.path}: {error.strerror or error}") from None
+        for number in count(1):
+            folder = cls(runs_dir / (name if number == 1 else f"{name}-{number}"))
+            try:
+                folder._create(overwrite and not numbered)
+                break
+            except FileExistsError:
+                folder.discard()
+                if not numbered:
+                    raise FlatoutError(
+                        f"run {name!r} exists in {os.path.join(runs_dir, '')}; pass --resume to continue it, "
+                        "--overwrite to replace it, or another --run-name"
+                    ) from None
+            except OSError as error:
+                folder.discard()
+                raise FlatoutError(f"cannot make {folder.path}: {error.strerror or error}") from None
         return folder
+
+    def _create(self, overwrite: bool) -> None:
+        self._make_parents()
+        if overwrite:
+            self._set_old_aside()
+        self.path.mkdir()
+        self._made.append(self.path)
+        self.lock.take()
 
     @classmethod
     def open(cls, path: Path) -> RunFolder:
@@ -88,6 +106,26 @@ class RunFolder:
         hint = did_you_mean(path.name, names) or (f"; newest there: {names[0]!r}" if names else "")
         raise FlatoutError(f"no run {path.name!r} in {os.path.join(path.parent, '')}{hint}")
 
+    def claim(self) -> None:
+        """Take the folder's lock to train in it; refused while another process does."""
+        try:
+            self.lock.take()
+        except OSError as error:
+            raise FlatoutError(f"cannot lock {self.path}: {error.strerror or error}") from None
+
+    def end(self, summary: Mapping[str, Any]) -> None:
+        """Write summary.json and remove progress.json, whose room is the last resort on a full disk."""
+        try:
+            write_json(self.summary, summary)
+        except FlatoutError:
+            self._end_progress()
+            write_text(self.summary, json.dumps(_plain(summary), ensure_ascii=False, separators=(",", ":")))
+        self._end_progress()
+
+    def _end_progress(self) -> None:
+        with suppress(OSError):
+            self.progress.unlink()
+
     def settle(self) -> None:
         """Delete the run that `overwrite` replaced, now that this one has learned something."""
         if self._replaced is not None:
@@ -96,6 +134,7 @@ class RunFolder:
 
     def discard(self) -> None:
         """Remove what `create` made, and restore the run that it replaced."""
+        self.lock.release()
         if self.path in self._made:
             self._made.remove(self.path)
             shutil.rmtree(self.path, ignore_errors=True)
@@ -127,10 +166,13 @@ class RunFolder:
             raise FlatoutError(
                 f"{self.path} does not look like a run (no config.json); it is not overwritten"
             )
+        old = RunLock(self.path)
+        old.take()  # refused while the old run is training
         aside = self.path.with_name(f".{self.path.name}.replaced")
         _remove(aside)
         self.path.rename(aside)
         self._replaced = aside
+        old.release()
 
 
 def write_json(path: Path, value: object) -> None:
@@ -237,39 +279,27 @@ def read_json(path: Path) -> dict[str, Any]:
         return {}
 
 
-def read_records(path: Path) -> tuple[list[Record], list[str]]:
-    """The records of a whole file, and what is wrong with it in plain words; never raises."""
-    try:
-        *lines, last = path.read_bytes().split(b"\n")
-    except FileNotFoundError:
-        return [], [f"{path.name} is missing"]
-    except OSError as error:
-        return [], [f"{path.name} cannot be read: {error.strerror}"]
-    found = [json_object(line) for line in lines if line.strip()]
-    records = [record for record in found if record is not None]
-    problems = []
-    if last.strip():
-        if (record := json_object(last)) is not None:
-            records.append(record)
-        else:
-            problems.append(f"{path.name} ends in an incomplete line, which is ignored")
-    if n_unreadable := found.count(None):
-        problems.append(f"{path.name} has {plural(n_unreadable, 'unreadable line')}")
-    if not any("began" not in record for record in records):
-        problems.append(f"{path.name} is empty")
-    return records, problems
-
-
-def last_record(path: Path, key: str) -> Record:
-    """The last record with `key` near the end of a file; empty if there is none."""
+def read_records(path: Path, problems: list[str]) -> Iterator[Record]:
+    """The records of a file, one at a time; what is wrong with it is added to `problems` in plain words."""
+    n_records = n_unreadable = 0
     try:
         with path.open("rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - _LAST_BYTES))
-            lines = file.read().splitlines()
-    except OSError:
-        return {}
-    records = (json_object(line) or {} for line in reversed(lines))
-    return next((record for record in records if key in record), {})
+            for line in iter(partial(file.readline, MAX_LINE), b""):
+                if (record := json_object(line)) is not None:
+                    n_records += "began" not in record
+                    yield record
+                elif line.endswith(b"\n"):
+                    n_unreadable += bool(line.strip())
+                else:
+                    problems.append(f"{path.name} ends in an incomplete line, which is ignored")
+    except OSError as error:
+        is_missing = isinstance(error, FileNotFoundError)
+        problems.append(f"{path.name} {'is missing' if is_missing else f'cannot be read: {error.strerror}'}")
+        return
+    if n_unreadable:
+        problems.append(f"{path.name} has {plural(n_unreadable, 'unreadable line')}")
+    if not n_records:
+        problems.append(f"{path.name} is empty")
 
 
 def json_object(text: bytes) -> Record | None:
@@ -289,13 +319,6 @@ def number(value: object) -> float | None:
         return float(value) if math.isfinite(value) else None
     except OverflowError:  # an integer beyond any float
         return None
-
-
-def end_last_line(path: Path) -> None:
-    """End a line that a killed run left incomplete, so that the next record starts on its own line."""
-    with suppress(FileNotFoundError), path.open("rb+") as file:
-        if file.seek(0, 2) and file.seek(-1, 2) >= 0 and file.read(1) != b"\n":
-            file.write(b"\n")
 
 
 def plural(n: int, noun: str) -> str:

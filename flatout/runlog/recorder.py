@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import csv
+import io
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 from time import perf_counter, time
 from typing import Protocol
 
+from flatout.errors import FlatoutError
+from flatout.runlog.appended import AppendedFile
 from flatout.runlog.folder import RunFolder, write_json
+from flatout.runlog.lock import this_process
 from flatout.runlog.samples import Figures, Sampler
 from flatout.runlog.spans import SpanFile
 from flatout.timing import Lane
 
 MIN_SECONDS = 0.1
 """Rows of metrics.csv are at least this far apart: a fast run has hundreds of iterations a second."""
+ROWS = 10_000
+"""Rows are also 1/ROWS of the run's time apart, so that metrics.csv grows with the logarithm of that time."""
 PROGRESS_SECONDS = 1.0
 """Time between two writes of progress.json."""
 GPU_HERTZ, HOST_HERTZ = 5, 2
@@ -83,7 +89,7 @@ def scalars(progress: Progress) -> dict[str, float]:
 
 
 class Sink(Protocol):
-    """Receives a run's progress and notes: a display, TensorBoard, …"""
+    """Receives a run's progress and notes, such as a display; never raises."""
 
     def write(self, progress: Progress) -> None:
         """Take the figures of an iteration."""
@@ -95,27 +101,43 @@ class Sink(Protocol):
         """Flush and end; a second call does nothing."""
 
 
+class RowLog(Protocol):
+    """A file with a row of figures per iteration: metrics.csv, TensorBoard's events."""
+
+    @property
+    def file(self) -> AppendedFile:
+        """The file that it writes."""
+
+    def write(self, progress: Progress) -> None:
+        """Add a row."""
+
+
 class Recorder:
-    """Feeds the sinks and, if the run has a folder, its files."""
+    """Feeds the sinks and, if the run has a folder, its files. A file that cannot be written does not end the run."""
 
     def __init__(
         self,
         folder: RunFolder | None = None,
         sinks: Sequence[Sink] = (),
+        logs: Sequence[RowLog] = (),
         *,
-        resume_at: int | None = None,
         about: Mapping[str, object] | None = None,
-        metrics: Sequence[str] = (),
     ) -> None:
-        """`resume_at`: env steps at which the run is resumed; `about`: what progress.json says beside the progress;
-        `metrics`: the algorithm's own metrics, for more columns of metrics.csv."""
-        self._own_metrics = metrics
-        self._folder, self._sinks, self._resume_at = folder, sinks, resume_at
+        """`about`: what progress.json says beside the progress."""
+        self._folder, self._sinks, self._logs = folder, sinks, logs
         self._about = dict(about or {})
-        self._written_at = self._progress_at = float("-inf")
-        self._metrics: MetricsLog | None = None
+        self._written_at = self._progress_at = self._row_at = float("-inf")
+        self._unwritten: Progress | None = None
+        """The newest figures, if they are not a row yet."""
+        self._files = [log.file for log in logs]
+        self._faults: AppendedFile | None = None
         self._spans: SpanFile | None = None
         self._sampler: Sampler | None = None
+        self._progress_problem: str | None = None
+        self._troubles: set[str] = set()
+        if folder is not None:
+            self._faults = AppendedFile(folder.faults)
+            self._files.append(self._faults)
 
     @property
     def traces(self) -> bool:
@@ -130,32 +152,67 @@ class Recorder:
             self._sampler = Sampler(
                 self._folder.samples, began=self._spans.began, offset=offset, device=device, hertz=hertz
             )
+            self._files += [self._spans.file, self._sampler.file]
 
     def figures(self) -> dict[str, object]:
-        """Figures of the samples for summary.json."""
-        return asdict(self._sampler.figures() if self._sampler is not None else Figures())
+        """Figures of the samples and of the records, for summary.json."""
+        figures = self._sampler.figures() if self._sampler is not None else Figures()
+        return {**asdict(figures), "records_lost": sum(file.n_lost for file in self._files)}
 
     def is_due(self) -> bool:
-        """Whether the last row is old enough for another."""
+        """Whether the last write is long enough ago for another."""
         return perf_counter() - self._written_at >= MIN_SECONDS
 
     def write(self, progress: Progress) -> None:
-        """Add a row and feed the sinks."""
-        self._written_at = perf_counter()
+        """Feed the sinks, and add a row if one is due."""
+        self._written_at, self._unwritten = perf_counter(), progress
         for sink in self._sinks:
             sink.write(progress)
+        waited, evaluated = progress.seconds - self._row_at, "eval/mean_reward" in progress.metrics
+        if evaluated or waited >= progress.seconds / ROWS:
+            self._write_row()
         if self._folder is not None:
-            if self._metrics is None:
-                self._metrics = MetricsLog(self._folder.metrics, self._resume_at, self._own_metrics)
-            self._metrics.write(progress)
-            self._write_progress(progress, self._folder)
+            problems = [self._write_progress(progress, self._folder), *(file.problem for file in self._files)]
+            self._tell("records", next(filter(None, problems), None))
 
-    def _write_progress(self, progress: Progress, folder: RunFolder) -> None:
+    def _write_row(self) -> None:
+        if self._unwritten is not None:
+            self._row_at = self._unwritten.seconds
+            for log in self._logs:
+                log.write(self._unwritten)
+            self._unwritten = None
+
+    def _write_progress(self, progress: Progress, folder: RunFolder) -> str | None:
+        """Write progress.json if it is due; returns why it could not be written the last time."""
         if self._written_at - self._progress_at >= PROGRESS_SECONDS:
             self._progress_at = self._written_at
             now = asdict(progress)
-            now |= {"wall_seconds": now.pop("seconds"), "updated": time(), "pid": os.getpid()}
-            write_json(folder.progress, self._about | now | {"status": "running"})
+            now |= {"wall_seconds": now.pop("seconds"), "updated": time(), **this_process()}
+            now["gpu"] = self._sampler.gpu if self._sampler is not None else None
+            try:
+                write_json(folder.progress, self._about | now | {"status": "running"})
+                self._progress_problem = None
+            except FlatoutError as error:
+                self._progress_problem = str(error)
+        return self._progress_problem
+
+    def attempt(self, what: str, write: Callable[[], object]) -> bool:
+        """Write something whose failure must not end the run; whether that succeeded."""
+        try:
+            write()
+        except FlatoutError as error:
+            self._tell(what, str(error))
+            return False
+        self._tell(what, None)
+        return True
+
+    def _tell(self, what: str, problem: str | None) -> None:
+        """Say once that something cannot be written, and once that it can be again."""
+        if problem is not None and what not in self._troubles:
+            self.note(f"{problem}; training goes on and tries again")
+        elif problem is None and what in self._troubles:
+            self.note(f"{what} can be written again")
+        (self._troubles.discard if problem is None else self._troubles.add)(what)
 
     def note(self, note: str) -> None:
         """Pass a line on to the user."""
@@ -165,18 +222,19 @@ class Recorder:
     def fault(self, note: str, traceback_text: str) -> None:
         """Report an env or process that failed and was rebuilt; its traceback goes to faults.log."""
         self.note(f"{note}; rebuilt, training goes on")
-        if self._folder is not None:
-            with self._folder.faults.open("a") as file:
-                file.write(f"{datetime.now():%Y-%m-%d %H:%M:%S} {note}\n{traceback_text}")
+        if self._faults is not None:
+            self._faults.write(f"{datetime.now():%Y-%m-%d %H:%M:%S} {note}\n{traceback_text}".encode())
 
     def close(self) -> None:
-        """Flush and close every file, report what could not be written, and close the sinks."""
-        for file in (self._metrics, self._spans, self._sampler):
-            if file is not None:
-                file.close()
+        """Write the last row, close every file, report what is lost, and close the sinks."""
+        self._write_row()
         for writer in (self._spans, self._sampler):
-            if writer is not None and writer.problem is not None:
-                self.note(writer.problem)
+            if writer is not None:
+                writer.close()
+        for file in self._files:
+            file.close()
+        if self._sampler is not None and self._sampler.problem is not None:
+            self.note(self._sampler.problem)
         for sink in self._sinks:
             sink.close()
 
@@ -186,28 +244,31 @@ class MetricsLog:
 
     def __init__(self, path: Path, resume_at: int | None = None, more: Sequence[str] = ()) -> None:
         """`more`: columns besides COLUMNS."""
-        self._columns = (*COLUMNS, *more)
-        rows = read_rows(path) if resume_at is not None and path.exists() else []
-        # A resumed run repeats the later rows.
-        kept = [row for row in rows if cell_value(row.get(COLUMNS[0])) <= (resume_at or 0)]
+        self._columns, self._resume_at = (*COLUMNS, *more), resume_at
+        self.file = AppendedFile(path, self._begin)
+        self.file.write()
+
+    def _begin(self, path: Path) -> None:
+        """Start the file with its header and the rows that a resumed run does not repeat."""
         part = path.with_name(f".{path.name}.part")
-        with part.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file, lineterminator="\n")
-            writer.writerow(self._columns)
-            writer.writerows([row.get(name, "") for name in self._columns] for row in kept)
-        os.replace(part, path)
-        self._file = path.open("a", newline="", encoding="utf-8")
-        self._writer = csv.writer(self._file, lineterminator="\n")
+        try:
+            with part.open("w", newline="", encoding="utf-8") as file:
+                writer = csv.writer(file, lineterminator="\n")
+                writer.writerow(self._columns)
+                if self._resume_at is not None and path.exists():
+                    for row in read_rows(path):
+                        if cell_value(row.get(COLUMNS[0])) <= self._resume_at:
+                            writer.writerow([row.get(name, "") for name in self._columns])
+            os.replace(part, path)
+        except OSError:
+            part.unlink(missing_ok=True)
+            raise
 
     def write(self, progress: Progress) -> None:
-        """Add a row and flush it."""
-        values = scalars(progress)
-        self._writer.writerow([_cell(values.get(name)) for name in self._columns])
-        self._file.flush()
-
-    def close(self) -> None:
-        """Close the file; a second call does nothing."""
-        self._file.close()
+        """Add a row."""
+        values, line = scalars(progress), io.StringIO()
+        csv.writer(line, lineterminator="\n").writerow([_cell(values.get(name)) for name in self._columns])
+        self.file.write(line.getvalue().encode())
 
 
 def _cell(value: float | None) -> str:
@@ -217,12 +278,11 @@ def _cell(value: float | None) -> str:
     return str(value) if isinstance(value, int) else f"{value:.8g}"
 
 
-def read_rows(path: Path) -> list[dict[str, str]]:
-    """The complete rows of metrics.csv, as text."""
-    text = path.read_text(encoding="utf-8", errors="replace")
-    # A row is complete once its newline is there.
-    whole_lines = text[: text.rfind("\n") + 1].replace("\0", "").splitlines()
-    return list(csv.DictReader(whole_lines, restval=""))
+def read_rows(path: Path) -> Iterator[dict[str, str]]:
+    """The rows of metrics.csv, as text; the last one only if it is complete."""
+    with path.open(encoding="utf-8", errors="replace") as file:
+        whole_lines = (line.replace("\0", "") for line in file if line.endswith("\n"))
+        yield from csv.DictReader(whole_lines, restval="")
 
 
 def cell_value(text: str | None) -> float:

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import csv
+from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from time import time
+from platform import node
 from typing import Any
 
 import numpy as np
 import psutil
 
 from flatout.runlog.folder import RunFolder, number, read_json
+from flatout.runlog.lock import holder, is_locked
 from flatout.runlog.recorder import cell_value, read_rows
 from flatout.runlog.samples import Samples, read_samples
 from flatout.runlog.spans import Floats, Spans, cause_of, idle_causes, is_idle, lane_use, read_spans
 
-_FRESH_SECONDS = 3.0
-"""A run without progress.json is running if it wrote a sample this recently."""
 _CLOCK_SECONDS = 60.0
 """By how much the system's clock may have been set."""
 _FROM_METRICS = {
@@ -31,15 +32,20 @@ _FROM_METRICS = {
 
 
 def run_status(path: Path) -> tuple[str, dict[str, Any]]:
-    """`running`, `ended`, `killed` or `unknown`, and the content of progress.json or summary.json."""
+    """`running`, `ended`, `killed` or `unknown`, and the content of progress.json or summary.json.
+
+    A run of another host whose lock cannot be seen here is `unknown`.
+    """
     progress, summary = path / "progress.json", path / "summary.json"
     # A resumed run has the summary of its earlier part beside its progress; one that just ended may still have both.
-    if _written(progress) > _written(summary) and (record := read_json(progress)):
-        return "running" if is_alive(record) else "killed", record
-    if _written(summary) > 0:
+    record = read_json(progress) if _written(progress) > _written(summary) else {}
+    if not record and _written(summary) > 0:
         return "ended", read_json(summary)
-    is_fresh = time() - _written(path / "samples.jsonl") < _FRESH_SECONDS
-    return "running" if is_fresh else "unknown", {}
+    locked = is_locked(path)
+    if not locked and (holder(path) | record).get("host", node()) != node():
+        return "unknown", record
+    runs = is_alive(record) if locked is None else locked
+    return "running" if runs else "killed" if record else "unknown", record
 
 
 def is_running(path: Path) -> bool:
@@ -78,6 +84,7 @@ class RunRecords:
     spans: Spans
     samples: Samples
     faults: str
+    """The end of faults.log."""
     problems: list[str]
     """What is missing or damaged."""
 
@@ -108,7 +115,7 @@ def read_run(path: Path) -> RunRecords:
     spans, samples = read_spans(folder.spans), read_samples(folder.samples)
     summary = _summary(folder, config, metrics, spans, problems)
     system = _read_json(folder.system, problems)
-    faults = folder.faults.read_text(errors="replace") if folder.faults.is_file() else ""
+    faults = _end_of(folder.faults)
     problems += [*spans.problems, *samples.problems]
     return RunRecords(path, config, system, summary, metrics, spans, samples, faults, problems)
 
@@ -150,15 +157,21 @@ def _read_json(path: Path, problems: list[str]) -> dict[str, Any]:
 
 
 def _read_metrics(path: Path, problems: list[str]) -> dict[str, Floats]:
+    columns: dict[str, array[float]] = {}
     try:
-        rows = read_rows(path)
+        for row in read_rows(path):
+            for name, cell in row.items():
+                if name:
+                    columns.setdefault(name, array("d")).append(cell_value(cell))
     except OSError:
         problems.append(f"{path.name} is missing: no learning curve")
-        return {}
-    if not rows:
-        problems.append(f"{path.name} has no row yet: no learning curve")
-        return {}
-    return {name: np.array([cell_value(row.get(name)) for row in rows]) for name in rows[0] if name}
+    except csv.Error as error:
+        problems.append(f"{path.name} is damaged: {error}")
+    else:
+        if not columns:
+            problems.append(f"{path.name} has no row yet: no learning curve")
+    n_rows = min(map(len, columns.values()), default=0)
+    return {name: np.array(values[:n_rows]) for name, values in columns.items()}
 
 
 def _written(path: Path) -> float:
@@ -166,3 +179,13 @@ def _written(path: Path) -> float:
         return path.stat().st_mtime
     except OSError:
         return 0.0
+
+
+def _end_of(path: Path, n_bytes: int = 4000) -> str:
+    """The last bytes of a file as text; empty if there is none."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, 2) - n_bytes))
+            return file.read().decode(errors="replace")
+    except OSError:
+        return ""

@@ -6,20 +6,26 @@ import json
 import math
 import threading
 import time
+from array import array
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, BinaryIO
+from sys import intern
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from flatout.runlog.folder import Record, end_last_line, number, plural, read_records
+from flatout.runlog.appended import AppendedFile
+from flatout.runlog.folder import Record, number, plural, read_records
 from flatout.runlog.meters import GpuMeter, HostMeter, open_gpu
 from flatout.runlog.spans import Floats
 
 VERSION = 1
 CLOSE_SECONDS = 0.3
+SAMPLES = 10_000
+"""Written samples are 1/SAMPLES of the run's time apart, so that the file grows with the logarithm of that time."""
 _MEANS = ("device_utilization", "cores_percent")
 """Figures that are means; the others are peaks."""
 
@@ -43,28 +49,28 @@ class Figures:
 
 
 class _Totals:
-    """Count, sum and peak of each figure's samples so far."""
+    """Seconds, sum over time and peak of each figure's samples so far."""
 
     def __init__(self) -> None:
-        self._seen: dict[str, tuple[int, float, float]] = {}
+        self._seen: dict[str, tuple[float, float, float]] = {}
 
-    def add(self, row: Record) -> None:
-        gpu = _gpu_of(row)
+    def add(self, row: _Row, seconds: float) -> None:
+        """Count a sample that stands for so much time."""
         for name, value in (
-            ("device_utilization", gpu.get("utilization")),
-            ("device_energy_joules", gpu.get("energy")),
-            ("device_memory_bytes", gpu.get("memory")),
-            ("memory_bytes", row.get("memory")),
-            ("run_memory_bytes", row.get("run_memory")),
-            *(("cores_percent", load) for load in _core_loads(row)),
+            ("device_utilization", row.gpu[0]),
+            ("device_energy_joules", row.gpu[4]),
+            ("device_memory_bytes", row.gpu[1]),
+            ("memory_bytes", row.host[0]),
+            ("run_memory_bytes", row.host[1]),
+            *(("cores_percent", load) for load in row.cores),
         ):
-            if (known := number(value)) is not None:
-                n, total, peak = self._seen.get(name, (0, 0.0, known))
-                self._seen[name] = n + 1, total + known, max(peak, known)
+            if not math.isnan(value):
+                time_before, total, peak = self._seen.get(name, (0.0, 0.0, value))
+                self._seen[name] = time_before + seconds, total + value * seconds, max(peak, value)
 
     def figures(self) -> Figures:
         seen = self._seen.items()
-        means = {name: total / n for name, (n, total, _) in seen if name in _MEANS}
+        means = {name: total / seconds for name, (seconds, total, _) in seen if name in _MEANS}
         peaks: dict[str, Any] = {name: int(peak) if "bytes" in name else peak for name, (_, _, peak) in seen}
         return Figures(**(peaks | means))
 
@@ -74,7 +80,8 @@ class Sampler:
 
     def __init__(self, path: Path, *, began: float, offset: float, device: str, hertz: float = 5) -> None:
         """`began` is in unix seconds; `offset` is the run's wall time before it was resumed."""
-        self._path, self._period, self._device = path, 1 / hertz, device
+        self._offset, self._period, self._device = offset, 1 / hertz, device
+        self.file = AppendedFile(path)
         self._header = {"began": began, "offset": offset, "version": VERSION}
         # Taken once: setting the system's clock during the run moves no sample.
         self._zero = time.perf_counter() - (time.time() - began)
@@ -84,6 +91,8 @@ class Sampler:
         self._ending = threading.Event()
         self.problem: str | None = None
         """Why sampling stopped early, or why the GPU is not sampled, in one line."""
+        self.gpu: dict[str, Any] | None = None
+        """The newest reading of the GPU."""
         self._thread = threading.Thread(target=self._run, name="flatout-sampler", daemon=True)
         try:
             self._thread.start()
@@ -107,43 +116,43 @@ class Sampler:
             if gpu is None and self._device.startswith("cuda"):
                 self.problem = f"the GPU is not sampled: {reason}"
             self._add_earlier_parts()
-            end_last_line(self._path)
-            with self._path.open("ab", buffering=0) as file:
-                file.write(_line(self._header))
-                self._sample(file, HostMeter(), gpu)
-        except OSError as error:
-            self.problem = f"sampling stopped: {self._path.name}: {error.strerror or error}"
+            self.file.write(_line(self._header))
+            self._sample(HostMeter(), gpu)
         except Exception as error:  # a run is worth more than its samples
             self.problem = f"sampling stopped: {type(error).__name__}: {error}"
         finally:
+            self.file.close()
             if gpu is not None:
                 gpu.close()
 
     def _add_earlier_parts(self) -> None:
         """Count the samples up to the checkpoint that the run was resumed from."""
-        if self._header["offset"] <= 0 or not self._path.exists():
+        if self._offset <= 0:
             return
-        for row in _read_rows(self._path)[0]:
-            if row["t"] <= self._header["offset"]:
-                self._totals.add(row)
+        rows = [row for row in _read_rows(self.file.path, []) if row.t <= self._offset]
+        for before, row in pairwise([_row({}, 0.0), *rows]):
+            self._totals.add(row, row.t - before.t)
         self._figures = self._totals.figures()
         self._joules_before = self._figures.device_energy_joules or 0.0
 
-    def _sample(self, file: BinaryIO, host: HostMeter, gpu: GpuMeter | None) -> None:
+    def _sample(self, host: HostMeter, gpu: GpuMeter | None) -> None:
+        written = -math.inf
         while not self._ending.wait(self._period):
+            t = time.perf_counter() - self._zero
             now, card = host.read(), gpu.read() if gpu is not None else None
             if gpu is not None and card is None:
                 self.problem = "the GPU does not answer any more"
-            row: Record = {
-                "t": round(time.perf_counter() - self._zero, 3),
+            self.gpu = None if card is None else asdict(card)
+            record: Record = {
+                "t": round(t, 3),
                 **asdict(now),
                 "run_cpu": None if now.run_cpu is None else round(now.run_cpu, 1),
-                "gpu": None if card is None else asdict(card),
+                "gpu": self.gpu,
             }
-            file.write(_line(row))
-            if card is not None and card.energy is not None:
-                row["gpu"]["energy"] = self._joules_before + card.energy
-            self._totals.add(row)
+            if t - written >= (self._offset + t) / SAMPLES:
+                written = t
+                self.file.write(_line(record))
+            self._totals.add(_row(record, self._joules_before), self._period)
             self._figures = self._totals.figures()
 
 
@@ -174,72 +183,87 @@ class Samples:
         return means
 
 
+_HOST = ("memory", "run_memory", "run_cpu")
+_GPU = ("utilization", "memory", "memory_total", "power", "energy")
+
+
+class _Row(NamedTuple):
+    """A sample in little memory; NaN where a value is not known."""
+
+    t: float
+    host: array[float]
+    """_HOST."""
+    cores: array[float]
+    gpu: array[float]
+    """_GPU."""
+    throttled: tuple[str, ...] | None
+
+
+def _row(record: Mapping[str, Any], joules: float, offset: float = 0.0) -> _Row:
+    """The sample in a record; `joules` and `offset` are the energy and time of the run's earlier parts."""
+    gpu = value if isinstance(value := record.get("gpu"), dict) else {}
+    cores = value if isinstance(value := record.get("cores"), list) else []
+    throttled = value if isinstance(value := gpu.get("throttled"), list) else None
+    card = array("d", [_value(gpu.get(name)) for name in _GPU])
+    card[-1] += joules
+    return _Row(
+        offset + (number(record.get("t")) or 0.0),
+        array("d", [_value(record.get(name)) for name in _HOST]),
+        array("d", map(_value, cores)),
+        card,
+        None if throttled is None else tuple(intern(str(reason)) for reason in throttled),
+    )
+
+
 def read_samples(path: Path) -> Samples:
     """The samples of a run; what cannot be read is left out and named in `problems`."""
-    rows, problems = _read_rows(path)
-    gpus = [_gpu_of(row) for row in rows]
-    names = ("utilization", "memory", "memory_total", "power", "energy")
-    told = [reasons for gpu in gpus if isinstance(reasons := gpu.get("throttled"), list)]
-    throttled = Counter(str(reason) for reasons in told for reason in reasons)
-    loads = [_core_loads(row) for row in rows]
-    n_cores = max(map(len, loads), default=0)
-    cores = [[*map(_value, row), *[math.nan] * (n_cores - len(row))] for row in loads]
+    problems: list[str] = []
+    rows = _read_rows(path, problems)
+    told = [row.throttled for row in rows if row.throttled is not None]
+    throttled = Counter(reason for reasons in told for reason in reasons)
+    cores = np.full((len(rows), max((len(row.cores) for row in rows), default=0)), math.nan)
+    for loads, row in zip(cores, rows, strict=True):
+        loads[: len(row.cores)] = row.cores
+    host = np.array([row.host for row in rows], float).reshape(-1, len(_HOST)).T
+    gpu = np.array([row.gpu for row in rows], float).reshape(-1, len(_GPU)).T
     return Samples(
-        **{name: _column(rows, name) for name in ("t", "memory", "run_memory", "run_cpu")},
-        cores=np.array(cores, dtype=np.float64).reshape(len(rows), n_cores),
-        gpu={name: _column(gpus, name) for name in names} if any(gpus) else {},
+        t=np.array([row.t for row in rows], float),
+        **dict(zip(_HOST, host, strict=True)),
+        cores=cores,
+        gpu=dict(zip(_GPU, gpu, strict=True)) if np.isfinite(gpu).any() else {},
         problems=problems,
         throttled={reason: n / len(told) for reason, n in throttled.items()},
     )
 
 
-def _read_rows(path: Path) -> tuple[list[Record], list[str]]:
-    """The sample records with time and energy made continuous across resumes, and the problems met."""
-    records, problems = read_records(path)
-    rows: list[Record] = []
+def _read_rows(path: Path, problems: list[str]) -> list[_Row]:
+    """The samples with time and energy made continuous across resumes."""
+    rows: list[_Row] = []
     offset = joules = 0.0
     n_headers = n_wrong = 0
-    for record in records:
+    for record in read_records(path, problems):
         if "began" in record:
             n_headers += 1
             offset = number(record.get("offset")) or 0.0
             # A resumed run repeats what came after its checkpoint.
-            while rows and rows[-1]["t"] > offset:
+            while rows and rows[-1].t > offset:
                 rows.pop()
-            spent = (number(_gpu_of(row).get("energy")) for row in reversed(rows))
-            joules = next((value for value in spent if value is not None), 0.0)
-        elif (t := number(record.get("t"))) is not None:
-            record["t"] = offset + t
-            if (energy := number(_gpu_of(record).get("energy"))) is not None:
-                record["gpu"]["energy"] = joules + energy
-            rows.append(record)
+            joules = next((row.gpu[-1] for row in reversed(rows) if not math.isnan(row.gpu[-1])), 0.0)
+        elif number(record.get("t")) is not None:
+            rows.append(_row(record, joules, offset))
         else:
             n_wrong += 1
     if rows and not n_headers:
         problems.append(f"{path.name} has no header; times are as written")
     if n_wrong:
         problems.append(f"{path.name} has {plural(n_wrong, 'record')} without a valid sample")
-    return rows, problems
+    return rows
 
 
 def _line(row: Record) -> bytes:
     return json.dumps(row).encode() + b"\n"
 
 
-def _gpu_of(row: Mapping[str, Any]) -> dict[str, Any]:
-    gpu = row.get("gpu")
-    return gpu if isinstance(gpu, dict) else {}
-
-
-def _core_loads(row: Mapping[str, Any]) -> list[object]:
-    cores = row.get("cores")
-    return cores if isinstance(cores, list) else []
-
-
 def _value(value: object) -> float:
     known = number(value)
     return math.nan if known is None else known
-
-
-def _column(rows: Iterable[Mapping[str, Any]], name: str) -> Floats:
-    return np.array([_value(row.get(name)) for row in rows], dtype=np.float64)

@@ -12,16 +12,17 @@ import threading
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from sys import intern
 from time import perf_counter, time
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from flatout.runlog.folder import Record, Tail, end_last_line, json_object, number, plural, read_records
+from flatout.runlog.appended import AppendedFile
+from flatout.runlog.folder import Record, Tail, json_object, number, plural, read_records
 from flatout.timing import LEARN_PHASES, Phase, Span
 from flatout.timing import Lane as TimedLane
 
@@ -57,18 +58,15 @@ CAUSES: dict[str, str] = WAITS | {
 class SpanFile:
     """Writes the lanes' spans to spans.jsonl from a thread, so that no lane waits for the disk.
 
-    The first line, and one more each time the run is resumed, says when its times begin. A disk error ends the trace,
-    not the run.
+    The first line, and one more each time the run is resumed, says when its times begin.
     """
 
     def __init__(self, path: Path, lanes: Callable[[], Sequence[TimedLane]], *, offset: float = 0.0) -> None:
         """`offset`: wall seconds of the run before it was resumed."""
         self._lanes, self._zero, self.began = lanes, perf_counter(), time()
-        self.problem: str | None = None
         self._ended = threading.Event()
         self._n_seen: dict[str, int] = {}
-        end_last_line(path)
-        self._file = path.open("a", encoding="utf-8")
+        self.file = AppendedFile(path)
         self._write([json.dumps({"began": self.began, "offset": round(offset, 6), "version": VERSION})])
         self._thread = threading.Thread(target=self._work, name="flatout spans", daemon=True)
         self._thread.start()
@@ -78,8 +76,7 @@ class SpanFile:
         self._ended.set()
         self._thread.join()
         self._drain()
-        with suppress(OSError):
-            self._file.close()
+        self.file.close()
 
     def _work(self) -> None:
         while not self._ended.wait(WRITE_SECONDS):
@@ -105,13 +102,7 @@ class SpanFile:
         )
 
     def _write(self, lines: Iterable[str]) -> None:
-        if self.problem is not None:
-            return
-        try:
-            self._file.write("".join(f"{line}\n" for line in lines))
-            self._file.flush()
-        except OSError as error:
-            self.problem = f"the trace ends early: {error.strerror or error}"
+        self.file.write(*(f"{line}\n".encode() for line in lines))
 
 
 @dataclass(frozen=True)
@@ -202,8 +193,8 @@ class _Rows:
 def read_spans(path: Path) -> Spans:
     """The spans of a run; what cannot be read is left out and named in `problems`."""
     rows = _Rows()
-    records, problems = read_records(path)
-    for record in records:
+    problems: list[str] = []
+    for record in read_records(path, problems):
         rows.take(record)
     lanes, n_cut = rows.lanes()
     if rows.n_wrong:
@@ -258,7 +249,7 @@ def _row(record: Record, offset: float) -> Row | None:
         return None
     if not isinstance(lane, str) or clock not in CLOCKS or end < max(start, 0.0):
         return None
-    seconds = {str(phase): number(value) for phase, value in phases.items()}
+    seconds = {intern(phase): number(value) for phase, value in phases.items()}
     known = {phase: value for phase, value in seconds.items() if value is not None and value >= 0}
     if len(known) < len(seconds):
         return None

@@ -6,6 +6,7 @@ A kill at any moment leaves the older files whole. A file is used only if its ch
 from __future__ import annotations
 
 import dataclasses
+import errno
 import hashlib
 import json
 import os
@@ -13,6 +14,7 @@ import re
 import stat
 import zipfile
 from collections.abc import Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,17 +49,26 @@ def write(path: Path, checkpoint: Checkpoint) -> None:
     """Write `checkpoint` to `path` durably, or raise and leave what was there; missing folders are made."""
     tensors, state = _plain_tensors(checkpoint.tensors), _canonical_json(checkpoint.state)
     metadata = {"format": FORMAT, "state": state, "checksum": _checksum(tensors, state)}
+    replay = checkpoint.replay
+    if isinstance(replay, SavedArrays) and (problem := replay.problem()) is not None:
+        raise FlatoutError(f"{problem}; delete it to save without it")
     try:
-        if checkpoint.replay is not None:  # first, so that no checkpoint is ever without its replay
-            with replacing(path.with_suffix(REPLAY_SUFFIX)) as part:
-                write_arrays(part, checkpoint.replay)
-        with replacing(path) as part:
+        with ExitStack() as both:  # the replay is in place first: no checkpoint is ever without its own
+            part = both.enter_context(replacing(path))
+            if replay is not None:
+                checksums = write_arrays(both.enter_context(replacing(replay_path(path))), replay)
+                metadata["replay"] = json.dumps(checksums)
             save_file(tensors, part, metadata)
     except (OSError, SafetensorError) as error:
         if isinstance(error, SafetensorError) and "I/O error" not in str(error):
             raise
         raise FlatoutError(f"cannot write checkpoint {str(path)!r}: {_reason(error)}") from error
     sweep(path.parent)
+
+
+def replay_path(path: Path) -> Path:
+    """The replay of a checkpoint: `x.replay` of `x.flatout`, `lr0.01.replay` of `lr0.01`."""
+    return path.with_name(path.name.removesuffix(SUFFIX) + REPLAY_SUFFIX)
 
 
 def read(path: Path) -> Checkpoint:
@@ -72,8 +83,8 @@ def read(path: Path) -> Checkpoint:
         raise FlatoutError(
             f"checkpoint {str(path)!r} is corrupt: its checksum does not match; {_advice(path)}"
         )
-    replay = path.with_suffix(REPLAY_SUFFIX)
-    return Checkpoint(tensors, json.loads(state), SavedArrays(replay) if replay.exists() else None)
+    replay, checksums = replay_path(path), json.loads(metadata.get("replay", "null"))
+    return Checkpoint(tensors, json.loads(state), SavedArrays(replay, checksums) if replay.exists() else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,20 +94,32 @@ class CheckpointFolder:
     path: Path
 
     def save(self, checkpoint: Checkpoint, env_steps: int) -> Path:
-        """Write the checkpoint of `env_steps`; keep it and the one before it, delete the other steps."""
+        """Write the checkpoint of `env_steps`; keep it and the one before it, delete the other steps.
+
+        If the disk is full, the other steps are deleted first.
+        """
         assert env_steps >= 0, f"env_steps is {env_steps}"
         path = self.path / f"step-{env_steps:012d}{SUFFIX}"
-        write(path, checkpoint)
-        steps = self._steps()
         # Later steps were abandoned by resuming from before them; the next resume would take them for the newest.
-        kept = {env_steps, max((step for step in steps if step < env_steps), default=env_steps)}
-        for step in steps.keys() - kept:
-            try:
-                steps[step].unlink(missing_ok=True)
-                steps[step].with_suffix(REPLAY_SUFFIX).unlink(missing_ok=True)
-            except OSError as error:
-                raise FlatoutError(f"cannot delete {str(steps[step])!r}: {_reason(error)}") from error
+        before = max((step for step in self._steps() if step < env_steps), default=env_steps)
+        try:
+            write(path, checkpoint)
+        except FlatoutError as error:
+            if not any(os.strerror(full) in str(error) for full in (errno.ENOSPC, errno.EDQUOT)):
+                raise
+            self._delete_except({before, env_steps})
+            write(path, checkpoint)
+        self._delete_except({before, env_steps})
         return path
+
+    def _delete_except(self, kept: set[int]) -> None:
+        for path in self.path.glob("step-*.*"):
+            match = re.fullmatch(
+                rf"step-(\d{{12,}})({re.escape(SUFFIX)}|{re.escape(REPLAY_SUFFIX)})", path.name
+            )
+            if match and int(match[1]) not in kept:
+                with suppress(OSError):  # it takes room, no more
+                    path.unlink()
 
     def save_best(self, checkpoint: Checkpoint) -> Path:
         """Write `checkpoint` as the best so far."""

@@ -7,11 +7,12 @@ uncompressed npz: written array by array, read as memory maps, without a second 
 from __future__ import annotations
 
 import errno
-import fcntl
+import math
 import os
 import secrets
 import shutil
 import zipfile
+import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cached_property
@@ -21,6 +22,7 @@ import numpy as np
 
 from flatout.envs.spaces import Array
 from flatout.errors import FlatoutError
+from flatout.runlog.lock import try_lock
 
 STAGING_SUFFIX = ".flatout-saving"
 LOCAL_HEADER = 30
@@ -59,9 +61,8 @@ def _new_locked_folder(parent: Path) -> tuple[Path, int]:
             descriptor = os.open(folder, os.O_RDONLY)
         except FileNotFoundError:
             continue
-        with suppress(OSError):  # a file system without locks: saving works, nothing is swept
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        if folder.exists():
+        # On a file system without locks saving works, and nothing is swept.
+        if try_lock(descriptor) is not False and folder.exists():
             return folder, descriptor
         os.close(descriptor)
 
@@ -70,8 +71,8 @@ def sweep(folder: Path) -> None:
     """Remove what killed writers left in `folder`: staging folders that nobody holds a lock on."""
     for staging in folder.glob(f".*{STAGING_SUFFIX}"):
         with suppress(OSError), _opened(staging) as descriptor:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(staging)
+            if try_lock(descriptor):
+                shutil.rmtree(staging)
 
 
 @contextmanager
@@ -93,17 +94,40 @@ def _fsync(path: Path) -> None:
                 raise
 
 
-def write_arrays(path: Path, arrays: Mapping[str, Array]) -> None:
-    """Write arrays or views, without copying them as a whole."""
+def write_arrays(path: Path, arrays: Mapping[str, Array]) -> dict[str, int]:
+    """Write arrays or views, without copying them as a whole; returns their checksums."""
     with path.open("wb") as file:
         np.savez(file, allow_pickle=False, **arrays)
+    with zipfile.ZipFile(path) as archive:
+        return _checksums(archive)
+
+
+def _checksums(archive: zipfile.ZipFile) -> dict[str, int]:
+    return {entry.filename.removesuffix(".npy"): entry.CRC for entry in archive.infolist()}
 
 
 class SavedArrays(Mapping[str, Array]):
     """What `write_arrays` wrote, as memory maps."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, checksums: Mapping[str, int] | None = None) -> None:
+        """`checksums`: what `write_arrays` returned, if that is known."""
+        self.path, self._known = path, checksums
+
+    def problem(self) -> str | None:
+        """Why the arrays cannot be used, in one line; reads the whole file, in little memory."""
+        try:
+            with zipfile.ZipFile(self.path) as archive:
+                if self._known not in (None, _checksums(archive)):
+                    return f"{str(self.path)!r} belongs to another checkpoint"
+                if archive.testzip() is None:
+                    for name in self:
+                        self[name]
+                    return None
+        except FlatoutError as error:
+            return str(error)
+        except (OSError, EOFError, ValueError, NotImplementedError, zipfile.BadZipFile, zlib.error):
+            pass
+        return str(self._damaged())
 
     @cached_property
     def _entries(self) -> dict[str, zipfile.ZipInfo]:
@@ -111,23 +135,35 @@ class SavedArrays(Mapping[str, Array]):
             with zipfile.ZipFile(self.path) as archive:
                 return {entry.filename.removesuffix(".npy"): entry for entry in archive.infolist()}
         except (OSError, zipfile.BadZipFile) as error:
-            raise FlatoutError(
-                f"{str(self.path)!r} is not a replay that flatout saved, or is damaged; delete it to resume without"
-            ) from error
+            raise self._damaged() from error
 
     def __getitem__(self, name: str) -> Array:
         entry = self._entries[name]
         with self.path.open("rb") as file:
             file.seek(entry.header_offset + LOCAL_HEADER - 4)
             n_name, n_extra = np.frombuffer(file.read(4), "<u2").tolist()
-            file.seek(n_name + n_extra, 1)
-            version = np.lib.format.read_magic(file)
-            read = np.lib.format.read_array_header_1_0
-            shape, _, dtype = read(file) if version == (1, 0) else np.lib.format.read_array_header_2_0(file)
+            first = file.seek(n_name + n_extra, 1)
+            try:
+                version = np.lib.format.read_magic(file)
+                read = np.lib.format.read_array_header_1_0
+                shape, _, dtype = (
+                    read(file) if version == (1, 0) else np.lib.format.read_array_header_2_0(file)
+                )
+            except ValueError as error:
+                raise self._damaged() from error
             start = file.tell()
+        n_bytes = entry.file_size - (start - first)
+        is_plain = (
+            entry.compress_type == zipfile.ZIP_STORED and not dtype.hasobject
+        )  # objects would be pointers
+        if not is_plain or n_bytes != math.prod(shape) * dtype.itemsize:
+            raise self._damaged()
         if 0 in shape:
             return np.zeros(shape, dtype)
         return np.memmap(self.path, dtype, "r", start, shape)
+
+    def _damaged(self) -> FlatoutError:
+        return FlatoutError(f"{str(self.path)!r} is damaged, or is not a replay that flatout saved")
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)

@@ -144,17 +144,20 @@ class _Loop:
         if not _crossed(trainer.config.checkpoint_every, steps_before, state.env_steps):
             return
         trainer.clock.enter(Phase.CHECKPOINT)
-        if self._checkpoints is not None:
-            self._checkpoints.save(trainer.checkpoint(), state.env_steps)
+        if (folder := self._checkpoints) is not None:
+            checkpoint = trainer.checkpoint()
+            self._recorder.attempt("checkpoints", lambda: folder.save(checkpoint, state.env_steps))
         if not trainer.config.eval_every and state.return_mean is not None:
             self._save_if_best(state.return_mean)
 
     def _save_if_best(self, value: float) -> None:
         state = self._trainer.state
         if state.best_return is None or value > state.best_return:
-            state.best_return = value
-            if self._checkpoints is not None:
-                self._checkpoints.save_best(self._trainer.checkpoint())
+            before, state.best_return = state.best_return, value
+            if (folder := self._checkpoints) is not None:
+                checkpoint = self._trainer.checkpoint()
+                if not self._recorder.attempt("best.flatout", lambda: folder.save_best(checkpoint)):
+                    state.best_return = before
 
 
 def _crossed(every: int, before: int, now: int) -> bool:

@@ -29,6 +29,7 @@ from flatout.models.policy import Policy
 from flatout.perf.planner import UpdateProbe, faster_device, plan_run
 from flatout.timing import DeviceClock, PhaseClock
 from flatout.training.checkpoint import Checkpoint
+from flatout.training.durable import SavedArrays
 from flatout.training.evaluation import Evaluation, eval_executor, evaluate
 from flatout.training.pipeline import Pipeline, SizedRollout
 from flatout.training.state import TrainState
@@ -200,6 +201,9 @@ class Trainer:
         if ahead is not None and self.pipeline.restore_rollout(_named("ready.", tensors), ahead):
             self.collector.n_steps += self.config.algorithm.n_steps
         replay = checkpoint.replay
+        if isinstance(replay, SavedArrays) and (problem := replay.problem()) is not None:
+            self.notes.append(f"{problem}; the run goes on without it")
+            replay = None
         if replay is not None and int(replay["env_steps"][0]) != saved.env_steps:
             replay = None  # it belongs to another checkpoint that had this name
         self.learner.restore_replay(replay, saved.env_steps)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from flatout.runlog.folder import Tail, last_record, number, read_json
+from flatout.runlog.folder import Tail, number, read_json
 from flatout.runlog.meters import open_gpu
 from flatout.runlog.recorder import cell_value
 from flatout.runlog.records import is_running, run_status
@@ -135,7 +135,6 @@ class JobReader:
         left = None
         if runs and steps is not None and total and speed:
             left = max(0.0, seconds_left(steps, total, speed) - (silent or 0.0))
-        sample = last_record(self._path / "samples.jsonl", "t") if runs else {}
         return {
             **figures,
             "total_steps": total,
@@ -149,7 +148,7 @@ class JobReader:
             "seconds_silent": silent,
             "seconds_left": left,
             "returns": self._curve.read(),
-            "gpu": _mapping(sample.get("gpu")) or None,
+            "gpu": _mapping(record.get("gpu")) or None if runs else None,
         }
 
 

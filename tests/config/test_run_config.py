@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
+import numpy as np
 import pytest
 
 from flatout.algorithms.ppo.recipes import PRESETS, RECIPES
@@ -88,6 +90,20 @@ def test_an_env_gets_the_algorithm_that_learns_it_fastest_unless_one_is_given() 
 def test_json_gives_the_same_config_back() -> None:
     before = config("CartPole-v1", seed=4, env_kwargs={"a": [1, 2]}, target_return=-5, clip_range_vf=0.1)
     assert RunConfig.from_json(before.to_json(), "test") == before
+
+
+def test_env_kwargs_from_numpy_become_plain_json() -> None:
+    given = {"a": np.float32(0.5), "b": np.arange(3), "c": np.bool_(True), "d": [np.int64(7)], "e": (1, None)}
+    plain = config("CartPole-v1", env_kwargs=given).env_kwargs
+    assert plain == {"a": 0.5, "b": [0, 1, 2], "c": True, "d": [7], "e": (1, None)}
+    assert json.loads(json.dumps(plain))["b"] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("bad", [np.inf, np.array([np.nan]), object(), {1: 2}, np.longdouble("0.1"), {1, 2}])
+def test_env_kwargs_that_json_cannot_hold_are_refused_in_one_line(bad: object) -> None:
+    with pytest.raises(FlatoutError, match=r"--env-kwargs is .* it must be a JSON object") as caught:
+        config("CartPole-v1", env_kwargs={"limit": bad})
+    assert "\n" not in str(caught.value)
 
 
 def test_a_preset_too_big_for_the_machine_names_one_that_fits() -> None:

@@ -30,8 +30,8 @@ def test_tensorboard_reads_back_what_was_written(tmp_path: Path) -> None:
     writer.write(
         progress(env_steps=2048, return_mean=34.25, steps_per_second=inf, metrics={"train/loss": 0.5})
     )
-    writer.close()
-    writer.close()
+    writer.file.close()
+    writer.file.close()
     assert points(tmp_path, "rollout/ep_rew_mean") == [(1024, 21.5), (2048, 34.25)]
     assert points(tmp_path, "train/loss") == [(2048, 0.5)]
     assert points(tmp_path, "time/fps") == [(1024, 18_200.0)]
@@ -41,11 +41,11 @@ def test_a_resumed_run_draws_no_point_twice(tmp_path: Path) -> None:
     first = TensorBoardWriter(tmp_path)
     for step in (1000, 2000, 3000):
         first.write(progress(env_steps=step, return_mean=1.0))
-    first.close()
+    first.file.close()
     second = TensorBoardWriter(tmp_path, resume_at=2000)
     for step in (3000, 4000):
         second.write(progress(env_steps=step, return_mean=2.0))
-    second.close()
+    second.file.close()
     assert points(tmp_path, "rollout/ep_rew_mean") == [(1000, 1.0), (2000, 1.0), (3000, 2.0), (4000, 2.0)]
 
 

@@ -53,7 +53,7 @@ def test_a_name_in_use_is_refused_and_its_run_left_unchanged(
 def test_overwrite_starts_empty_and_deletes_the_old_run_once_the_new_one_has_begun(tmp_path: Path) -> None:
     run = old_run(tmp_path)
     folder = RunFolder.create(tmp_path, "x", overwrite=True)
-    assert list(run.iterdir()) == []
+    assert [entry.name for entry in run.iterdir()] == [".lock"]
     folder.settle()
     assert [entry.name for entry in tmp_path.iterdir()] == ["x"]
 

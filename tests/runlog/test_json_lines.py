@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
-from flatout.runlog.folder import Tail, last_record
+from flatout.runlog.folder import Tail
 
 
 def test_a_tail_gives_each_whole_line_once(tmp_path: Path) -> None:
@@ -28,12 +27,3 @@ def test_a_tail_gives_each_whole_line_once(tmp_path: Path) -> None:
     path.unlink()
     assert tail.read() == (True, [])
     assert tail.read() == (False, [])
-
-
-def test_the_last_record_of_a_large_file(tmp_path: Path) -> None:
-    path = tmp_path / "samples.jsonl"
-    with path.open("w") as file:
-        file.writelines(json.dumps({"t": n, "cores": [1.0] * 20}) + "\n" for n in range(5000))
-        file.write('{"t": 5000, "co')
-    assert last_record(path, "t")["t"] == 4999
-    assert last_record(path, "nothing") == {}

@@ -25,8 +25,8 @@ def test_a_row_has_blanks_where_values_are_unknown(tmp_path: Path) -> None:
     log = MetricsLog(path)
     log.write(progress(return_mean=None, length_mean=None, metrics={}))
     log.write(progress(metrics={"train/loss": float("nan"), "eval/mean_reward": 480.0, "train/new": 1.0}))
-    log.close()
-    log.close()
+    log.file.close()
+    log.file.close()
     first, second = rows(path)
     assert tuple(first) == COLUMNS
     assert first["rollout/ep_rew_mean"] == first["train/loss"] == first["eval/mean_reward"] == ""
@@ -67,13 +67,13 @@ def test_resuming_drops_later_rows_and_a_cut_line(tmp_path: Path) -> None:
     log = MetricsLog(path)
     for n in (1000, 2000, 3000, 4000):
         log.write(progress(env_steps=n))
-    log.close()
+    log.file.close()
     before = path.read_text().splitlines()
     path.write_text("\n".join(before) + "\n10")
 
     log = MetricsLog(path, resume_at=2000)
     log.write(progress(env_steps=2500))
-    log.close()
+    log.file.close()
     assert steps(path) == [1000, 2000, 2500]
     assert path.read_text().splitlines()[:3] == before[:3]
     assert [entry.name for entry in tmp_path.iterdir()] == ["metrics.csv"]
@@ -81,11 +81,11 @@ def test_resuming_drops_later_rows_and_a_cut_line(tmp_path: Path) -> None:
 
 def test_resuming_without_a_log_or_with_an_older_one_works(tmp_path: Path) -> None:
     path = tmp_path / "metrics.csv"
-    MetricsLog(path, resume_at=2000).close()
+    MetricsLog(path, resume_at=2000).file.close()
     assert path.read_text() == ",".join(COLUMNS) + "\n"
 
     path.write_text("gone,time/total_timesteps,train/loss\n7,1000,0.5\nx,?,\n")
-    MetricsLog(path, resume_at=2000).close()
+    MetricsLog(path, resume_at=2000).file.close()
     (row,) = rows(path)
     assert (row["time/total_timesteps"], row["train/loss"], row["time/fps"]) == ("1000", "0.5", "")
 
@@ -93,5 +93,5 @@ def test_resuming_without_a_log_or_with_an_older_one_works(tmp_path: Path) -> No
 def test_a_new_log_does_not_keep_another_runs_rows(tmp_path: Path) -> None:
     path = tmp_path / "metrics.csv"
     path.write_text("left over\n")
-    MetricsLog(path).close()
+    MetricsLog(path).file.close()
     assert rows(path) == []

@@ -8,6 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pynvml
 import pytest
 
@@ -107,7 +108,9 @@ def test_a_resumed_run_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.
     assert samples.t[-1] > 100
     assert len(samples.problems) == 1
     assert samples.gpu["energy"][-1] == figures.device_energy_joules == 54.0
-    assert figures.cores_percent == pytest.approx(samples.cores.mean())
+    gaps = np.diff(samples.t, prepend=0.0)  # of the first part; the second is sampled every 0.02 s
+    gaps[samples.t > 100] = 0.02
+    assert figures.cores_percent == pytest.approx(np.average(samples.cores.mean(axis=1), weights=gaps))
 
 
 def test_closing_twice_or_at_once_ends_the_thread(tmp_path: Path) -> None:
@@ -144,21 +147,46 @@ def test_closing_waits_for_no_driver_that_hangs(tmp_path: Path, monkeypatch: pyt
     end(sampler)
 
 
-def test_a_folder_that_is_not_there_is_a_problem_not_an_error(tmp_path: Path) -> None:
-    sampler = Sampler(tmp_path / "gone" / "samples.jsonl", began=time.time(), offset=0.0, device="cpu")
-    until(lambda: sampler.problem)
-    assert sampler.problem == "sampling stopped: samples.jsonl: No such file or directory"
-    sampler.close()
+def test_samples_wait_for_a_folder_that_is_not_there_yet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flatout.runlog.appended.RETRY_SECONDS", 0.05)
+    path = tmp_path / "gone" / "samples.jsonl"
+    sampler = Sampler(path, began=time.time(), offset=0.0, device="cpu", hertz=50)
+    until(lambda: sampler.file.problem)
+    assert sampler.file.problem == "cannot write samples.jsonl: No such file or directory"
+    path.parent.mkdir()
+    until(lambda: n_written(path) >= 3)
+    end(sampler)
+    assert sampler.problem is None
+    assert sampler.file.n_lost == 0
+    assert lines(path)[0]["version"] == 1
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
-def test_a_full_disk_stops_the_samples_only(tmp_path: Path) -> None:
+def test_a_full_disk_loses_samples_but_no_figures(tmp_path: Path) -> None:
     path = tmp_path / "samples.jsonl"
     path.symlink_to("/dev/full")
     sampler = Sampler(path, began=time.time(), offset=0.0, device="cpu", hertz=50)
-    until(lambda: sampler.problem)
-    assert sampler.problem == "sampling stopped: samples.jsonl: No space left on device"
-    sampler.close()
+    until(lambda: sampler.file.problem and sampler.figures().memory_bytes)
+    assert sampler.file.problem == "cannot write samples.jsonl: No space left on device"
+    end(sampler)
+    assert sampler.file.n_lost >= 2
+    assert sampler.problem is None
+
+
+def test_the_longer_a_run_the_farther_apart_its_samples_are_written(tmp_path: Path) -> None:
+    path = tmp_path / "samples.jsonl"
+    seen: list[float | None] = []
+    sampler = Sampler(path, began=time.time() - 1e6, offset=0.0, device="cpu", hertz=50)
+
+    def has_sampled() -> bool:
+        seen.append(sampler.figures().cores_percent)
+        return len(set(seen)) > 3
+
+    until(has_sampled)
+    end(sampler)
+    assert len(lines(path)) == 2  # a header and one sample: the next is due after 1e6 / 10,000 seconds
 
 
 def test_a_card_that_is_lost_is_null_from_then_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

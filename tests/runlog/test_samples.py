@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -121,3 +122,17 @@ def test_an_empty_file_gives_no_samples(tmp_path: Path) -> None:
     samples = read_samples(tmp_path / "samples.jsonl")
     assert samples.t.size == 0
     assert samples.problems == ["samples.jsonl is empty"]
+
+
+def test_samples_are_read_in_little_memory(tmp_path: Path) -> None:
+    path, n_samples, n_cores = tmp_path / "samples.jsonl", 2000, 64
+    line = json.dumps(sample(1.0, cores=[12.5 + core for core in range(n_cores)]))
+    path.write_text("\n".join([json.dumps(header()), *[line] * n_samples]) + "\n")
+    tracemalloc.start()
+    try:
+        samples = read_samples(path)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert samples.cores.shape == (n_samples, n_cores)
+    assert peak < n_samples * 2 * (8 * n_cores + 500)  # 8 bytes a core, in rows and then in columns

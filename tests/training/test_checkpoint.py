@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from math import prod
 from pathlib import Path
@@ -424,5 +424,98 @@ def test_saved_arrays_are_memory_maps(tmp_path: Path) -> None:
     assert saved["b"][0] == 7
     assert saved["c"].shape == (0, 3)
     (tmp_path / "x.replay").write_bytes(b"nothing")
-    with pytest.raises(FlatoutError, match="delete it to resume without"):
+    with pytest.raises(FlatoutError, match="is damaged, or is not a replay"):
         len(SavedArrays(tmp_path / "x.replay"))
+
+
+def replay(n: int = 4) -> dict[str, np.ndarray[Any, Any]]:
+    return {"obs.0": np.arange(1000 * n, dtype=np.float32), "env_steps": np.array([n])}
+
+
+def checkpoint_with_replay(n: int = 4) -> Checkpoint:
+    return Checkpoint({"w": torch.ones(3)}, {"n": n}, replay(n))
+
+
+def test_checkpoints_whose_names_have_dots_keep_their_own_replays(tmp_path: Path) -> None:
+    names = {"lr0.001": 1, "lr0.01": 2, "lr0.1.flatout": 3}
+    for name, n in names.items():
+        write(tmp_path / name, checkpoint_with_replay(n))
+    for name, n in names.items():
+        saved = read(tmp_path / name).replay
+        assert isinstance(saved, SavedArrays)
+        assert saved.problem() is None
+        assert saved["env_steps"][0] == n
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty", "changed", "objects", "compressed", "of another"])
+def test_a_replay_that_is_damaged_or_foreign_is_not_used(damage: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.replay"
+    write(tmp_path / "x.flatout", checkpoint_with_replay())
+    content = bytearray(path.read_bytes())
+    if damage == "objects":
+        with path.open("wb") as file:
+            np.savez(file, allow_pickle=True, **{"obs.0": np.array([{}, []], object)})
+    elif damage == "compressed":
+        with path.open("wb") as file:
+            np.savez_compressed(file, allow_pickle=False, **replay())
+    elif damage == "of another":
+        write_arrays(path, replay(7))
+    else:
+        content[5000] ^= 1
+        n_bytes = {"cut": 9000, "empty": 0, "changed": len(content)}[damage]
+        path.write_bytes(content[:n_bytes])
+    checkpoint = read(tmp_path / "x.flatout")  # the rest can be used
+    assert torch.equal(checkpoint.tensors["w"], torch.ones(3))
+    assert isinstance(checkpoint.replay, SavedArrays)
+    assert "belongs to another checkpoint" in str(checkpoint.replay.problem()) or "damaged" in str(
+        checkpoint.replay.problem()
+    )
+    with pytest.raises(FlatoutError, match="delete it to save without it"):
+        write(tmp_path / "y.flatout", checkpoint)
+    assert not (tmp_path / "y.flatout").exists()
+    if damage in ("objects", "compressed"):
+        with pytest.raises(FlatoutError, match="is damaged"):
+            SavedArrays(path)["obs.0"]
+
+
+def test_a_checkpoint_that_cannot_be_written_leaves_no_replay_behind(tmp_path: Path) -> None:
+    write(tmp_path / "x.flatout", checkpoint_with_replay(1))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, before[1]))  # room for the replay only
+    try:
+        with pytest.raises(FlatoutError, match="File too large"):
+            write(tmp_path / "x.flatout", Checkpoint({"w": torch.ones(10_000)}, {"n": 2}, replay(2)))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["x.flatout", "x.replay"]
+    saved = read(tmp_path / "x.flatout").replay
+    assert isinstance(saved, SavedArrays)
+    assert saved.problem() is None
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 1 MB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mounting needs root")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_on_a_full_disk_the_older_checkpoint_makes_room_and_the_last_good_one_stays(small_disk: Path) -> None:
+    folder = CheckpointFolder(small_disk / "checkpoints")
+
+    def sized(kilobytes: int) -> Checkpoint:
+        return Checkpoint({"w": torch.ones(256 * kilobytes)}, {})
+
+    for steps in (1, 2, 3):  # 3 × 400 kB do not fit into 1 MB
+        folder.save(sized(400), steps)
+    assert [path.name[5:17].lstrip("0") for path in sorted(folder.path.iterdir())] == ["2", "3"]
+    with pytest.raises(FlatoutError, match="No space left on device"):
+        folder.save(sized(900), 4)
+    path, _, _ = folder.newest()
+    assert path.name == "step-000000000003.flatout"
+    assert [path.name for path in folder.path.iterdir()] == ["step-000000000003.flatout"]

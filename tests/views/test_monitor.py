@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from flatout.runlog.folder import RunFolder
 from flatout.views.monitor import Job, JobReader, Monitor, MonitorState
 from flatout.views.screen import cells_for, screen
 
@@ -130,24 +131,21 @@ def test_cores_memory_and_no_gpu(tmp_path: Path) -> None:
 
 
 def test_a_gpu_is_shown_by_its_newest_sample(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "first", device="cuda")
     gpu = {
         "utilization": 0.63,
         "memory": 4 * 2**30,
         "memory_total": 16 * 2**30,
         "power": 68.2,
         "temperature": 61,
+        "throttled": ["power cap"],
     }
-    old = {"t": 1.0, "gpu": gpu | {"utilization": 0.1}}
-    write_lines(run / "samples.jsonl", HEADER, old, {"t": 2.0, "gpu": gpu | {"throttled": ["power cap"]}})
-    with (run / "samples.jsonl").open("a") as file:
-        file.write('{"t": 3.0, "gpu": {"utiliz')
+    make_run(tmp_path / "first", device="cuda", gpu=gpu)
     text = text_of(look(runs_dir=tmp_path))
     assert "63 % of time in kernels  4.0 GB of 16.0 GB  68 W  61 °C" in text
     assert "slowed by power cap" in text
     assert "no NVIDIA GPU" not in text
-    write_lines(run / "samples.jsonl", {}, {"t": 4.0, "gpu": {"utilization": None, "memory": 2**30}})
-    text = text_of(look(runs_dir=tmp_path))
+    make_run(tmp_path / "other" / "second", device="cuda", gpu={"utilization": None, "memory": 2**30})
+    text = text_of(look(runs_dir=tmp_path / "other"))
     assert "cuda     1.0 GB\n" in text
     assert "kernels" not in text
 
@@ -189,9 +187,12 @@ def test_a_run_without_progress_yet_is_shown(tmp_path: Path) -> None:
     assert "new · not started" in text_of(look(run))
     assert look(runs_dir=tmp_path).jobs == []
     (run / "config.json").write_text('{"env": "CartPole-v1", "algo": "ppo"}')
-    write_lines(run / "samples.jsonl", HEADER)
+    folder = RunFolder.open(run)
+    folder.claim()
     assert look(runs_dir=tmp_path).jobs[0].status == "running"
     assert "collecting the first rollout" in text_of(look(runs_dir=tmp_path))
+    folder.lock.release()
+    assert look(run).jobs[0].status == "unknown"
 
 
 def test_missing_runs_and_folders_are_reported(tmp_path: Path) -> None:
