@@ -13,15 +13,15 @@ from typing import Any, TypeAlias
 import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
+from selectolax.lexbor import LexborHTMLParser, SelectolaxError
 
 from flatout.envs.wrappers import LoopThread
 from flatout.errors import EnvError, FlatoutError
 from flatout.workloads.crawl import graph_image
 from flatout.workloads.crawl.access import Rules
 from flatout.workloads.crawl.explore import Exploration, Link, LinkGraph, Outcome, Visited
-from flatout.workloads.crawl.fetch import Fetcher, Network, join_network, leave_network
+from flatout.workloads.crawl.fetch import MAX_FETCH_SECONDS, Fetcher, Network, join_network, leave_network
 from flatout.workloads.crawl.observation import N_LINK, N_PAGE, link_rows, page_row, slots
-from flatout.workloads.crawl.page import check_selector
 from flatout.workloads.site.pages import read_site
 from flatout.workloads.site.server import site_server
 from flatout.workloads.validate import Info, check_choice, check_number
@@ -70,7 +70,7 @@ class AsyncCrawl(gym.Env[Obs, Any]):
             ("budget", budget, 1, 100_000),
             ("n_links", n_links, 1, 1000),
             ("rate", 1 if rate is None else rate, 1e-4, 1e6),
-            ("timeout", timeout, 1e-3, 50),
+            ("timeout", timeout, 1e-3, MAX_FETCH_SECONDS),
             ("max_bytes", max_bytes, 1000, 100_000_000),
         ):
             check_number(name, value, low, high)
@@ -78,7 +78,7 @@ class AsyncCrawl(gym.Env[Obs, Any]):
             raise FlatoutError(f"record '{record}' and replay '{replay}': give only one of them")
         if len(sites) != 2 or not 0 <= sites[0] < sites[1] <= 10**12:
             raise FlatoutError(f"sites is {list(sites)}; it must be [first seed, last seed + 1]")
-        self._url, self._target = url, check_selector(target)
+        self._url, self._target = url, _check_selector(target)
         self._hosts = (hosts,) if isinstance(hosts, str) else tuple(hosts)
         self._site = read_site(site)
         if url is not None:
@@ -255,3 +255,12 @@ class Crawl(AsyncCrawl):
             finally:
                 self._loop_thread.close()
                 self._loop_thread = None
+
+
+def _check_selector(target: Any) -> str:
+    """The selector; raises a FlatoutError if it is not valid CSS."""
+    try:
+        LexborHTMLParser("<p></p>").css_first(target)
+    except (SelectolaxError, TypeError, ValueError) as error:
+        raise FlatoutError(f"target {target!r} is not a CSS selector: {error}") from error
+    return str(target)

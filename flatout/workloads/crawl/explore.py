@@ -8,19 +8,21 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flatout.workloads.crawl.access import MAX_VARIANTS, Fault
-from flatout.workloads.crawl.fetch import Attempt, Fetcher
-from flatout.workloads.crawl.page import Anchor, Page, Templates, parse_cached
+from flatout.workloads.crawl.fetch import PAGE_SECONDS, Attempt, Fetcher
+from flatout.workloads.crawl.page import Anchor, Page, Templates
 
 if TYPE_CHECKING:
     import networkx as nx
 MAX_TRIES = 2
 """Largest number of requests for a page that fails."""
+MAX_HREFS = 100_000
+"""Largest number of characters of a page's links; the rest are ignored, so that no page fills the memory."""
 
 
 @dataclass(slots=True)
@@ -105,6 +107,7 @@ class Visited:
     links: tuple[Link, ...]
     template: int
     page: Page
+    """Without its anchors and elements."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,11 +155,7 @@ class Exploration:
         link.tries += 1
         self.n_requests += attempt.n_requests
         if attempt.html is None:
-            assert attempt.fault is not None
-            self.n_faults += 1
-            node = Node(link.url, len(self.graph.nodes), fault=attempt.fault.kind, parent=link.source)
-            self.graph.nodes[link.url], self.graph.links[link.url] = node, []
-            return Outcome(None, attempt.n_requests, fault=attempt.fault)
+            return self._fail(link, attempt)
         end = self.links.get(attempt.url)
         if end is None:  # a redirect; hrefs that were refused may be this URL and are checked again
             self._by_href = {href: known for href, known in self._by_href.items() if known is not None}
@@ -164,15 +163,27 @@ class Exploration:
         if end.page is not None:  # another URL of a page that was fetched before
             link.page = end.page
             return Outcome(end.page, attempt.n_requests, is_repeat=True)
-        return self._arrive(link, end, attempt)
+        try:
+            deadline = attempt.started + PAGE_SECONDS
+            page = await self.fetcher.network.parser.parse(attempt.html, self.target, deadline)
+        except Fault as fault:
+            attempt.fault = fault
+            return self._fail(link, attempt)
+        return self._arrive(link, end, attempt, page)
 
-    def _arrive(self, link: Link, end: Link, attempt: Attempt) -> Outcome:
-        page = parse_cached(attempt.html or "", self.target)
+    def _fail(self, link: Link, attempt: Attempt) -> Outcome:
+        assert attempt.fault is not None
+        self.n_faults += 1
+        node = Node(link.url, len(self.graph.nodes), fault=attempt.fault.kind, parent=link.source)
+        self.graph.nodes[link.url], self.graph.links[link.url] = node, []
+        return Outcome(None, attempt.n_requests, fault=attempt.fault)
+
+    def _arrive(self, link: Link, end: Link, attempt: Attempt, page: Page) -> Outcome:
         template = self.templates.number(page.elements)
         is_new = template not in self.template_visits
         self.template_visits[template] += 1
         links = self._links(end, page, attempt.allows)
-        visited = Visited(end, links, template, page)
+        visited = Visited(end, links, template, replace(page, anchors=(), elements=frozenset()))
         link.page = end.page = visited
         for shape in (link.shape,) if link.shape is end.shape else (link.shape, end.shape):
             shape.n_fetched += 1
@@ -188,8 +199,12 @@ class Exploration:
         """The links of a page that may be followed, in order, without repeats."""
         by_href = self._by_href if here.url.startswith(f"{self.fetcher.rules.origin}/") else {}
         out: dict[Link, None] = {}
+        n_left = MAX_HREFS
         for anchor in page.anchors:
             href = anchor[0]
+            n_left -= len(href)
+            if n_left < 0:
+                break
             if href in by_href:  # most links of a page were on the previous one too
                 link = by_href[href]
             else:
