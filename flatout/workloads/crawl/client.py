@@ -173,15 +173,18 @@ class NoResponseError(Fault):
     """The server closed the connection without a response."""
 
 
-class LoopbackClient:
-    """Keep-alive HTTP/1.1 connections to servers on this machine, on one event loop."""
+class LiveClient:
+    """The real network: keep-alive HTTP/1.1 connections to servers on this machine, WebClient for all others."""
 
     def __init__(self) -> None:
         self._idle: dict[str, list[Connection]] = {}
+        self._web = WebClient()
 
     async def get(self, url: str, attempt: int, max_bytes: int) -> Response:
         start = url.find("/", 8)
         netloc, path = (url[7:start], url[start:]) if start > 0 else (url[7:], "/")
+        if not url.startswith("http://") or not is_loopback(netloc.rpartition(":")[0]):
+            return await self._web.get(url, attempt, max_bytes)
         retry = f"{RETRY_HEADER}: {attempt}\r\n" if attempt else ""
         request = (
             f"GET {path} HTTP/1.1\r\nHost: {netloc}\r\nUser-Agent: {USER_AGENT}\r\n"
@@ -209,6 +212,7 @@ class LoopbackClient:
         for connection in chain.from_iterable(self._idle.values()):
             connection.transport.abort()
         self._idle.clear()
+        await self._web.close()
         await asyncio.sleep(0)  # the loop closes the sockets in its next iteration
 
 
@@ -298,23 +302,6 @@ class WebClient:
             headers={"User-Agent": USER_AGENT, "Accept": "text/html", "Accept-Encoding": ENCODINGS},
             auto_decompress=False,
         )
-
-
-class LiveClient:
-    """The real network: LoopbackClient for plain HTTP to this machine, WebClient for all else."""
-
-    def __init__(self) -> None:
-        self._loopback, self._web = LoopbackClient(), WebClient()
-
-    async def get(self, url: str, attempt: int, max_bytes: int) -> Response:
-        netloc = url[7:].partition("/")[0]
-        is_here = url.startswith("http://") and "@" not in netloc and is_loopback(netloc.rpartition(":")[0])
-        client: Client = self._loopback if is_here else self._web
-        return await client.get(url, attempt, max_bytes)
-
-    async def close(self) -> None:
-        await self._loopback.close()
-        await self._web.close()
 
 
 class Recording:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flatout.workloads.crawl.access import MAX_VARIANTS, Fault
-from flatout.workloads.crawl.fetch import PAGE_SECONDS, Attempt, Fetcher
+from flatout.workloads.crawl.fetch import PARSE_SECONDS, Attempt, Fetcher
 from flatout.workloads.crawl.page import Anchor, Page, Templates
 
 if TYPE_CHECKING:
@@ -23,48 +23,6 @@ MAX_TRIES = 2
 """Largest number of requests for a page that fails."""
 MAX_HREFS = 100_000
 """Largest number of characters of a page's links; the rest are ignored, so that no page fills the memory."""
-
-
-@dataclass(slots=True)
-class Node:
-    """A page that was fetched, or failed."""
-
-    url: str
-    order: int
-    template: int = -1
-    """-1: not fetched."""
-    is_target: bool = False
-    title: str = ""
-    fault: str = ""
-    parent: str | None = None
-    """The page where its link was first seen."""
-
-
-@dataclass(slots=True)
-class LinkGraph:
-    """The explored link graph: pages by URL, and their links, also to pages not requested."""
-
-    nodes: dict[str, Node] = field(default_factory=dict)
-    links: dict[str, list[str]] = field(default_factory=dict)
-
-    def to_networkx(self) -> nx.DiGraph[str]:
-        """A directed graph with the properties of each page as node attributes."""
-        import networkx as nx
-
-        graph: Any = nx.DiGraph()
-        for node in self.nodes.values():
-            about = {"target": node.is_target, "visited": node.template >= 0, "title": node.title}
-            graph.add_node(node.url, order=node.order, template=node.template, fault=node.fault, **about)
-        for url, links in self.links.items():
-            graph.add_nodes_from((link for link in links if link not in graph), visited=False)
-            graph.add_edges_from((url, link) for link in links)
-        return graph
-
-    def write_graphml(self, path: str | Path) -> None:
-        """Write the graph as GraphML, which Gephi, yEd and NetworkX read."""
-        import networkx as nx
-
-        nx.write_graphml(self.to_networkx(), path)
 
 
 @dataclass(slots=True, eq=False)
@@ -96,7 +54,14 @@ class Link:
     row: bytes = b""
     """Its cached features without those of its shape."""
     tries: int = 0
+    fault: str = ""
+    """The kind of the last fault."""
     page: Visited | None = None
+
+    @property
+    def visited(self) -> Visited | None:
+        """The page, unless another URL led to it."""
+        return self.page if self.page is not None and self.page.link is self else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +94,8 @@ class Exploration:
     start_url: str
     fetcher: Fetcher
     target: str
-    graph: LinkGraph = field(default_factory=LinkGraph)
+    requested: dict[str, Link] = field(default_factory=dict)
+    """Links by URL, in the order of the requests; of a redirect the last URL."""
     templates: Templates = field(default_factory=Templates)
     template_visits: Counter[int] = field(default_factory=Counter)
     n_targets: int = 0
@@ -155,28 +121,27 @@ class Exploration:
         link.tries += 1
         self.n_requests += attempt.n_requests
         if attempt.html is None:
-            return self._fail(link, attempt)
+            assert attempt.fault is not None
+            return self._fail(link, attempt.fault, attempt.n_requests)
         end = self.links.get(attempt.url)
         if end is None:  # a redirect; hrefs that were refused may be this URL and are checked again
             self._by_href = {href: known for href, known in self._by_href.items() if known is not None}
-            end = self._link(attempt.url, link.text, link.in_frame)
+            end = self._link(attempt.url, link.text, link.in_frame, link.source)
         if end.page is not None:  # another URL of a page that was fetched before
             link.page = end.page
             return Outcome(end.page, attempt.n_requests, is_repeat=True)
         try:
-            deadline = attempt.started + PAGE_SECONDS
-            page = await self.fetcher.network.parser.parse(attempt.html, self.target, deadline)
+            until = attempt.deadline + PARSE_SECONDS
+            page = await self.fetcher.network.parser.parse(attempt.html, self.target, until)
         except Fault as fault:
-            attempt.fault = fault
-            return self._fail(link, attempt)
+            return self._fail(link, fault, attempt.n_requests)
         return self._arrive(link, end, attempt, page)
 
-    def _fail(self, link: Link, attempt: Attempt) -> Outcome:
-        assert attempt.fault is not None
+    def _fail(self, link: Link, fault: Fault, n_requests: int) -> Outcome:
         self.n_faults += 1
-        node = Node(link.url, len(self.graph.nodes), fault=attempt.fault.kind, parent=link.source)
-        self.graph.nodes[link.url], self.graph.links[link.url] = node, []
-        return Outcome(None, attempt.n_requests, fault=attempt.fault)
+        link.fault = fault.kind
+        self.requested[link.url] = link
+        return Outcome(None, n_requests, fault=fault)
 
     def _arrive(self, link: Link, end: Link, attempt: Attempt, page: Page) -> Outcome:
         template = self.templates.number(page.elements)
@@ -191,9 +156,33 @@ class Exploration:
             shape.n_templates += is_new
             shape.row = b""
         self.n_targets += page.is_target
-        node = Node(end.url, len(self.graph.nodes), template, page.is_target, page.title, parent=link.source)
-        self.graph.nodes[end.url], self.graph.links[end.url] = node, [each.url for each in links]
+        self.requested[end.url] = end
         return Outcome(visited, attempt.n_requests, new_template=is_new, new_target=page.is_target)
+
+    def to_networkx(self) -> nx.DiGraph[str]:
+        """The explored link graph: requested pages with their properties, and their links, also to pages not requested."""
+        import networkx as nx
+
+        graph: Any = nx.DiGraph()
+        for order, link in enumerate(self.requested.values()):
+            page = link.visited.page if link.visited else None
+            about = {"target": page is not None and page.is_target, "title": page.title if page else ""}
+            number, fault = (link.visited.template, "") if link.visited else (-1, link.fault)
+            graph.add_node(
+                link.url, order=order, visited=page is not None, template=number, fault=fault, **about
+            )
+        for link in self.requested.values():
+            for other in link.visited.links if link.visited else ():
+                if other.url not in graph:
+                    graph.add_node(other.url, visited=False)
+                graph.add_edge(link.url, other.url)
+        return graph
+
+    def write_graphml(self, path: str | Path) -> None:
+        """Write the graph as GraphML, which Gephi, yEd and NetworkX read."""
+        import networkx as nx
+
+        nx.write_graphml(self.to_networkx(), path)
 
     def _links(self, here: Link, page: Page, allows: Callable[[str], bool]) -> tuple[Link, ...]:
         """The links of a page that may be followed, in order, without repeats."""

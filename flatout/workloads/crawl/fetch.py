@@ -26,11 +26,9 @@ ROBOTS_SECONDS = 3600.0
 WEB_RATE = 2.0
 """Default requests/s to a host that is not on this machine."""
 MAX_REDIRECTS = 5
-PAGE_SECONDS = 25.0
-"""Deadline of a page: robots.txt, rate limit, requests, redirects and parsing together. The last step of an episode fetches
-two, its own and that of the reset, and executors allow it 60 s."""
-MAX_FETCH_SECONDS = 20.0
-"""What fetching may take of that."""
+FETCH_SECONDS, PARSE_SECONDS = 20.0, 5.0
+"""Deadlines of a page: for robots.txt, rate limit, requests and redirects together, and then for parsing. The last step of an
+episode has two pages, its own and that of the reset, and executors allow it 60 s."""
 HTML = ("text/html", "application/xhtml+xml")
 REDIRECTS = (301, 302, 303, 307, 308)
 CHARSETS = {f"iso8859_{n}" for n in range(2, 17)} | {f"cp125{n}" for n in range(9)} | set(
@@ -113,12 +111,8 @@ class Attempt:
     fault: Fault | None = None
     robots: Robots = field(init=False)
     """The robots.txt of the page's host."""
-    started: float = field(default_factory=time.monotonic)
-
-    @property
-    def seconds_left(self) -> float:
-        """Until the fetch must be complete."""
-        return self.started + MAX_FETCH_SECONDS - time.monotonic()
+    deadline: float = field(default_factory=lambda: time.monotonic() + FETCH_SECONDS)
+    """When the fetch must be complete."""
 
     def allows(self, url: str) -> bool:
         """Whether robots.txt allows a link; links to other hosts are checked when they are followed."""
@@ -158,20 +152,17 @@ class Fetcher:
             origin = self.rules.check(out.url)
             limiter = self.network.limiter(origin, self.rate)
             if not is_robots:
-                until = out.started + MAX_FETCH_SECONDS
-                out.robots = await self.network.robots(origin, partial(self._robots, origin), until)
+                out.robots = await self.network.robots(origin, partial(self._robots, origin), out.deadline)
                 if not out.robots.allows(_path(out.url)):
                     raise Fault("robots", f"{out.url} is disallowed by robots.txt")
                 limiter.set_min_interval(out.robots.delay)
-            wait = limiter.reserve(out.seconds_left)
+            wait = limiter.reserve(out.deadline - time.monotonic())
             if wait is None:
-                raise Fault(
-                    "busy", f"{origin}: the rate limit has no free slot within {MAX_FETCH_SECONDS:g} s"
-                )
+                raise Fault("busy", f"{origin}: the rate limit has no free slot within {FETCH_SECONDS:g} s")
             if wait:
                 await asyncio.sleep(wait)
             out.n_requests += 1
-            async with asyncio.timeout(min(self.timeout, out.seconds_left)):
+            async with asyncio.timeout_at(min(time.monotonic() + self.timeout, out.deadline)):
                 max_bytes = MAX_ROBOTS_BYTES if is_robots else self.max_bytes
                 response = await self.network.client.get(out.url, attempt, max_bytes)
             if response.status in (429, 503):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from asyncio.subprocess import PIPE, Process
+from asyncio.subprocess import DEVNULL, PIPE, Process
 from contextlib import suppress
 
 from flatout.workloads.crawl import page as page_module
@@ -38,12 +38,12 @@ class Parser:
             raise Fault("timeout", "the page was not parsed in time") from error
 
     async def _ask(self, html: str, target: str) -> Page:
-        """Have the child parse a page; a child that has not answered is ended, so that the next one begins anew."""
+        """Have the child parse a page; a child that does not answer is ended."""
         child, self._child = self._child or await _start(), None
-        answer = b""
+        assert child.stdin is not None
+        assert child.stdout is not None
+        answer = None
         try:
-            assert child.stdin is not None
-            assert child.stdout is not None
             child.stdin.write(json.dumps([html, target]).encode() + b"\n")
             with suppress(ConnectionError):
                 await child.stdin.drain()
@@ -51,8 +51,8 @@ class Parser:
         finally:
             if answer:
                 self._child = child
-            else:
-                await _end(child)
+            else:  # nothing: it has ended at a limit; None: nobody waits for it any more
+                await _end(child, kill=answer is None)
         if not answer:
             limits = f"{MAX_CPU_SECONDS} s or {MAX_MEMORY >> 20} MB"
             raise Fault("garbage", f"HTML that takes more than {limits} to parse")
@@ -61,9 +61,9 @@ class Parser:
 
     async def close(self) -> None:
         """End the child."""
-        if self._child is not None:
-            child, self._child = self._child, None
-            await _end(child)
+        child, self._child = self._child, None
+        if child is not None:
+            await _end(child, kill=False)
 
 
 async def _start() -> Process:
@@ -72,13 +72,14 @@ async def _start() -> Process:
         *(sys.executable, "-P", page_module.__file__),
         stdin=PIPE,
         stdout=PIPE,
-        stderr=asyncio.subprocess.DEVNULL,
+        stderr=DEVNULL,
         limit=1 << 25,  # more than the longest answer
         start_new_session=True,  # Ctrl-C must not reach it: a stopping run still parses pages
     )
 
 
-async def _end(child: Process) -> None:
-    with suppress(ProcessLookupError):
-        child.kill()
-    await child.communicate()
+async def _end(child: Process, *, kill: bool) -> None:
+    if kill:
+        with suppress(ProcessLookupError):
+            child.kill()
+    await child.communicate(b"")  # closes its standard input
