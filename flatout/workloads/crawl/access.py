@@ -50,8 +50,9 @@ NOT_PAGES = re.compile(
     r"\.(?:jpe?g|png|gif|svg|webp|ico|css|js|json|xml|pdf|zip|gz|tar|exe|dmg|mp[034]|avi|mov|woff[02]?|docx?|xlsx?|pptx?|csv)$"
 )
 """Matches with all digits replaced by 0, too: `follow` caches links by that form."""
-UNSAFE = re.compile(r"""[^!-~]|[\\<>"{}|^`]|/(?:\.|%[02][eE]){1,2}(?:[/?]|$)""")
-"""Characters to be escaped, and `/../`, which robots.txt and the server may read differently."""
+UNSAFE = re.compile(r"""[^!-~]|[\\<>"{}|^`]""")
+DOTS = re.compile(r"/(?:\.|%[02][eE]){1,2}(?:[/?]|$)")
+"""Segments such as `/../`, which robots.txt and the server may read differently."""
 SAME_DIGITS = {ord(digit): "0" for digit in "123456789"}
 PLAIN = re.compile(r"/(?!/)[A-Za-z0-9_\-./?=&%~+,:@!;*]*")
 """A link that needs no urljoin."""
@@ -176,7 +177,7 @@ def _is_plain(href: str) -> bool:
 def _shape_refusal(url: str) -> str | None:
     if len(url) > MAX_URL:
         return f"{url[:60]}… is longer than {MAX_URL} characters"
-    if UNSAFE.search(url):
+    if UNSAFE.search(url) or (("/." in url or "%" in url) and DOTS.search(url)):
         return f"{url[:60]!r} contains characters that a URL must escape, or dot segments"
     path = url.partition("?")[0]
     if path.count("/") - 2 > MAX_DEPTH:
@@ -228,7 +229,16 @@ class Robots:
         path += END
         if not path.startswith(self._heads):
             return True
-        return next((allows for head, rest, allows in self._rules if _matches(path, head, rest)), True)
+        for head, rest, allows in self._rules:
+            if path.startswith(head):
+                at = len(head)
+                for part in rest:  # each where it first occurs, so nothing is tried twice
+                    at = path.find(part, at) + len(part)
+                    if at < len(part):  # not found
+                        break
+                else:
+                    return allows
+        return True
 
 
 def _group(text: str, agent: str) -> list[tuple[str, str]]:
@@ -256,19 +266,6 @@ def _parts(pattern: str) -> tuple[str, list[str]]:
     ending = END if pattern.endswith("$") else ""
     head, *rest = map(unquote, f"{pattern.removesuffix('$')}{ending}".split("*"))
     return head, [part for part in rest if part]
-
-
-def _matches(path: str, head: str, rest: list[str]) -> bool:
-    """Whether a path matches a rule. Each part is taken where it first occurs, so nothing is tried twice."""
-    if not path.startswith(head):
-        return False
-    at = len(head)
-    for part in rest:
-        found = path.find(part, at)
-        if found < 0:
-            return False
-        at = found + len(part)
-    return True
 
 
 MAX_PAUSE = 3600.0

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -71,8 +71,9 @@ class Visited:
     link: Link
     links: tuple[Link, ...]
     template: int
-    page: Page
-    """Without its anchors and elements."""
+    is_target: bool
+    n_elements: int
+    title: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +149,7 @@ class Exploration:
         is_new = template not in self.template_visits
         self.template_visits[template] += 1
         links = self._links(end, page, attempt.allows)
-        visited = Visited(end, links, template, replace(page, anchors=(), elements=frozenset()))
+        visited = Visited(end, links, template, page.is_target, page.n_elements, page.title)
         link.page = end.page = visited
         for shape in (link.shape,) if link.shape is end.shape else (link.shape, end.shape):
             shape.n_fetched += 1
@@ -165,17 +166,19 @@ class Exploration:
 
         graph: Any = nx.DiGraph()
         for order, link in enumerate(self.requested.values()):
-            page = link.visited.page if link.visited else None
-            about = {"target": page is not None and page.is_target, "title": page.title if page else ""}
-            number, fault = (link.visited.template, "") if link.visited else (-1, link.fault)
-            graph.add_node(
-                link.url, order=order, visited=page is not None, template=number, fault=fault, **about
-            )
+            about: dict[str, Any] = {"target": False, "template": -1, "title": "", "fault": link.fault}
+            if (page := link.visited) is not None:
+                about = {
+                    "target": page.is_target,
+                    "template": page.template,
+                    "title": page.title,
+                    "fault": "",
+                }
+            graph.add_node(link.url, order=order, visited=page is not None, **about)
         for link in self.requested.values():
-            for other in link.visited.links if link.visited else ():
-                if other.url not in graph:
-                    graph.add_node(other.url, visited=False)
-                graph.add_edge(link.url, other.url)
+            others = [other.url for other in link.visited.links] if link.visited else []
+            graph.add_nodes_from((url for url in others if url not in graph), visited=False)
+            graph.add_edges_from((link.url, url) for url in others)
         return graph
 
     def write_graphml(self, path: str | Path) -> None:

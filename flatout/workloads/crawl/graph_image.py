@@ -27,7 +27,7 @@ def text(exploration: Exploration, trail: Sequence[Visited], slots: Sequence[Lin
     """The page, its links by slot, and the counters of the exploration."""
     here = trail[-1] if trail else None
     lines = [
-        f"{here.link.url if here else exploration.start_url}  {here.page.title if here else '(not fetched)'}",
+        f"{here.link.url if here else exploration.start_url}  {here.title if here else '(not fetched)'}",
         f"requests {exploration.n_requests}/{budget}  targets {exploration.n_targets}  "
         f"templates {len(exploration.templates)}  faults {exploration.n_faults}",
     ]
@@ -56,7 +56,7 @@ def image(exploration: Exploration, trail: Sequence[Visited], budget: int) -> ND
             for sign in (-1, 1):
                 pen.line([(x - 8, y - 8 * sign), (x + 8, y + 8 * sign)], RED, 2 * SCALE)
             continue
-        if link.visited.page.is_target:
+        if link.visited.is_target:
             pen.regular_polygon((x, y, 8 * SCALE + 4), 5, fill=GOLD, outline=INK)
         else:
             r = 6 * SCALE
