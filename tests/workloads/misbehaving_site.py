@@ -17,6 +17,12 @@ FAULTS = {
     "header": "garbage",
     "length": "garbage",
     "chunk": "garbage",
+    "digit": "garbage",
+    "digits": "garbage",
+    "status": "garbage",
+    "headers": "garbage",
+    "bracket": "garbage",
+    "port": "refused",
     "huge": "size",
     "endless": "size",
     "chunks": "size",
@@ -73,6 +79,12 @@ class Misbehaving:
             "/header": b"HTTP/1.1 200 OK\r\nno colon here\r\n\r\n",
             "/length": f"{HTML}Content-Length: -7x\r\n\r\n".encode(),
             "/chunk": f"{HTML}Transfer-Encoding: chunked\r\n\r\nzzz\r\nabc\r\n".encode(),
+            "/digit": f"{HTML}Content-Length: ".encode() + b"\xb2\r\n\r\n",  # ² is a digit for str.isdigit
+            "/digits": f"{HTML}Content-Length: {'1' * 5000}\r\n\r\n".encode(),
+            "/status": b"HTTP/1.1 \xb2\xb2\xb2 OK\r\n\r\n",
+            "/headers": HTML.encode() + b"a: b\r\n" * 100_000,
+            "/bracket": reply(b"", "302 Found", "", "Location: http://["),
+            "/port": reply(b"", "302 Found", "", "Location: http://127.0.0.1:99999999/"),
             "/bomb": reply(BOMB, "200 OK", "text/html", "Content-Encoding: gzip"),
             "/notgzip": reply(b"plain", "200 OK", "text/html", "Content-Encoding: gzip"),
             "/brotli": reply(b"plain", "200 OK", "text/html", "Content-Encoding: br"),
@@ -117,6 +129,14 @@ class Misbehaving:
             return False
         elif path == "/close":
             return False
+        elif path.startswith("/slow"):  # redirects without end, each after a while
+            await asyncio.sleep(0.3)
+            writer.write(reply(b"", "302 Found", "", f"Location: {path}x"))
+        elif path == "/flood":  # a good response; while idle, 50 MB
+            writer.write(reply(page("/fine")))
+            await writer.drain()
+            await asyncio.sleep(0.02)
+            await self._flood("/endless", writer)
         elif path in ("/twice", "/once"):  # a good response; while idle, another one or the end
             writer.write(reply(page("/fine")))
             await writer.drain()

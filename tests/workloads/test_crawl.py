@@ -205,7 +205,7 @@ def test_the_graph_is_exported_to_networkx_and_graphml(tmp_path: Path) -> None:
     walk(env, 2, 20)
     graph = env.graph.to_networkx()
     visited = [url for url, data in graph.nodes(data=True) if data["visited"]]
-    assert len(visited) == sum(node.template >= 0 for node in env.graph.nodes.values())
+    assert len(visited) == sum(link.visited is not None for link in env.graph.requested.values())
     assert set(graph.successors(env.exploration.start_url)) <= set(graph)
     env.graph.write_graphml(tmp_path / "site.graphml")
     again = nx.read_graphml(tmp_path / "site.graphml")

@@ -14,7 +14,7 @@ import flatout
 from flatout.errors import EnvError
 from flatout.workloads.crawl import Crawl
 from flatout.workloads.crawl.access import Rules
-from flatout.workloads.crawl.client import LoopbackClient, WebClient
+from flatout.workloads.crawl.client import LiveClient, WebClient
 from flatout.workloads.crawl.crawl import FAULT, MAX_FAULTS, REQUEST
 from flatout.workloads.crawl.fetch import Fetcher, Network
 from tests.workloads.misbehaving_site import FAULTS, Misbehaving, misbehaving, page, reply
@@ -34,7 +34,7 @@ def site() -> Iterator[Site]:
         yield site
 
 
-def fetch(url: str, client: type[LoopbackClient] | type[WebClient], *paths: str) -> list[Any]:
+def fetch(url: str, client: type[LiveClient] | type[WebClient], *paths: str) -> list[Any]:
     """The results of fetching the paths one after the other."""
 
     async def ask() -> list[Any]:
@@ -48,7 +48,7 @@ def fetch(url: str, client: type[LoopbackClient] | type[WebClient], *paths: str)
     return asyncio.run(ask())
 
 
-@pytest.mark.parametrize("client", [LoopbackClient, WebClient])
+@pytest.mark.parametrize("client", [LiveClient, WebClient])
 @pytest.mark.parametrize("name", FAULTS)
 def test_each_fault_has_its_kind_and_the_next_page_is_fetched(name: str, client: Any, shared: Site) -> None:
     fault, fine = fetch(shared[1], client, f"/{name}", "/fine")
@@ -60,7 +60,7 @@ def test_each_fault_has_its_kind_and_the_next_page_is_fetched(name: str, client:
     assert fine.html is not None
 
 
-@pytest.mark.parametrize("client", [LoopbackClient, WebClient])
+@pytest.mark.parametrize("client", [LiveClient, WebClient])
 def test_valid_responses_are_read(client: Any, site: Site) -> None:
     server, url = site
     import gzip
@@ -154,7 +154,7 @@ def test_training_survives_every_fault(site: Site) -> None:
     assert {f"/{name}" for name in FAULTS} - set(site[0].requests) <= {"/closed"}
 
 
-@pytest.mark.parametrize("client", [LoopbackClient, WebClient])
+@pytest.mark.parametrize("client", [LiveClient, WebClient])
 def test_retry_after_is_obeyed(client: Any, site: Site) -> None:
     site[0].pages["/busy"] = reply(b"", "429 Too Many Requests", "text/html", "Retry-After: 1")
     began = time.monotonic()
@@ -166,21 +166,21 @@ def test_retry_after_is_obeyed(client: Any, site: Site) -> None:
 
 def test_a_long_retry_after_is_a_fault_without_a_request(site: Site) -> None:
     site[0].pages["/busy"] = reply(b"", "503 Unavailable", "text/html", "Retry-After: 3000")
-    _, fine = fetch(site[1], LoopbackClient, "/busy", "/fine")
+    _, fine = fetch(site[1], LiveClient, "/busy", "/fine")
     assert (fine.fault.kind, fine.n_requests) == ("busy", 0)
     assert "/fine" not in site[0].requests
 
 
 def test_a_site_whose_robots_txt_fails_is_not_crawled(site: Site) -> None:
     site[0].robots = reply(b"", "503 Unavailable")
-    (fine,) = fetch(site[1], LoopbackClient, "/fine")
+    (fine,) = fetch(site[1], LiveClient, "/fine")
     assert fine.fault.kind == "robots"
     assert site[0].requests == ["/robots.txt"]
 
 
 def test_an_idle_connection_closed_by_the_server_is_replaced(site: Site) -> None:
     async def ask() -> list[int]:
-        client = LoopbackClient()
+        client = LiveClient()
         out = [(await client.get(f"{site[1]}/fine", 0, 10_000)).status]
         await client.get(f"{site[1]}/fine", 0, 10_000)
         with pytest.raises(Exception, match="closed"):
@@ -197,7 +197,7 @@ def test_an_idle_connection_on_which_bytes_or_the_end_arrived_is_not_used_again(
     path: str, site: Site
 ) -> None:
     async def ask() -> list[int]:
-        client = LoopbackClient()
+        client = LiveClient()
         first = await client.get(f"{site[1]}{path}", 0, 10_000)
         ((idle,),) = client._idle.values()
         async with asyncio.timeout(60):

@@ -14,13 +14,16 @@ import re
 import struct
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeAlias
 from urllib.parse import unquote, urljoin, urlsplit
 
 from flatout.errors import FlatoutError
+from flatout.workloads.crawl.page import tidy
 
 Kind = Literal[
     "refused", "robots", "busy", "timeout", "connection", "garbage", "size", "type", "redirects", "status"
@@ -31,7 +34,7 @@ class Fault(Exception):
     """Why a page could not be fetched. Never ends a run: the env turns it into a penalty."""
 
     def __init__(self, kind: Kind, message: str) -> None:
-        super().__init__(message)
+        super().__init__(tidy(message, 300))
         self.kind = kind
 
 
@@ -48,6 +51,8 @@ NOT_PAGES = re.compile(
 )
 """Matches with all digits replaced by 0, too: `follow` caches links by that form."""
 UNSAFE = re.compile(r"""[^!-~]|[\\<>"{}|^`]""")
+DOTS = re.compile(r"/(?:\.|%[02][eE]){1,2}(?:[/?]|$)")
+"""Segments such as `/../`, which robots.txt and the server may read differently."""
 SAME_DIGITS = {ord(digit): "0" for digit in "123456789"}
 PLAIN = re.compile(r"/(?!/)[A-Za-z0-9_\-./?=&%~+,:@!;*]*")
 """A link that needs no urljoin."""
@@ -68,6 +73,10 @@ def origin_of(url: str) -> str:
     return f"{parts.scheme}://{host}:{port or PORTS[parts.scheme]}"
 
 
+Address: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
+GLOBAL_IPV6, NAT64 = ipaddress.IPv6Network("2000::/3"), ipaddress.IPv6Network("64:ff9b::/96")
+
+
 @lru_cache(1024)
 def is_loopback(host: str) -> bool:
     """Whether a host is this machine."""
@@ -75,11 +84,22 @@ def is_loopback(host: str) -> bool:
     return host == "localhost" if ip is None else ip.is_loopback
 
 
-def _ip(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+def _ip(text: str) -> Address | None:
     try:
         return ipaddress.ip_address(text.strip("[]"))
     except ValueError:
         return None
+
+
+def _is_public(ip: Address) -> bool:
+    """Whether an address is on the internet; if an IPv4 address is embedded in it, whether that one is too."""
+    if isinstance(ip, ipaddress.IPv6Address):
+        in_nat64 = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF) if ip in NAT64 else None
+        inner = in_nat64 or ip.ipv4_mapped or ip.sixtofour
+        if inner is not None:
+            return _is_public(inner)
+        return ip in GLOBAL_IPV6 and ip.is_global
+    return ip.is_global and not ip.is_multicast
 
 
 @lru_cache(4096)
@@ -96,8 +116,7 @@ def address_refusal(host: str, address: str) -> str | None:
         return None if given == ip else f"{host} resolves to {address}"
     if host == "localhost":
         return None if ip.is_loopback else f"localhost resolves to {address}, which is not this machine"
-    mapped = getattr(ip, "ipv4_mapped", None) or ip
-    if mapped.is_global and not mapped.is_multicast:
+    if _is_public(ip):
         return None
     return f"{host} resolves to {address}, not a public address; to crawl it, give the address itself"
 
@@ -115,21 +134,21 @@ class Rules:
             )
         if named and self.origin not in named:
             raise FlatoutError(f"'{start}' is not on the list of hosts {', '.join(sorted(named))}")
-        self.origins = named or frozenset({self.origin})
+        self._origins: dict[str, str] = {}
+        """By both ways to write them, with and without the default port."""
+        for origin in named or {self.origin}:
+            port = f":{PORTS[origin.partition(':')[0]]}"
+            self._origins |= {origin: origin, origin.removesuffix(port): origin}
 
     def check(self, url: str) -> str:
         """The origin of an allowed URL; raises a Fault for any other."""
         if reason := _shape_refusal(url):
             raise Fault("refused", reason)
-        for origin in self.origins:
-            if url.startswith(f"{origin}/"):
-                return origin
-        try:
-            origin = origin_of(url)
-        except FlatoutError as error:
-            raise Fault("refused", str(error)) from error
-        if origin not in self.origins:
-            raise Fault("refused", f"{url} is outside {', '.join(sorted(self.origins))}")
+        end = url.find("/", 8)
+        start = url[:end] if end > 0 else url
+        origin = self._origins.get(start) or self._origins.get(start.lower())
+        if origin is None:
+            raise Fault("refused", f"{url} is outside {', '.join(sorted(set(self._origins.values())))}")
         return origin
 
     def follow(self, base: str, href: str) -> str | None:
@@ -158,8 +177,8 @@ def _is_plain(href: str) -> bool:
 def _shape_refusal(url: str) -> str | None:
     if len(url) > MAX_URL:
         return f"{url[:60]}… is longer than {MAX_URL} characters"
-    if UNSAFE.search(url):
-        return f"{url[:60]!r} contains characters that a URL must escape"
+    if UNSAFE.search(url) or (("/." in url or "%" in url) and DOTS.search(url)):
+        return f"{url[:60]!r} contains characters that a URL must escape, or dot segments"
     path = url.partition("?")[0]
     if path.count("/") - 2 > MAX_DEPTH:
         return f"{url[:60]}… is deeper than {MAX_DEPTH} folders"
@@ -170,51 +189,71 @@ def _shape_refusal(url: str) -> str | None:
     return None
 
 
-MAX_ROBOTS_BYTES = 500_000
+MAX_ROBOTS_BYTES = 500 * 1024
+"""What RFC 9309 asks a crawler to read."""
+MAX_RULES, MAX_WILDCARDS = 5000, 20_000
+"""Rules in our group, and characters of those with a `*`: at most 0.1 ms a link, whatever the rules are."""
+END = "\ud800"
+"""Ends a path, and a rule that ends with `$`. No URL decodes to it."""
 
 
 class Robots:
     """A host's robots.txt as RFC 9309 reads it: our group or `*`, the longest matching rule, `*` and `$`."""
 
     def __init__(self, text: str, agent: str) -> None:
-        group = _group(text[:MAX_ROBOTS_BYTES], agent.lower())
+        group = _group(text, agent.lower())
         delays = [value for key, value in group if key == "crawl-delay"]
-        self.delay = max((float(d) for d in delays if re.fullmatch(r"\d{1,6}(\.\d*)?", d)), default=0.0)
+        self.delay = max(
+            (float(d) for d in delays if re.fullmatch(r"[0-9]{1,6}(\.[0-9]{0,6})?", d)), default=0.0
+        )
         """Crawl-delay in seconds; 0: none."""
         rules = [(value, key == "allow") for key, value in group if key in ("allow", "disallow") and value]
+        if len(rules) > MAX_RULES or sum(len(rule) for rule, _ in rules if "*" in rule) > MAX_WILDCARDS:
+            rules = [("/", False)]  # too many to obey
         rules.sort(key=lambda rule: (-len(rule[0]), not rule[1]))
-        self._rules = [(_compiled(pattern), allows) for pattern, allows in rules]
-        # One match settles most links; without rules it matches nothing.
-        self._any = re.compile("|".join(rule.pattern for rule, _ in self._rules) or r"(?!)", re.DOTALL)
+        self._rules = [(*_parts(pattern), allows) for pattern, allows in rules]
+        self._heads = tuple({head for head, _, _ in self._rules})
 
     @staticmethod
     def of(status: int, body: bytes, agent: str) -> Robots:
-        """What a response to the request for robots.txt means; a server error disallows everything."""
-        if status >= 500 or status == 429:
-            return Robots("User-agent: *\nDisallow: /", agent)
-        return Robots(body.decode("utf-8", "replace") if status == 200 else "", agent)
+        """What a response to the request for robots.txt means: none allows everything, an error of the server nothing."""
+        if 200 <= status < 300:
+            return Robots(body.decode("utf-8", "replace"), agent)
+        is_missing = 400 <= status < 500 and status != 429
+        return Robots("" if is_missing else "User-agent: *\nDisallow: /", agent)
 
     def allows(self, path: str) -> bool:
         """Whether a path, with its query, may be requested."""
         if "%" in path:
             path = unquote(path)
-        if not self._any.match(path):
+        path += END
+        if not path.startswith(self._heads):
             return True
-        return next((allows for pattern, allows in self._rules if pattern.match(path)), True)
+        for head, rest, allows in self._rules:
+            if path.startswith(head):
+                at = len(head)
+                for part in rest:  # each where it first occurs, so nothing is tried twice
+                    at = path.find(part, at) + len(part)
+                    if at < len(part):  # not found
+                        break
+                else:
+                    return allows
+        return True
 
 
 def _group(text: str, agent: str) -> list[tuple[str, str]]:
     """The lines (key, value) of the groups that name the agent, else of `*`."""
     groups: dict[str, list[tuple[str, str]]] = {}
-    names: list[str] = []
+    names: set[str] = set()
     in_rules = False
     for line in text.splitlines():
         key, colon, value = map(str.strip, line.partition("#")[0].partition(":"))
         if colon and key.lower() == "user-agent":
-            names = [] if in_rules else names
+            names = set() if in_rules else names
             in_rules = False
-            names.append(value.lower())
-            groups.setdefault(value.lower(), [])
+            if value.lower() in (agent, "*"):
+                names.add(value.lower())
+                groups.setdefault(value.lower(), [])
         elif colon:
             in_rules = True
             for name in names:
@@ -222,10 +261,11 @@ def _group(text: str, agent: str) -> list[tuple[str, str]]:
     return groups.get(agent, groups.get("*", []))
 
 
-def _compiled(pattern: str) -> re.Pattern[str]:
-    ends = pattern.endswith("$")
-    parts = unquote(pattern.removesuffix("$")).split("*")
-    return re.compile(".*?".join(map(re.escape, parts)) + (r"\Z" if ends else ""), re.DOTALL)
+def _parts(pattern: str) -> tuple[str, list[str]]:
+    """A rule as what a path starts with and what follows somewhere after each `*`."""
+    ending = END if pattern.endswith("$") else ""
+    head, *rest = map(unquote, f"{pattern.removesuffix('$')}{ending}".split("*"))
+    return head, [part for part in rest if part]
 
 
 MAX_PAUSE = 3600.0
@@ -242,8 +282,7 @@ class RateLimiter:
     def __init__(self, origin: str, rate: float | None) -> None:
         self._interval = 1.0 / rate if rate else 0.0
         self._was_paused = False
-        folder = Path(tempfile.gettempdir()) / f"flatout-pace-{os.getuid()}"
-        self._path = folder / hashlib.sha256(origin.encode()).hexdigest()[:24]
+        self._origin, self._free = origin, 0.0
 
     def set_min_interval(self, interval: float) -> None:
         """Leave at least `interval` seconds between two requests."""
@@ -265,8 +304,13 @@ class RateLimiter:
 
     def _change(self, new: Callable[[float], float]) -> float:
         """Replace the time of the next free slot; returns the old one."""
-        self._path.parent.mkdir(mode=0o700, exist_ok=True)
-        file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
+        file = _open_private(hashlib.sha256(self._origin.encode()).hexdigest()[:24])
+        if file is None:
+            warnings.warn(
+                f"{_folder()} is not private; the rate limit of {self._origin} is per process", stacklevel=3
+            )
+            free, self._free = self._free, new(self._free)
+            return free
         try:
             fcntl.flock(file, fcntl.LOCK_EX)
             data = os.pread(file, 8, 0)
@@ -278,3 +322,24 @@ class RateLimiter:
             return float(free)
         finally:
             os.close(file)
+
+
+def _folder() -> Path:
+    return Path(tempfile.gettempdir()) / f"flatout-pace-{os.getuid()}"
+
+
+def _open_private(name: str) -> int | None:
+    """A file in a folder that only this user may enter; None if somebody else made the folder, or it cannot be made."""
+    try:
+        with suppress(FileExistsError):
+            _folder().mkdir(mode=0o700)
+        folder = os.open(_folder(), os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            about = os.fstat(folder)
+            if about.st_uid != os.getuid() or about.st_mode & 0o077:
+                return None
+            return os.open(name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600, dir_fd=folder)
+        finally:
+            os.close(folder)
+    except OSError:
+        return None

@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 import json
 import os
+import re
 import socket
 import zlib
 from dataclasses import dataclass
@@ -70,57 +71,120 @@ class Client(Protocol):
 
 
 class Connection(asyncio.Protocol):
-    """A keep-alive connection; `buffer` holds the bytes received and not yet used."""
+    """A keep-alive connection. Bytes that arrive while it is idle end it: they would be read as the next response."""
 
     def __init__(self) -> None:
-        self.buffer, self.has_ended = bytearray(), False
+        self._buffer, self._has_ended, self._is_idle = bytearray(), False, False
         self._received = asyncio.Event()
 
     def connection_made(self, transport: Any) -> None:
         self.transport: asyncio.Transport = transport
 
     def data_received(self, data: bytes) -> None:
-        self.buffer += data
+        self._buffer += data
         self._received.set()
+        if self._is_idle:
+            self.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
-        self.has_ended = True
+        self._has_ended = True
         self._received.set()
-
-    async def request(self, request: bytes, max_bytes: int) -> tuple[Response, bool]:
-        """Send a request and read its response; also returns whether the connection may be used again."""
-        self.transport.write(request)
-        while True:
-            await self._received.wait()
-            self._received.clear()
-            if self.has_ended and not self.buffer:
-                raise NoResponseError("connection", "closed before a response")
-            found = _parse(self.buffer, max_bytes, ended=self.has_ended)
-            if found is not None:
-                response, n_used = found
-                del self.buffer[:n_used]
-                says_close = response.headers.get("connection", "").lower() == "close"
-                return response, response.status >= 200 and self.is_clean and not says_close
 
     @property
     def is_clean(self) -> bool:
         """Whether it is open and the server has sent nothing but responses to requests."""
-        return not (self.buffer or self.has_ended)
+        return not (self._buffer or self._has_ended)
+
+    async def request(self, request: bytes, max_bytes: int) -> tuple[Response, bool]:
+        """Send a request and read its response; also returns whether the connection may be used again."""
+        self._is_idle = False
+        self.transport.write(request)
+        while len(self._buffer) < 5:
+            if self._has_ended and not self._buffer:
+                raise NoResponseError("connection", "closed before a response")
+            await self._receive()
+        if not self._buffer.startswith(b"HTTP/"):
+            raise Fault("garbage", "the response is not HTTP")
+        status, headers = _head(await self._read_until(b"\r\n\r\n"))
+        body = b"" if status in (204, 304) or status < 200 else await self._body(headers, max_bytes)
+        self._is_idle = status >= 200 and self.is_clean and headers.get("connection", "").lower() != "close"
+        return Response(status, headers, body), self._is_idle
+
+    async def _body(self, headers: dict[str, str], max_bytes: int) -> bytes:
+        encoding, length = headers.get("transfer-encoding"), headers.get("content-length")
+        if encoding is not None and encoding.lower() != "chunked":
+            raise Fault("garbage", f"Transfer-Encoding is '{encoding}'")
+        if encoding is not None:
+            return await self._chunks(max_bytes)
+        if length is not None:
+            return await self._read(_number(length, 10), max_bytes)
+        while not self._has_ended and len(self._buffer) <= max_bytes:  # the body ends with the connection
+            await self._receive()
+        return await self._read(len(self._buffer), max_bytes)
+
+    async def _chunks(self, max_bytes: int) -> bytes:
+        body, n_around, is_last = bytearray(), 0, False
+        while (line := await self._read_until(b"\r\n")) or not is_last:
+            n_around += len(line) + 2
+            if n_around > MAX_HEAD + max_bytes // 8:
+                raise Fault("size", "chunks with too many lengths, extensions or trailers")
+            if is_last:  # a trailer
+                continue
+            size = _number(line.partition(b";")[0].decode("latin-1").strip(), 16)
+            body += await self._read(size, max_bytes - len(body))
+            is_last = not size
+            if size and await self._read_until(b"\r\n"):
+                raise Fault("garbage", "a chunk is longer than its length")
+        return bytes(body)
+
+    async def _read(self, n_bytes: int, max_bytes: int) -> bytes:
+        if n_bytes > max_bytes:
+            raise Fault("size", f"{n_bytes} bytes, more than {max_bytes}")
+        while len(self._buffer) < n_bytes:
+            await self._receive()
+        return self._take(n_bytes)
+
+    async def _read_until(self, end: bytes) -> bytes:
+        """The bytes before `end`, which is removed too."""
+        searched = 0
+        while (at := self._buffer.find(end, searched, MAX_HEAD)) < 0:
+            if len(self._buffer) >= MAX_HEAD:
+                raise Fault("garbage", f"headers or a line of more than {MAX_HEAD} bytes")
+            searched = max(len(self._buffer) - len(end) + 1, 0)
+            await self._receive()
+        data = self._take(at)
+        del self._buffer[: len(end)]
+        return data
+
+    def _take(self, n_bytes: int) -> bytes:
+        data = bytes(self._buffer[:n_bytes])
+        del self._buffer[:n_bytes]
+        return data
+
+    async def _receive(self) -> None:
+        """Wait for more bytes, or the end."""
+        if self._has_ended:
+            raise Fault("connection", "closed before the response was complete")
+        self._received.clear()
+        await self._received.wait()
 
 
 class NoResponseError(Fault):
     """The server closed the connection without a response."""
 
 
-class LoopbackClient:
-    """Keep-alive HTTP/1.1 connections to servers on this machine, on one event loop."""
+class LiveClient:
+    """The real network: keep-alive HTTP/1.1 connections to servers on this machine, WebClient for all others."""
 
     def __init__(self) -> None:
         self._idle: dict[str, list[Connection]] = {}
+        self._web = WebClient()
 
     async def get(self, url: str, attempt: int, max_bytes: int) -> Response:
         start = url.find("/", 8)
         netloc, path = (url[7:start], url[start:]) if start > 0 else (url[7:], "/")
+        if not url.startswith("http://") or not is_loopback(netloc.rpartition(":")[0]):
+            return await self._web.get(url, attempt, max_bytes)
         retry = f"{RETRY_HEADER}: {attempt}\r\n" if attempt else ""
         request = (
             f"GET {path} HTTP/1.1\r\nHost: {netloc}\r\nUser-Agent: {USER_AGENT}\r\n"
@@ -132,7 +196,6 @@ class LoopbackClient:
             connection = await _connect(url) if is_new else idle.pop()
             is_reusable = False
             try:
-                # Bytes that came while it was idle would be read as the next response.
                 if is_new or connection.is_clean:
                     response, is_reusable = await connection.request(request, max_bytes)
                     return response
@@ -149,6 +212,7 @@ class LoopbackClient:
         for connection in chain.from_iterable(self._idle.values()):
             connection.transport.abort()
         self._idle.clear()
+        await self._web.close()
         await asyncio.sleep(0)  # the loop closes the sockets in its next iteration
 
 
@@ -161,78 +225,27 @@ async def _connect(url: str) -> Connection:
         raise Fault("connection", f"{parts.netloc}: {error.strerror or error}") from error
 
 
-def _parse(buffer: bytearray, max_bytes: int, *, ended: bool) -> tuple[Response, int] | None:
-    """The response at the start of the buffer and its length in bytes; None while it is incomplete."""
-    start = buffer.find(b"\r\n\r\n") + 4
-    if start < 4:
-        if len(buffer) > MAX_HEAD or not b"HTTP/".startswith(buffer[:5]):
-            raise Fault("garbage", "the response is not HTTP")
-        body, end = None, 0
-    else:
-        status, headers = _head(bytes(buffer[: start - 4]))
-        length = headers.get("content-length")
-        end = start
-        if status in (204, 304) or status < 200:
-            body = b""
-        elif "transfer-encoding" in headers:
-            body, end = _chunked(buffer, start, headers["transfer-encoding"], max_bytes)
-        elif length is not None:
-            if not length.isdigit():
-                raise Fault("garbage", f"Content-Length is '{length[:20]}'")
-            if int(length) > max_bytes:
-                raise Fault("size", f"{length} bytes, more than {max_bytes}")
-            end = start + int(length)
-            body = bytes(buffer[start:end]) if len(buffer) >= end else None
-        else:  # the body ends with the connection
-            if len(buffer) - start > max_bytes:
-                raise Fault("size", f"more than {max_bytes} bytes")
-            end = len(buffer)
-            body = bytes(buffer[start:]) if ended else None
-    if body is not None:
-        return Response(status, headers, body), end
-    if ended:
-        raise Fault("connection", "closed before the response was complete")
-    return None
-
-
 def _head(data: bytes) -> tuple[int, dict[str, str]]:
     first, *lines = data.decode("latin-1").split("\r\n")
     version, _, rest = first.partition(" ")
-    if not version.startswith("HTTP/1.") or not rest[:3].isdigit():
-        raise Fault("garbage", f"the response starts with '{first[:40]!r}'")
+    if not version.startswith("HTTP/1."):
+        raise Fault("garbage", f"the response starts with '{first[:40]}'")
     headers: dict[str, str] = {}
     for line in lines:
         name, colon, value = line.partition(":")
         if not colon:
-            raise Fault("garbage", f"a header is '{line[:40]!r}'")
+            raise Fault("garbage", f"a header is '{line[:40]}'")
         headers[name.strip().lower()] = value.strip()
     if version == "HTTP/1.0":
         headers.setdefault("connection", "close")
-    return int(rest[:3]), headers
+    return _number(rest[:3], 10), headers
 
 
-def _chunked(buffer: bytearray, at: int, encoding: str, max_bytes: int) -> tuple[bytes | None, int]:
-    """The body in chunks from `at` on, None while it is incomplete, and where it ends."""
-    if encoding.strip().lower() != "chunked":
-        raise Fault("garbage", f"Transfer-Encoding is '{encoding[:20]}'")
-    body = bytearray()
-    while (line_end := buffer.find(b"\r\n", at)) >= 0:
-        try:
-            size = int(bytes(buffer[at:line_end]).partition(b";")[0], 16)
-        except ValueError:
-            raise Fault("garbage", "a chunk without a length") from None
-        if size < 0 or len(body) + size > max_bytes:
-            raise Fault("size", f"more than {max_bytes} bytes")
-        start, at = line_end + 2, line_end + 4 + size
-        if size == 0:
-            end = buffer.find(b"\r\n", start)
-            return (bytes(body), end + 2) if end >= 0 else (None, 0)
-        if len(buffer) < at:
-            return None, 0
-        body += buffer[start : start + size]
-    if len(buffer) - at > 1024:
-        raise Fault("garbage", "a chunk without a length")
-    return None, 0
+def _number(text: str, base: int) -> int:
+    """A length in ASCII digits."""
+    if not re.fullmatch(r"[0-9a-fA-F]{1,12}" if base == 16 else r"[0-9]{1,12}", text):
+        raise Fault("garbage", f"a length is '{text[:20]}'")
+    return int(text, base)
 
 
 class CheckedResolver(aiohttp.ThreadedResolver):
@@ -270,10 +283,11 @@ class WebClient:
                         raise Fault("size", f"more than {max_bytes} bytes")
                 kept = {name.lower(): value for name, value in response.headers.items()}
                 return Response(response.status, kept, bytes(body))
-        except (aiohttp.ClientError, ValueError) as error:
-            lost = isinstance(error, aiohttp.ClientConnectionError | aiohttp.ClientPayloadError)
-            message = " ".join(str(error).split())[:200] or type(error).__name__
-            raise Fault("connection" if lost else "garbage", message) from error
+        except (Fault, TimeoutError):
+            raise
+        except Exception as error:  # whatever a response makes aiohttp raise
+            lost = isinstance(error, aiohttp.ClientConnectionError | aiohttp.ClientPayloadError | OSError)
+            raise Fault("connection" if lost else "garbage", str(error) or type(error).__name__) from error
 
     async def close(self) -> None:
         if "_session" in vars(self):
@@ -288,23 +302,6 @@ class WebClient:
             headers={"User-Agent": USER_AGENT, "Accept": "text/html", "Accept-Encoding": ENCODINGS},
             auto_decompress=False,
         )
-
-
-class LiveClient:
-    """The real network: LoopbackClient for plain HTTP to this machine, WebClient for all else."""
-
-    def __init__(self) -> None:
-        self._loopback, self._web = LoopbackClient(), WebClient()
-
-    async def get(self, url: str, attempt: int, max_bytes: int) -> Response:
-        netloc = url[7:].partition("/")[0]
-        is_here = url.startswith("http://") and "@" not in netloc and is_loopback(netloc.rpartition(":")[0])
-        client: Client = self._loopback if is_here else self._web
-        return await client.get(url, attempt, max_bytes)
-
-    async def close(self) -> None:
-        await self._loopback.close()
-        await self._web.close()
 
 
 class Recording:
@@ -355,5 +352,5 @@ class Recording:
             return Response(data["status"], data["headers"], body)
         except FileNotFoundError as error:
             raise Fault("connection", f"{url} is not in the recording {self._folder}") from error
-        except (ValueError, KeyError) as error:
+        except (ValueError, KeyError, TypeError) as error:
             raise FlatoutError(f"recording {file} is damaged: {error}; record the crawl again") from error

@@ -13,15 +13,15 @@ from typing import Any, TypeAlias
 import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
+from selectolax.lexbor import LexborHTMLParser, SelectolaxError
 
 from flatout.envs.wrappers import LoopThread
 from flatout.errors import EnvError, FlatoutError
 from flatout.workloads.crawl import graph_image
 from flatout.workloads.crawl.access import Rules
-from flatout.workloads.crawl.explore import Exploration, Link, LinkGraph, Outcome, Visited
-from flatout.workloads.crawl.fetch import Fetcher, Network, join_network, leave_network
+from flatout.workloads.crawl.explore import Exploration, Link, Outcome, Visited
+from flatout.workloads.crawl.fetch import FETCH_SECONDS, Fetcher, Network, join_network, leave_network
 from flatout.workloads.crawl.observation import N_LINK, N_PAGE, link_rows, page_row, slots
-from flatout.workloads.crawl.page import check_selector
 from flatout.workloads.site.pages import read_site
 from flatout.workloads.site.server import site_server
 from flatout.workloads.validate import Info, check_choice, check_number
@@ -70,15 +70,19 @@ class AsyncCrawl(gym.Env[Obs, Any]):
             ("budget", budget, 1, 100_000),
             ("n_links", n_links, 1, 1000),
             ("rate", 1 if rate is None else rate, 1e-4, 1e6),
-            ("timeout", timeout, 1e-3, 50),
+            ("timeout", timeout, 1e-3, FETCH_SECONDS),
             ("max_bytes", max_bytes, 1000, 100_000_000),
         ):
             check_number(name, value, low, high)
+        try:
+            LexborHTMLParser("<p></p>").css_first(target)
+        except (SelectolaxError, TypeError, ValueError) as error:
+            raise FlatoutError(f"target {target!r} is not a CSS selector: {error}") from error
         if record and replay:
             raise FlatoutError(f"record '{record}' and replay '{replay}': give only one of them")
         if len(sites) != 2 or not 0 <= sites[0] < sites[1] <= 10**12:
             raise FlatoutError(f"sites is {list(sites)}; it must be [first seed, last seed + 1]")
-        self._url, self._target = url, check_selector(target)
+        self._url, self._target = url, target
         self._hosts = (hosts,) if isinstance(hosts, str) else tuple(hosts)
         self._site = read_site(site)
         if url is not None:
@@ -114,9 +118,9 @@ class AsyncCrawl(gym.Env[Obs, Any]):
         return self._exploration
 
     @property
-    def graph(self) -> LinkGraph:
+    def graph(self) -> Exploration:
         """The explored link graph; `to_networkx()` and `write_graphml()` export it."""
-        return self.exploration.graph
+        return self.exploration
 
     @property
     def here(self) -> Visited | None:

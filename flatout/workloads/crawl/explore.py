@@ -14,55 +14,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flatout.workloads.crawl.access import MAX_VARIANTS, Fault
-from flatout.workloads.crawl.fetch import Attempt, Fetcher
-from flatout.workloads.crawl.page import Anchor, Page, Templates, parse_cached
+from flatout.workloads.crawl.fetch import PARSE_SECONDS, Attempt, Fetcher
+from flatout.workloads.crawl.page import Anchor, Page, Templates
 
 if TYPE_CHECKING:
     import networkx as nx
 MAX_TRIES = 2
 """Largest number of requests for a page that fails."""
-
-
-@dataclass(slots=True)
-class Node:
-    """A page that was fetched, or failed."""
-
-    url: str
-    order: int
-    template: int = -1
-    """-1: not fetched."""
-    is_target: bool = False
-    title: str = ""
-    fault: str = ""
-    parent: str | None = None
-    """The page where its link was first seen."""
-
-
-@dataclass(slots=True)
-class LinkGraph:
-    """The explored link graph: pages by URL, and their links, also to pages not requested."""
-
-    nodes: dict[str, Node] = field(default_factory=dict)
-    links: dict[str, list[str]] = field(default_factory=dict)
-
-    def to_networkx(self) -> nx.DiGraph[str]:
-        """A directed graph with the properties of each page as node attributes."""
-        import networkx as nx
-
-        graph: Any = nx.DiGraph()
-        for node in self.nodes.values():
-            about = {"target": node.is_target, "visited": node.template >= 0, "title": node.title}
-            graph.add_node(node.url, order=node.order, template=node.template, fault=node.fault, **about)
-        for url, links in self.links.items():
-            graph.add_nodes_from((link for link in links if link not in graph), visited=False)
-            graph.add_edges_from((url, link) for link in links)
-        return graph
-
-    def write_graphml(self, path: str | Path) -> None:
-        """Write the graph as GraphML, which Gephi, yEd and NetworkX read."""
-        import networkx as nx
-
-        nx.write_graphml(self.to_networkx(), path)
+MAX_HREFS = 100_000
+"""Largest number of characters of a page's links; the rest are ignored, so that no page fills the memory."""
 
 
 @dataclass(slots=True, eq=False)
@@ -94,7 +54,14 @@ class Link:
     row: bytes = b""
     """Its cached features without those of its shape."""
     tries: int = 0
+    fault: str = ""
+    """The kind of the last fault."""
     page: Visited | None = None
+
+    @property
+    def visited(self) -> Visited | None:
+        """The page, unless another URL led to it."""
+        return self.page if self.page is not None and self.page.link is self else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +71,9 @@ class Visited:
     link: Link
     links: tuple[Link, ...]
     template: int
-    page: Page
+    is_target: bool
+    n_elements: int
+    title: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +95,8 @@ class Exploration:
     start_url: str
     fetcher: Fetcher
     target: str
-    graph: LinkGraph = field(default_factory=LinkGraph)
+    requested: dict[str, Link] = field(default_factory=dict)
+    """Links by URL, in the order of the requests; of a redirect the last URL."""
     templates: Templates = field(default_factory=Templates)
     template_visits: Counter[int] = field(default_factory=Counter)
     n_targets: int = 0
@@ -153,26 +123,33 @@ class Exploration:
         self.n_requests += attempt.n_requests
         if attempt.html is None:
             assert attempt.fault is not None
-            self.n_faults += 1
-            node = Node(link.url, len(self.graph.nodes), fault=attempt.fault.kind, parent=link.source)
-            self.graph.nodes[link.url], self.graph.links[link.url] = node, []
-            return Outcome(None, attempt.n_requests, fault=attempt.fault)
+            return self._fail(link, attempt.fault, attempt.n_requests)
         end = self.links.get(attempt.url)
         if end is None:  # a redirect; hrefs that were refused may be this URL and are checked again
             self._by_href = {href: known for href, known in self._by_href.items() if known is not None}
-            end = self._link(attempt.url, link.text, link.in_frame)
+            end = self._link(attempt.url, link.text, link.in_frame, link.source)
         if end.page is not None:  # another URL of a page that was fetched before
             link.page = end.page
             return Outcome(end.page, attempt.n_requests, is_repeat=True)
-        return self._arrive(link, end, attempt)
+        try:
+            until = attempt.deadline + PARSE_SECONDS
+            page = await self.fetcher.network.parser.parse(attempt.html, self.target, until)
+        except Fault as fault:
+            return self._fail(link, fault, attempt.n_requests)
+        return self._arrive(link, end, attempt, page)
 
-    def _arrive(self, link: Link, end: Link, attempt: Attempt) -> Outcome:
-        page = parse_cached(attempt.html or "", self.target)
+    def _fail(self, link: Link, fault: Fault, n_requests: int) -> Outcome:
+        self.n_faults += 1
+        link.fault = fault.kind
+        self.requested[link.url] = link
+        return Outcome(None, n_requests, fault=fault)
+
+    def _arrive(self, link: Link, end: Link, attempt: Attempt, page: Page) -> Outcome:
         template = self.templates.number(page.elements)
         is_new = template not in self.template_visits
         self.template_visits[template] += 1
         links = self._links(end, page, attempt.allows)
-        visited = Visited(end, links, template, page)
+        visited = Visited(end, links, template, page.is_target, page.n_elements, page.title)
         link.page = end.page = visited
         for shape in (link.shape,) if link.shape is end.shape else (link.shape, end.shape):
             shape.n_fetched += 1
@@ -180,16 +157,46 @@ class Exploration:
             shape.n_templates += is_new
             shape.row = b""
         self.n_targets += page.is_target
-        node = Node(end.url, len(self.graph.nodes), template, page.is_target, page.title, parent=link.source)
-        self.graph.nodes[end.url], self.graph.links[end.url] = node, [each.url for each in links]
+        self.requested[end.url] = end
         return Outcome(visited, attempt.n_requests, new_template=is_new, new_target=page.is_target)
+
+    def to_networkx(self) -> nx.DiGraph[str]:
+        """The explored link graph: requested pages with their properties, and their links, also to pages not requested."""
+        import networkx as nx
+
+        graph: Any = nx.DiGraph()
+        for order, link in enumerate(self.requested.values()):
+            about: dict[str, Any] = {"target": False, "template": -1, "title": "", "fault": link.fault}
+            if (page := link.visited) is not None:
+                about = {
+                    "target": page.is_target,
+                    "template": page.template,
+                    "title": page.title,
+                    "fault": "",
+                }
+            graph.add_node(link.url, order=order, visited=page is not None, **about)
+        for link in self.requested.values():
+            others = [other.url for other in link.visited.links] if link.visited else []
+            graph.add_nodes_from((url for url in others if url not in graph), visited=False)
+            graph.add_edges_from((link.url, url) for url in others)
+        return graph
+
+    def write_graphml(self, path: str | Path) -> None:
+        """Write the graph as GraphML, which Gephi, yEd and NetworkX read."""
+        import networkx as nx
+
+        nx.write_graphml(self.to_networkx(), path)
 
     def _links(self, here: Link, page: Page, allows: Callable[[str], bool]) -> tuple[Link, ...]:
         """The links of a page that may be followed, in order, without repeats."""
         by_href = self._by_href if here.url.startswith(f"{self.fetcher.rules.origin}/") else {}
         out: dict[Link, None] = {}
+        n_left = MAX_HREFS
         for anchor in page.anchors:
             href = anchor[0]
+            n_left -= len(href)
+            if n_left < 0:
+                break
             if href in by_href:  # most links of a page were on the previous one too
                 link = by_href[href]
             else:

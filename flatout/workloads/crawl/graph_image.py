@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import cos, pi, sin
 from typing import Any, TypeAlias
 
@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
-from flatout.workloads.crawl.explore import Exploration, Link, LinkGraph, Visited
+from flatout.workloads.crawl.explore import Exploration, Link, Visited
 
 WIDTH, HEIGHT, PANEL, SCALE = 640, 480, 150, 2
 INK, PAPER, FAINT, GOLD, RED = (38, 42, 51), (250, 250, 247), (205, 208, 214), (240, 170, 20), (205, 60, 60)
@@ -27,7 +27,7 @@ def text(exploration: Exploration, trail: Sequence[Visited], slots: Sequence[Lin
     """The page, its links by slot, and the counters of the exploration."""
     here = trail[-1] if trail else None
     lines = [
-        f"{here.link.url if here else exploration.start_url}  {here.page.title if here else '(not fetched)'}",
+        f"{here.link.url if here else exploration.start_url}  {here.title if here else '(not fetched)'}",
         f"requests {exploration.n_requests}/{budget}  targets {exploration.n_targets}  "
         f"templates {len(exploration.templates)}  faults {exploration.n_faults}",
     ]
@@ -41,26 +41,26 @@ def image(exploration: Exploration, trail: Sequence[Visited], budget: int) -> ND
     """The pages as a tree around the start page: colour is the template, gold a target, red a fault."""
     canvas = Image.new("RGB", (WIDTH * SCALE, HEIGHT * SCALE), PAPER)
     pen = ImageDraw.Draw(canvas)
-    graph = exploration.graph
-    places = _places(graph)
+    requested = exploration.requested
+    places = _places(requested)
     path = [visited.link.url for visited in trail]
-    for url, node in graph.nodes.items():
-        if node.parent in places:
-            pen.line([places[node.parent], places[url]], FAINT, SCALE)
+    for url, link in requested.items():
+        if link.source in places:
+            pen.line([places[link.source], places[url]], FAINT, SCALE)
     walked = [places[url] for url in path[-TRAIL:]]
     if len(walked) > 1:
         pen.line(walked, GOLD, 2 * SCALE, joint="curve")
-    for url, node in graph.nodes.items():
+    for url, link in requested.items():
         x, y = places[url]
-        if node.template < 0:
+        if link.visited is None:
             for sign in (-1, 1):
                 pen.line([(x - 8, y - 8 * sign), (x + 8, y + 8 * sign)], RED, 2 * SCALE)
             continue
-        if node.is_target:
+        if link.visited.is_target:
             pen.regular_polygon((x, y, 8 * SCALE + 4), 5, fill=GOLD, outline=INK)
         else:
             r = 6 * SCALE
-            pen.ellipse([x - r, y - r, x + r, y + r], COLORS[node.template % len(COLORS)])
+            pen.ellipse([x - r, y - r, x + r, y + r], COLORS[link.visited.template % len(COLORS)])
     if path:
         (x, y), r = places[path[-1]], 12 * SCALE
         pen.ellipse([x - r, y - r, x + r, y + r], outline=INK, width=2 * SCALE)
@@ -68,14 +68,14 @@ def image(exploration: Exploration, trail: Sequence[Visited], budget: int) -> ND
     return np.asarray(canvas.resize((WIDTH, HEIGHT), Image.Resampling.LANCZOS), np.uint8).copy()
 
 
-def _places(graph: LinkGraph) -> dict[str, tuple[float, float]]:
+def _places(requested: Mapping[str, Link]) -> dict[str, tuple[float, float]]:
     """A radial tree: each page is in the sector of its parent, one ring further out."""
     children: dict[str | None, list[str]] = {}
-    for url, node in graph.nodes.items():
-        parent = node.parent if node.parent in graph.nodes and node.parent != url else None
+    for url, link in requested.items():
+        parent = link.source if link.source in requested and link.source != url else None
         children.setdefault(parent, []).append(url)
     weight: dict[str, float] = {}
-    for url in reversed(list(graph.nodes)):
+    for url in reversed(list(requested)):
         weight[url] = max(1.0, sum(weight.get(child, 1.0) for child in children.get(url, ())))
     spots: dict[str, tuple[float, int]] = {}
     """Angle and ring of each page."""
@@ -93,7 +93,7 @@ def _places(graph: LinkGraph) -> dict[str, tuple[float, float]]:
     ring = (min(WIDTH - PANEL, HEIGHT) * SCALE / 2 - 24 * SCALE) / max(n_rings, 1)
     x, y = (WIDTH - PANEL) * SCALE / 2, HEIGHT * SCALE / 2
     at = {url: (x + ring * n * cos(angle), y + ring * n * sin(angle)) for url, (angle, n) in spots.items()}
-    return {url: at.get(url, (x, y)) for url in graph.nodes}
+    return {url: at.get(url, (x, y)) for url in requested}
 
 
 def _panel(pen: ImageDraw.ImageDraw, exploration: Exploration, path: Sequence[str], budget: int) -> None:

@@ -131,12 +131,12 @@ def page_row(exploration: Exploration, here: Visited | None, n_new: int, depth: 
         link = here.link
         page = _eight(
             1.0,
-            here.page.is_target,
+            here.is_target,
             min(len(link.tokens) / 6, 1.0),
             min(log1p(len(here.links)) / 5, 1.0),
             min(log1p(n_new) / 4, 1.0),
             min(log1p(exploration.template_visits[here.template]) / 4, 1.0),
-            min(log1p(here.page.n_elements) / 8, 1.0),
+            min(log1p(here.n_elements) / 8, 1.0),
             link.shape.n_targets / max(link.shape.n_fetched, 1),
         )
         parts = [_path_codes(link), page]

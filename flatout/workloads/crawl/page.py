@@ -1,4 +1,4 @@
-"""Parsing a page: its links, its structure, and whether it is a target.
+"""Parsing a page: its links, its structure, and whether it is a target. Run as a script, it parses pages for `parser.py`.
 
 Pages of one template are parsed once. Two pages whose HTML differs only in texts and link targets have the same elements, provided
 that the HTML matches PLAIN: every `<` starts a tag and every `>` ends one. Other HTML is always parsed.
@@ -6,18 +6,21 @@ that the HTML matches PLAIN: every `<` starts a tag and every `>` ends one. Othe
 
 from __future__ import annotations
 
+import json
 import re
+import resource
+import sys
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
-from typing import Any, TypeAlias
+from itertools import chain
+from typing import TypeAlias
 
-from selectolax.lexbor import LexborHTMLParser, SelectolaxError
+from selectolax.lexbor import LexborHTMLParser
 
-from flatout.errors import FlatoutError
-
-MAX_LINKS = 500
-MAX_TEXT = 120
+MAX_LINKS, MAX_ELEMENTS = 500, 1000
+MAX_TEXT, MAX_ELEMENT = 120, 300
+"""Characters that are kept of a text, and of an element's name and class."""
 AROUND = ("header", "footer", "nav", "aside")
 """Elements that make up the frame of a site; their links do not belong to the page itself."""
 
@@ -44,7 +47,10 @@ class Page:
 def parse(html: str, target: str) -> Page:
     """Parse HTML, valid or not; `target` is the CSS selector of targets."""
     tree = LexborHTMLParser(html)
-    frame = {node.mem_id for tag in AROUND for part in tree.tags(tag) for node in part.traverse()}
+    frame: set[int] = set()
+    for part in chain.from_iterable(map(tree.tags, AROUND)):
+        if part.mem_id not in frame:  # otherwise it was added with an element around it
+            frame.update(node.mem_id for node in part.traverse())
     anchors: list[Anchor] = []
     elements: set[str] = set()
     n_elements = 0
@@ -52,7 +58,9 @@ def parse(html: str, target: str) -> Page:
         n_elements += 1
         tag, attributes = node.tag, node.attributes
         if tag != "a":
-            elements.add(f"{tag}.{attributes['class']}" if "class" in attributes else str(tag))
+            if len(elements) < MAX_ELEMENTS:
+                name = f"{tag}.{attributes['class']}" if "class" in attributes else str(tag)
+                elements.add(name[:MAX_ELEMENT])
         elif (href := attributes.get("href")) and len(anchors) < MAX_LINKS:
             anchors.append((href, tidy(node.text()[:MAX_TEXT]), node.mem_id in frame))
     titles = tree.tags("title")
@@ -67,9 +75,12 @@ def parse(html: str, target: str) -> Page:
 
 
 @lru_cache(16_384)
-def tidy(text: str) -> str:
-    """The start of a text, in one line."""
-    return " ".join(text[:MAX_TEXT].split())
+def tidy(text: str, max_length: int = MAX_TEXT) -> str:
+    """The start of a text in one line, without control characters, which a terminal or XML would take for commands."""
+    line = " ".join(text[:max_length].split())
+    if line.isprintable():
+        return line
+    return " ".join("".join(char if char.isprintable() else " " for char in line).split())
 
 
 def may_match(html: str, selector: str) -> bool:
@@ -84,15 +95,6 @@ def _needed(selector: str) -> tuple[str, ...]:
     """Attributes that a matching element must have; empty if the selector is not simple."""
     bare = re.sub(r"\"[^\"]*\"|'[^']*'", "", selector.lower())
     return () if re.search(r"[,:\\]", bare) else tuple(re.findall(r"\[\s*([a-z-]+)", bare))
-
-
-def check_selector(target: Any) -> str:
-    """The selector; raises a FlatoutError if it is not valid CSS."""
-    try:
-        LexborHTMLParser("<p></p>").css_first(target)
-    except (SelectolaxError, TypeError, ValueError) as error:
-        raise FlatoutError(f"target {target!r} is not a CSS selector: {error}") from error
-    return str(target)
 
 
 def alike(one: frozenset[str], other: frozenset[str]) -> bool:
@@ -126,16 +128,16 @@ TEXT = r"[^<>&\x00-\x08\r]"
 SAYS = r"[^\S\r]*+[^<>&\x00-\x08\s]"
 """The start of a text that is not blank. Blank texts belong to the outline, because tables treat them differently."""
 VALUE = r'[^"<>&\x00-\x08\s]'
-HREF = rf"{VALUE}++(?:&(?:amp;|[a-zA-Z0-9]++=){VALUE}*+)*"
+HREF = rf"{VALUE}++(?:&(?:amp;|[a-zA-Z0-9]++=){VALUE}*+)*+"
 """The only escape allowed is `&amp;`; `&name=` is taken literally."""
-LINK = re.compile(rf' href="({HREF})"({TEXT}*+)>({SAYS}{TEXT}{{0,300}})</a(?=>)')
-"""The href of a link, the rest of its tag (part of the outline), and its text."""
+LINK = re.compile(rf' href="({HREF})"({TEXT}{{0,1000}}+)>({SAYS}{TEXT}{{0,300}}+)</a(?=>)')
+"""The href of a link, the rest of its tag (part of the outline), and its text; bounded, so that no HTML takes long to match."""
 WORDS = re.compile(rf">{SAYS}{TEXT}*+<")
 PLAIN = re.compile(
     r"(?:<!(?i:doctype html)>)?"
     r"(?:</?[a-zA-Z][a-zA-Z0-9-]*+"
-    r'(?:[ \t\n\f\r]++[a-zA-Z][a-zA-Z0-9:_-]*+(?:="[^"<>\x00-\x08]*+")?)*[ \t\n\f\r]*+/?>'
-    r"|[^<>\x00-\x08]++)*"
+    r'(?:[ \t\n\f\r]++[a-zA-Z][a-zA-Z0-9:_-]*+(?:="[^"<>\x00-\x08]*+")?)*+[ \t\n\f\r]*+/?>'
+    r"|[^<>\x00-\x08]++)*+"
 )
 CUT, SAID = "\x01", "\x02"
 MAX_OUTLINES, MAX_HTML = 2048, 50_000
@@ -206,3 +208,27 @@ def _title(html: str) -> str:
 def _is_structural(selector: str) -> bool:
     """Whether a selector depends on nothing but the outline."""
     return not re.search(r"[:\\]|href", selector, re.IGNORECASE)
+
+
+MAX_MEMORY, MAX_CPU_SECONDS = 1 << 30, 3
+MAX_HREF = 3000
+"""More than the longest URL that is followed."""
+
+
+def serve() -> None:
+    """Answer each line `[html, target]` of standard input with the page as JSON; a page above the limits ends the process."""
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
+    hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
+    for line in sys.stdin:
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        resource.setrlimit(resource.RLIMIT_CPU, (int(used.ru_utime + used.ru_stime) + MAX_CPU_SECONDS, hard))
+        page = parse_cached(*json.loads(line))
+        anchors = [(href[:MAX_HREF], text, in_frame) for href, text, in_frame in page.anchors]
+        print(
+            json.dumps([anchors, list(page.elements), page.is_target, page.n_elements, page.title]),
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    serve()
