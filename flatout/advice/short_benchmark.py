@@ -12,7 +12,7 @@ from typing import Any
 from flatout.agent import Agent
 from flatout.perf.case import Case
 from flatout.perf.costs import COROUTINE_SECONDS, THREAD_SECONDS, Costs, Settings, at, learn_seconds
-from flatout.perf.planner import UpdateProbe, acting_times, settings_of
+from flatout.perf.planner import UpdateProbe, acting_times
 from flatout.perf.probe import time_steps
 from flatout.perf.simulate import simulate
 from flatout.runlog.recorder import Progress
@@ -105,16 +105,7 @@ def measure_costs(agent: Agent, tell: Callable[[str], None] = lambda _: None) ->
 def trainer_settings(agent: Agent) -> Settings:
     """The settings of the agent's trainer, which is started."""
     trainer = agent.trainer()
-    plan = trainer.plan
-    return replace(
-        settings_of(agent.config, agent.policy, agent.machine.cores),
-        executor=plan.kind,
-        n_collectors=plan.n_collectors,
-        in_subprocesses=plan.in_subprocesses,
-        n_workers=plan.n_workers,
-        overlap=trainer.overlap,
-        compiled=trainer.compiled,
-    )
+    return replace(trainer.plan, compiled=trainer.compiled)
 
 
 def short_benchmark(agent: Agent, seconds: float) -> BenchmarkResult:

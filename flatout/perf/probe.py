@@ -138,5 +138,6 @@ def rank_kinds(
         return ["serial"], [f"the env could not be measured ({one_line(error)}); using serial"]
     settings = Settings(n_envs=n_envs, n_steps=128, batch_size=1, n_cores=usable_cores())
     request = Request(timesteps=MAKE_VEC_STEPS, overlap="off", subprocess_collectors=False)
-    plans = decide(request, settings, costs).plans
-    return [plan.kind for plan in plans], [f"executor {plans[0].kind}: {plans[0].reason}"]
+    found = decide(request, settings, costs)
+    best = found.ways[0]
+    return [way.executor for way in found.ways], [f"executor {best.executor}: {found.reasons[best]}"]
