@@ -13,11 +13,14 @@ import textwrap
 import types
 from collections.abc import Iterator, Mapping
 from functools import cache
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from flatout.algorithms import base as algorithms
 from flatout.algorithms.base import AlgorithmConfig
 from flatout.errors import FlatoutError, did_you_mean
+
+Config = TypeVar("Config")
+_UNIONS = (Union, types.UnionType)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -38,7 +41,7 @@ class Field:
     def choices(self) -> tuple[str, ...]:
         """The allowed words of a Literal; else empty."""
         kinds = [self.type, *get_args(self.type)]
-        return next((get_args(kind) for kind in kinds if _is_literal(kind)), ())
+        return next((get_args(kind) for kind in kinds if get_origin(kind) is Literal), ())
 
 
 def flag(name: str) -> str:
@@ -75,7 +78,7 @@ def _sections(attribute: str, kind: Any) -> dict[str, type[Any]]:
     return {attribute: kind} if dataclasses.is_dataclass(kind) and isinstance(kind, type) else {}
 
 
-def replace(config: Any, values: Mapping[str, Any]) -> Any:
+def replace(config: Config, values: Mapping[str, Any]) -> Config:
     """A copy of `config` with some settings changed; an unknown name is refused with the nearest one."""
     held = sections(config)
     every = list(all_fields(type(config)))
@@ -94,13 +97,7 @@ def replace(config: Any, values: Mapping[str, Any]) -> Any:
         target[name] = convert(field, value)
     for section, part in nested.items():
         changes[held[section]] = dataclasses.replace(getattr(config, held[section]), **part)
-    return dataclasses.replace(config, **changes)
-
-
-def to_json(config: Any) -> dict[str, Any]:
-    """The complete config as nested plain data."""
-    names = {attribute: section for section, attribute in sections(config).items()}
-    return {names.get(name, name): value for name, value in dataclasses.asdict(config).items()}
+    return dataclasses.replace(config, **changes)  # type: ignore[type-var]
 
 
 def flatten_json(config: type[Any], data: Any, source: str) -> dict[str, Any]:
@@ -141,7 +138,7 @@ def convert(field: Field, value: Any) -> Any:
 
 def _convert(kind: Any, value: Any) -> Any:
     origin, args = get_origin(kind), get_args(kind)
-    if _is_union(kind):
+    if origin in _UNIONS:
         return _convert_union(args, value)
     if origin is tuple:
         items = value.split(",") if isinstance(value, str) else value
@@ -157,7 +154,7 @@ def _convert(kind: Any, value: Any) -> Any:
         return float(value)
     if origin is dict and isinstance(value, Mapping):
         return dict(value)
-    if (kind is str and isinstance(value, str)) or (_is_literal(kind) and value in args):
+    if (kind is str and isinstance(value, str)) or (origin is Literal and value in args):
         return value
     raise ValueError
 
@@ -182,18 +179,10 @@ def _to_int(value: Any) -> int:
 def _type_text(kind: Any) -> str:
     if get_origin(kind) is tuple:
         return "whole numbers separated by commas"
-    if _is_union(kind):
+    if get_origin(kind) in _UNIONS:
         return " or ".join(map(_type_text, get_args(kind)))
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
     return {**names, types.NoneType: "none"}.get(kind, "a JSON object")
-
-
-def _is_union(kind: Any) -> bool:
-    return get_origin(kind) in (Union, types.UnionType)
-
-
-def _is_literal(kind: Any) -> bool:
-    return get_origin(kind) is Literal
 
 
 @cache
@@ -204,11 +193,7 @@ def _docstrings(config: type[Any]) -> dict[str, str]:
         body = ast.parse(textwrap.dedent(inspect.getsource(owner))).body[0]
         assert isinstance(body, ast.ClassDef)
         for statement, following in zip(body.body, body.body[1:], strict=False):
-            if (
-                isinstance(statement, ast.AnnAssign)
-                and isinstance(statement.target, ast.Name)
-                and isinstance(following, ast.Expr)
-                and isinstance(following.value, ast.Constant)
-            ):
-                out[statement.target.id] = str(following.value.value)
+            match statement, following:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=text)):
+                    out[name] = str(text)
     return out
