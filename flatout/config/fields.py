@@ -12,6 +12,7 @@ import math
 import textwrap
 import types
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import cache
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -125,10 +126,8 @@ def flatten_json(config: type[Any], data: Any, source: str) -> dict[str, Any]:
 
 def convert(field: Field, value: Any) -> Any:
     """`value` as the field's type; raises a one-line error that names the flag."""
-    try:
+    with suppress(ValueError, TypeError):
         return _convert(field.type, value)
-    except (ValueError, TypeError):
-        pass
     text = ",".join(map(str, value)) if isinstance(value, list | tuple) else value
     if field.choices:
         near = did_you_mean(str(value), field.choices)
@@ -139,7 +138,10 @@ def convert(field: Field, value: Any) -> Any:
 def _convert(kind: Any, value: Any) -> Any:
     origin, args = get_origin(kind), get_args(kind)
     if origin in _UNIONS:
-        return _convert_union(args, value)
+        for member in sorted(args, key=lambda member: member is not types.NoneType):  # `none` is not a text
+            with suppress(ValueError, TypeError):
+                return _convert(member, value)
+        raise ValueError
     if origin is tuple:
         items = value.split(",") if isinstance(value, str) else value
         return tuple(_convert(args[0], item) for item in items)
@@ -156,15 +158,6 @@ def _convert(kind: Any, value: Any) -> Any:
         return dict(value)
     if (kind is str and isinstance(value, str)) or (origin is Literal and value in args):
         return value
-    raise ValueError
-
-
-def _convert_union(kinds: tuple[Any, ...], value: Any) -> Any:
-    for kind in sorted(kinds, key=lambda kind: kind is not types.NoneType):  # `none` is not a text
-        try:
-            return _convert(kind, value)
-        except (ValueError, TypeError):
-            continue
     raise ValueError
 
 

@@ -5,10 +5,8 @@ Later sources override earlier ones: the env's recipe or the preset, a config fi
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -17,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from flatout.algorithms import base as algorithms
 from flatout.algorithms.base import Algorithm, AlgorithmConfig, LearnerSpec, Recipe, check
 from flatout.config.fields import all_fields, convert, flatten_json, replace, sections
-from flatout.device.machine import cache_folder
+from flatout.device.machine import read_cache, write_cache
 from flatout.envs.make import env_id
 from flatout.errors import FlatoutError
 from flatout.executors.base import EXECUTORS, check_kind
@@ -175,28 +173,21 @@ TUNED_KEYS = ("n_envs", "n_steps", "executor", "n_collectors", "n_workers", "ove
 
 def save_tuned(config: RunConfig, device: str, n_cores: int) -> None:
     """Save the settings that tuning found for an env on this machine, for `--preset auto`."""
-    path = _tuned_path(config.env, config.descriptor.name, config.env_kwargs, device, n_cores)
+    facts = _tuned_for(config.env, config.descriptor.name, config.env_kwargs, device, n_cores)
     values = {name: getattr(config.algorithm if name == "n_steps" else config, name) for name in TUNED_KEYS}
-    with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"env": config.env, "settings": values}, indent=2))
+    write_cache("tuned", facts, {"env": config.env, "settings": values})
 
 
 def tuned_settings(env: str, given: Mapping[str, Any], device: str, n_cores: int) -> dict[str, Any]:
     """The settings that tuning found for an env on this machine; empty if there are none, or if envs or steps are given."""
     if any(name in given for name in ("n_envs", "n_steps")):
         return {}
-    path = _tuned_path(env, _algorithm(given).name, given.get("env_kwargs") or {}, device, n_cores)
-    with suppress(OSError, ValueError, KeyError):
-        settings: dict[str, Any] = json.loads(path.read_text())["settings"]
-        return settings
-    return {}
+    facts = _tuned_for(env, _algorithm(given).name, given.get("env_kwargs") or {}, device, n_cores)
+    return read_cache("tuned", facts, "settings") or {}
 
 
-def _tuned_path(env: str, algo: str, env_kwargs: Any, device: str, n_cores: int) -> Path:
-    named = [env] if algo == algorithms.DEFAULT else [env, algo]
-    facts = json.dumps([*named, env_kwargs, device, n_cores], sort_keys=True, default=str)
-    return cache_folder() / "tuned" / f"{hashlib.sha256(facts.encode()).hexdigest()[:24]}.json"
+def _tuned_for(env: str, algo: str, *others: Any) -> list[Any]:
+    return [env, *others] if algo == algorithms.DEFAULT else [env, algo, *others]
 
 
 def memory_needed(recipe: Recipe, obs_bytes: int) -> int:

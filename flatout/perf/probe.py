@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import statistics
 from itertools import count
 from time import perf_counter, thread_time
@@ -18,11 +19,6 @@ from flatout.envs.wrappers import blocking
 from flatout.errors import one_line
 from flatout.perf.costs import Costs, Settings
 from flatout.perf.decide import Request, decide
-
-try:
-    import resource
-except ImportError:  # Windows
-    resource = None  # type: ignore[assignment]
 
 QUICK_SECONDS = 100e-6
 """Steps below this are timed many at once."""

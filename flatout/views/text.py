@@ -12,6 +12,7 @@ import numpy as np
 from flatout.perf.case import Finding
 from flatout.perf.findings import findings_of_run
 from flatout.runlog.folder import number as known_number
+from flatout.runlog.folder import plural
 from flatout.runlog.records import RunRecords, read_run
 from flatout.timing import LEARN_PHASES
 from flatout.views.figures import count, joined, mean_and_std, number, percent, rate, seconds_text, told
@@ -23,11 +24,11 @@ _LABEL_CELLS = 14
 _MOST_LINES = 15
 _IN_REPORT = ("run", "target", "pipeline", "executor", "recovered")
 """Lines of the summary that the report shows below the verdict."""
-_RECOVERED = (
-    ("restarts", "worker restarts"),
-    ("oom_backoffs", "out-of-memory back-offs"),
-    ("nan_skips", "NaN updates skipped"),
-)
+_RECOVERED = {
+    "restarts": "worker restarts",
+    "oom_backoffs": "out-of-memory back-offs",
+    "nan_skips": "NaN updates skipped",
+}
 _STATUS = {
     "finished": "Finished",
     "stopped": "Stopped early",
@@ -45,9 +46,11 @@ def summary_text(summary: Summary) -> str:
 
 def summary_lines(summary: Summary) -> list[tuple[str, str]]:
     """The summary as pairs of a label and its text, without what is not known."""
-    startup = told(", after {} to start", known_number(summary.get("startup_seconds")), seconds_text)
+    startup, mean, largest = numbers(summary, "startup_seconds", "policy_lag_mean", "policy_lag_max")
+    started = told(", after {} to start", startup, seconds_text)
+    recovered = zip(numbers(summary, *_RECOVERED), _RECOVERED.values(), strict=True)
     lines = (
-        (str(summary.get("status") or "ended"), _steps_and_time(summary) + startup),
+        (str(summary.get("status") or "ended"), _steps_and_time(summary) + started),
         ("run", _identity(summary)),
         ("return", _return(summary)),
         ("target", _target(summary)),
@@ -55,8 +58,8 @@ def summary_lines(summary: Summary) -> list[tuple[str, str]]:
         ("time went to", _phases(summary)),
         ("pipeline", _pipeline(summary)),
         ("executor", _executor(summary)),
-        ("policy lag", _lag(summary)),
-        ("recovered", _recovered(summary)),
+        ("policy lag", f"{number(mean)} on average, {count(largest)} at most" if largest else ""),
+        ("recovered", ", ".join(f"{count(n)} {label}" for n, label in recovered if n)),
         ("folder", str(summary.get("folder") or "")),
     )
     return [(label, text) for label, text in lines if text]
@@ -135,19 +138,9 @@ def _executor(summary: Summary) -> str:
     if not isinstance(executor, Mapping) or not executor.get("kind"):
         return ""
     reason = executor.get("reason")
-    counts = [(noun, executor.get(f"{noun}s")) for noun in ("collector", "worker")]
-    sizes = [f"{n} {noun}" if n == 1 else f"{n} {noun}s" for noun, n in counts if n]
+    counts = zip(numbers(executor, "collectors", "workers"), ("collector", "worker"), strict=True)
+    sizes = [plural(int(n), noun) for n, noun in counts if n]
     return ", ".join([str(executor["kind"]), *sizes]) + (f" ({reason})" if reason else "")
-
-
-def _lag(summary: Summary) -> str:
-    mean, largest = numbers(summary, "policy_lag_mean", "policy_lag_max")
-    return f"{number(mean)} on average, {count(largest)} at most" if largest else ""
-
-
-def _recovered(summary: Summary) -> str:
-    counts = [(label, known_number(summary.get(key))) for key, label in _RECOVERED]
-    return ", ".join(f"{count(n)} {label}" for label, n in counts if n)
 
 
 def run_findings(records: RunRecords) -> list[Finding]:
