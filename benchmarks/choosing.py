@@ -21,7 +21,7 @@ from benchmarks.envs import Await, Burn, Wait, loops_for
 from benchmarks.page import conditions, table, write_section
 from benchmarks.stepping import Way, alternate
 from benchmarks.tensor_env import TensorPoles
-from flatout.executors.base import Plan
+from flatout.perf.costs import Settings
 from flatout.training.stop import StopRequest
 from flatout.training.trainer import Trainer
 
@@ -33,13 +33,13 @@ def batched_cartpole() -> Any:
     return gym.make_vec("CartPole-v1", N_ENVS, vectorization_mode="vector_entry_point")
 
 
-ENVS: dict[str, tuple[Any, int, list[Plan]]] = {}
+ENVS: dict[str, tuple[Any, int, list[Settings]]] = {}
 """Env, its number, and the ways that can run it."""
 
 
-def plan(kind: Any, **more: Any) -> Plan:
+def plan(kind: Any, **more: Any) -> Settings:
     """A way to force."""
-    return Plan(kind=kind, steps_per_second=0.0, **more)
+    return Settings(n_envs=N_ENVS, n_steps=1, batch_size=1, executor=kind, **more)
 
 
 SCALAR = [
@@ -59,9 +59,9 @@ ENVS["batched in torch"] = (partial(TensorPoles, N_ENVS), N_ENVS, [plan("batched
 class Forced(Trainer):
     """A trainer with a given plan."""
 
-    forced: Plan
+    forced: Settings
 
-    def _first_that_starts(self, ranked: list[Plan]) -> Any:
+    def _first_that_starts(self, ranked: list[Settings]) -> Any:
         return super()._first_that_starts([self.forced])
 
 
@@ -76,14 +76,14 @@ def collecting(trainer: Trainer) -> tuple[Callable[[], int], Callable[[], None]]
     return step_all, trainer.close
 
 
-def name_of(way: Plan) -> str:
+def name_of(way: Settings) -> str:
     """A plan in a few words."""
     if way.in_subprocesses:
         return f"{way.n_collectors} subprocess collectors"
-    return f"{way.kind}, {way.n_workers} workers" if way.kind == "process" else way.kind
+    return f"{way.executor}, {way.n_workers} workers" if way.executor == "process" else way.executor
 
 
-def open_trainer(source: Any, n_envs: int, forced: Plan | None) -> Trainer:
+def open_trainer(source: Any, n_envs: int, forced: Settings | None) -> Trainer:
     """A started trainer for a long run of this env."""
     n_steps = 4 if source in (Wait, Await) else 128
     agent = flatout.PPO(
@@ -127,7 +127,7 @@ def main() -> None:
         others = ", ".join(f"{way} {v:,.0f}" for way, v in medians.items() if way != picked)
         share = f"{medians[picked] / best:.2f}" if picked in medians else "?"
         rows.append([name, picked, f"{medians.get(picked, 0):,.0f}", share, others, f"{started:.1f} s"])
-        print(rows[-1], chosen.plan.reason, flush=True)
+        print(rows[-1], chosen.plan_reason, flush=True)
     header = ["env", "chosen", "env steps/s", "÷ the best", "other executors", "time to choose and start"]
     text = (
         f"## Choosing an executor\n\n`python -m benchmarks.choosing`: {N_ENVS} envs, a 64-64 policy, collecting only; {args.rounds} rounds "

@@ -14,7 +14,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -70,11 +69,11 @@ def measure(wait_ms: int, net: tuple[int, ...], path: Path) -> dict[str, float]:
 
 def compare(wait_ms: int, net: tuple[int, ...], n_envs: int, overlap: str, path: Path) -> dict[str, float]:
     """What the simulation says and what a run of some seconds gives."""
-    from flatout.advice.short_benchmark import short_benchmark, trainer_settings
+    from flatout.advice.short_benchmark import short_benchmark
     from flatout.perf.simulate import simulate
 
     agent = agent_for(wait_ms, net, n_envs, overlap)
-    settings = replace(trainer_settings(agent), compiled=False)
+    settings = agent.trainer().plan
     forecast = simulate(pickle.loads(path.read_bytes()), settings)
     result = short_benchmark(agent, 6.0)
     agent.close()

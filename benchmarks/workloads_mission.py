@@ -74,7 +74,7 @@ def collecting(level: int, chosen: dict[str, str]) -> tuple[Callable[[], int], C
 
     agent = flatout.PPO("flatout/Mission-v0", env_kwargs={"level": level}, seed=1)
     trainer = agent.trainer()
-    chosen["reason"] = f"{trainer.plan.kind}: {trainer.plan.reason}"
+    chosen["reason"] = f"{trainer.plan.executor}: {trainer.plan_reason}"
     n = agent.config.total_batch
 
     def step_all() -> int:

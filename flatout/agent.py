@@ -296,7 +296,7 @@ class Agent:
         if self._trainer is not None:
             plan = self._trainer.plan
             where = " in subprocesses" if plan.in_subprocesses else ""
-            lines.append(f"executor {plan.kind}{where}: {plan.reason}")
+            lines.append(f"executor {plan.executor}{where}: {self._trainer.plan_reason}")
             overlap = "on" if self._trainer.overlap else "off"
             lines.append(f"overlap {overlap}: {self._trainer.overlap_reason}")
             lines.append(f"updates: {self._trainer.learner.backend} backend")

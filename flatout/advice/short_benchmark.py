@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from time import perf_counter
-from typing import Any
 
 from flatout.agent import Agent
-from flatout.perf.case import Case
+from flatout.perf.case import EXTRA_PHASES, Case, Measured
 from flatout.perf.costs import COROUTINE_SECONDS, THREAD_SECONDS, Costs, Settings, at, learn_seconds
-from flatout.perf.planner import UpdateProbe, acting_times, settings_of
+from flatout.perf.planner import UpdateProbe, acting_times
 from flatout.perf.probe import time_steps
 from flatout.perf.simulate import simulate
 from flatout.runlog.recorder import Progress
@@ -24,22 +23,8 @@ MAX_ENVS = 32
 SAMPLES = 400
 METRICS = ("train/clip_fraction", "train/approx_kl", "train/kl_settled")
 """Metrics that findings look at."""
-EXTRA_PHASES = ("checkpoint", "evaluate", "record")
 TINY = 8
 """The smallest minibatch that is timed."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BenchmarkResult:
-    """Some seconds of the real run."""
-
-    steps_per_second: float
-    learner_busy: float
-    phases: dict[str, float]
-    """Share of wall time by phase."""
-    metrics: dict[str, float]
-    """Medians over iterations of the metrics that findings look at."""
-    summary: dict[str, Any]
 
 
 def measure(agent: Agent, seconds: float, tell: Callable[[str], None] = lambda _: None) -> Case:
@@ -49,27 +34,21 @@ def measure(agent: Agent, seconds: float, tell: Callable[[str], None] = lambda _
     """
     config, costs = agent.config, measure_costs(agent, tell)
     tell("starting the run")
-    settings = trainer_settings(agent)
+    settings = agent.trainer().plan
     tell(f"running it for {seconds:.0f} s")
     result = short_benchmark(agent, seconds)
     extra = sum(result.phases.get(name, 0.0) for name in EXTRA_PHASES)
-    settings = replace(
-        settings,
-        compiled=bool(result.summary["compiled"]),
-        extra_seconds=extra * settings.total_batch / result.steps_per_second,
-    )
+    extra_seconds = extra * settings.total_batch / result.steps_per_second
+    settings = replace(settings, compiled=bool(agent.summary["compiled"]), extra_seconds=extra_seconds)
     return Case(
-        costs=fit_costs(costs, settings, result),
+        **vars(result),
+        costs=fit_costs(costs, settings, result, agent.summary["collect_rate"]),
         settings=settings,
         timesteps=config.timesteps,
-        steps_per_second=result.steps_per_second,
-        learner_busy=result.learner_busy,
-        phases=result.phases,
-        metrics=result.metrics,
         network_arch=config.network.network_arch,
         eval_every=config.eval_every,
         checkpoint_every=config.checkpoint_every,
-        device_utilization=result.summary.get("device_utilization"),
+        device_utilization=agent.summary.get("device_utilization"),
     )
 
 
@@ -102,22 +81,7 @@ def measure_costs(agent: Agent, tell: Callable[[str], None] = lambda _: None) ->
     )
 
 
-def trainer_settings(agent: Agent) -> Settings:
-    """The settings of the agent's trainer, which is started."""
-    trainer = agent.trainer()
-    plan = trainer.plan
-    return replace(
-        settings_of(agent.config, agent.policy, agent.machine.cores),
-        executor=plan.kind,
-        n_collectors=plan.n_collectors,
-        in_subprocesses=plan.in_subprocesses,
-        n_workers=plan.n_workers,
-        overlap=trainer.overlap,
-        compiled=trainer.compiled,
-    )
-
-
-def short_benchmark(agent: Agent, seconds: float) -> BenchmarkResult:
+def short_benchmark(agent: Agent, seconds: float) -> Measured:
     """Train for about so long after a first iteration, for at least two more; nothing new is compiled."""
     seen: list[tuple[float, Progress]] = []
 
@@ -129,23 +93,21 @@ def short_benchmark(agent: Agent, seconds: float) -> BenchmarkResult:
     if compilation is not None:
         compilation.only_cached = True
     agent.learn(10**9, callback=watch)
-    (first_at, first), (last_at, last) = seen[0], seen[-1]
-    wall = max(last_at - first_at, 1e-9)
+    (began, first), (ended, last) = seen[0], seen[-1]
+    wall = max(ended - began, 1e-9)
     phases = {name: (s - first.phases.get(name, 0.0)) / wall for name, s in last.phases.items()}
     metrics = {name: [p.metrics[name] for _, p in seen if name in p.metrics] for name in METRICS}
-    return BenchmarkResult(
+    return Measured(
         steps_per_second=(last.env_steps - first.env_steps) / wall,
         learner_busy=sum(phases.get(phase, 0.0) for phase in LEARN_PHASES),
         phases=phases,
         metrics={name: statistics.median(values) for name, values in metrics.items() if values},
-        summary=agent.summary,
     )
 
 
-def fit_costs(costs: Costs, settings: Settings, result: BenchmarkResult) -> Costs:
+def fit_costs(costs: Costs, settings: Settings, result: Measured, rate: float | None) -> Costs:
     """The costs corrected by what a real lockstep run shows: the overhead around updates, and how long a step takes
-    together with all that a collector, a thread or a worker adds to it."""
-    rate = result.summary["collect_rate"]
+    together with all that a collector, a thread or a worker adds to it. `rate`: its steps/s while nobody learns."""
     if not rate or not result.learner_busy or settings.overlap:
         return costs
     learn = settings.total_batch * result.learner_busy / result.steps_per_second

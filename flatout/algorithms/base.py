@@ -35,6 +35,7 @@ BUILT_IN = ("ppo", "dqn", "pqn")
 
 RANGES: dict[str, Callable[[Any], bool]] = {
     "at least 1": lambda value: value >= 1,
+    "at least 0": lambda value: value >= 0,
     "0 or more": lambda value: value >= 0,
     "above 0": lambda value: value > 0,
     "above 0, or none": lambda value: value is None or value > 0,

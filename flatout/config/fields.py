@@ -12,13 +12,17 @@ import math
 import textwrap
 import types
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import cache
 from numbers import Integral, Real
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from flatout.algorithms import base as algorithms
 from flatout.algorithms.base import AlgorithmConfig
 from flatout.errors import FlatoutError, did_you_mean
+
+Config = TypeVar("Config")
+_UNIONS = (Union, types.UnionType)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -39,7 +43,7 @@ class Field:
     def choices(self) -> tuple[str, ...]:
         """The allowed words of a Literal; else empty."""
         kinds = [self.type, *get_args(self.type)]
-        return next((get_args(kind) for kind in kinds if _is_literal(kind)), ())
+        return next((get_args(kind) for kind in kinds if get_origin(kind) is Literal), ())
 
 
 def flag(name: str) -> str:
@@ -76,7 +80,7 @@ def _sections(attribute: str, kind: Any) -> dict[str, type[Any]]:
     return {attribute: kind} if dataclasses.is_dataclass(kind) and isinstance(kind, type) else {}
 
 
-def replace(config: Any, values: Mapping[str, Any]) -> Any:
+def replace(config: Config, values: Mapping[str, Any]) -> Config:
     """A copy of `config` with some settings changed; an unknown name is refused with the nearest one."""
     held = sections(config)
     every = list(all_fields(type(config)))
@@ -95,13 +99,7 @@ def replace(config: Any, values: Mapping[str, Any]) -> Any:
         target[name] = convert(field, value)
     for section, part in nested.items():
         changes[held[section]] = dataclasses.replace(getattr(config, held[section]), **part)
-    return dataclasses.replace(config, **changes)
-
-
-def to_json(config: Any) -> dict[str, Any]:
-    """The complete config as nested plain data."""
-    names = {attribute: section for section, attribute in sections(config).items()}
-    return {names.get(name, name): value for name, value in dataclasses.asdict(config).items()}
+    return dataclasses.replace(config, **changes)  # type: ignore[type-var]
 
 
 def flatten_json(config: type[Any], data: Any, source: str) -> dict[str, Any]:
@@ -129,10 +127,8 @@ def flatten_json(config: type[Any], data: Any, source: str) -> dict[str, Any]:
 
 def convert(field: Field, value: Any) -> Any:
     """`value` as the field's type; raises a one-line error that names the flag."""
-    try:
+    with suppress(ValueError, TypeError):
         return _convert(field.type, value)
-    except (ValueError, TypeError):
-        pass
     text = ",".join(map(str, value)) if isinstance(value, list | tuple) else value
     if field.choices:
         near = did_you_mean(str(value), field.choices)
@@ -143,8 +139,11 @@ def convert(field: Field, value: Any) -> Any:
 
 def _convert(kind: Any, value: Any) -> Any:
     origin, args = get_origin(kind), get_args(kind)
-    if _is_union(kind):
-        return _convert_union(args, value)
+    if origin in _UNIONS:
+        for member in sorted(args, key=lambda member: member is not types.NoneType):  # `none` is not a text
+            with suppress(ValueError, TypeError):
+                return _convert(member, value)
+        raise ValueError
     if origin is tuple:
         items = value.split(",") if isinstance(value, str) else value
         return tuple(_convert(args[0], item) for item in items)
@@ -159,7 +158,7 @@ def _convert(kind: Any, value: Any) -> Any:
         return float(value)
     if origin is dict and isinstance(value, Mapping):
         return _plain_json(value)
-    if (kind is str and isinstance(value, str)) or (_is_literal(kind) and value in args):
+    if (kind is str and isinstance(value, str)) or (origin is Literal and value in args):
         return value
     raise ValueError
 
@@ -176,19 +175,9 @@ def _plain_json(value: Any) -> Any:
         return int(value)
     if isinstance(value, Real) and math.isfinite(value) and float(value) == value:
         return float(value)
-    if hasattr(value, "tolist") and not isinstance(
-        value, Real
-    ):  # a NumPy array or bool; NumPy itself need not be imported
+    # A NumPy array or bool; NumPy itself need not be imported.
+    if hasattr(value, "tolist") and not isinstance(value, Real):
         return _plain_json(value.tolist())
-    raise ValueError
-
-
-def _convert_union(kinds: tuple[Any, ...], value: Any) -> Any:
-    for kind in sorted(kinds, key=lambda kind: kind is not types.NoneType):  # `none` is not a text
-        try:
-            return _convert(kind, value)
-        except (ValueError, TypeError):
-            continue
     raise ValueError
 
 
@@ -203,18 +192,10 @@ def _to_int(value: Any) -> int:
 def _type_text(kind: Any) -> str:
     if get_origin(kind) is tuple:
         return "whole numbers separated by commas"
-    if _is_union(kind):
+    if get_origin(kind) in _UNIONS:
         return " or ".join(map(_type_text, get_args(kind)))
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
     return {**names, types.NoneType: "none"}.get(kind, "a JSON object, with finite numbers")
-
-
-def _is_union(kind: Any) -> bool:
-    return get_origin(kind) in (Union, types.UnionType)
-
-
-def _is_literal(kind: Any) -> bool:
-    return get_origin(kind) is Literal
 
 
 @cache
@@ -225,11 +206,7 @@ def _docstrings(config: type[Any]) -> dict[str, str]:
         body = ast.parse(textwrap.dedent(inspect.getsource(owner))).body[0]
         assert isinstance(body, ast.ClassDef)
         for statement, following in zip(body.body, body.body[1:], strict=False):
-            if (
-                isinstance(statement, ast.AnnAssign)
-                and isinstance(statement.target, ast.Name)
-                and isinstance(following, ast.Expr)
-                and isinstance(following.value, ast.Constant)
-            ):
-                out[statement.target.id] = str(following.value.value)
+            match statement, following:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=text)):
+                    out[name] = str(text)
     return out

@@ -5,20 +5,17 @@ Later sources override earlier ones: the env's recipe or the preset, a config fi
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from flatout.algorithms import base as algorithms
-from flatout.algorithms.base import Algorithm, AlgorithmConfig, LearnerSpec, Recipe
-from flatout.config.fields import all_fields, convert, flag, flatten_json, to_json
-from flatout.config.fields import replace as replace_fields
-from flatout.device.machine import cache_folder
+from flatout.algorithms.base import Algorithm, AlgorithmConfig, LearnerSpec, Recipe, check
+from flatout.config.fields import all_fields, convert, flatten_json, replace, sections
+from flatout.device.machine import read_cache, write_cache
 from flatout.envs.make import env_id
 from flatout.errors import FlatoutError
 from flatout.executors.base import EXECUTORS, check_kind
@@ -76,11 +73,8 @@ class RunConfig:
     """The network's settings."""
 
     def __post_init__(self) -> None:
-        positive = ("timesteps", "n_envs", "eval_episodes")
-        for name in (*positive, "seed", "eval_every", "checkpoint_every", "n_collectors", "n_workers"):
-            value, least = getattr(self, name), 1 if name in positive else 0
-            if value < least:
-                raise FlatoutError(f"{flag(name)} is {value}; it must be at least {least}")
+        check(self, "at least 1", "timesteps", "n_envs", "eval_episodes")
+        check(self, "at least 0", "seed", "eval_every", "checkpoint_every", "n_collectors", "n_workers")
         if not 0.0 < self.step_timeout < float("inf"):
             raise FlatoutError(
                 f"--step-timeout is {self.step_timeout:g}; it must be a positive number of seconds"
@@ -126,7 +120,8 @@ class RunConfig:
 
     def to_json(self) -> dict[str, Any]:
         """Nested plain data for `from_json`."""
-        return to_json(self)
+        names = {attribute: section for section, attribute in sections(self).items()}
+        return {names.get(name, name): value for name, value in asdict(self).items()}
 
     @staticmethod
     def from_json(data: Any, source: str) -> RunConfig:
@@ -137,24 +132,12 @@ class RunConfig:
         missing = [f.name for f in all_fields(RunConfig) if f.name not in values and f.section not in others]
         if missing:
             raise FlatoutError(f"{source}: misses {', '.join(missing[:3])}; it is not a complete config")
-        blank = RunConfig(
-            env="",
-            algo=values["algo"],
-            timesteps=1,
-            n_envs=256,
-            algorithm=algorithm.config(),
-            network=NetworkConfig(),
-        )
-        return _replace(blank, values)
+        blank = Recipe(n_envs=256, algorithm=algorithm.config(), network=NetworkConfig())
+        return _with(blank, values)
 
 
 def resolve(
-    env: str | None,
-    settings: Mapping[str, Any],
-    *,
-    device: str,
-    n_cores: int,
-    file: Path | None = None,
+    env: str | None, settings: Mapping[str, Any], *, device: str, n_cores: int, file: Path | None = None
 ) -> RunConfig:
     """The complete config for an env, from its recipe or preset, a config file and the user's settings."""
     given = dict(settings)
@@ -168,15 +151,20 @@ def resolve(
     recipe = _recipe(env, _algorithm(given), given.get("preset"), device, n_cores)
     if given.get("preset") == "auto":
         given = tuned_settings(env, given, device, n_cores) | given
+    return _with(recipe, _with_batch_size(given, recipe, device))
+
+
+def _with(recipe: Recipe, values: Mapping[str, Any]) -> RunConfig:
+    """A recipe with these settings, all at once, because every config is validated when it is made."""
     config = RunConfig(
-        env=env,
-        algo=given["algo"],
+        env=values["env"],
+        algo=values["algo"],
         timesteps=recipe.timesteps,
         n_envs=recipe.n_envs,
         algorithm=recipe.algorithm,
         network=recipe.network,
     )
-    return _replace(config, _with_batch_size(given, recipe, device))
+    return replace(config, values)
 
 
 TUNED_KEYS = ("n_envs", "n_steps", "executor", "n_collectors", "n_workers", "overlap")
@@ -185,28 +173,21 @@ TUNED_KEYS = ("n_envs", "n_steps", "executor", "n_collectors", "n_workers", "ove
 
 def save_tuned(config: RunConfig, device: str, n_cores: int) -> None:
     """Save the settings that tuning found for an env on this machine, for `--preset auto`."""
-    path = _tuned_path(config.env, config.descriptor.name, config.env_kwargs, device, n_cores)
+    facts = _tuned_for(config.env, config.descriptor.name, config.env_kwargs, device, n_cores)
     values = {name: getattr(config.algorithm if name == "n_steps" else config, name) for name in TUNED_KEYS}
-    with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"env": config.env, "settings": values}, indent=2))
+    write_cache("tuned", facts, {"env": config.env, "settings": values})
 
 
 def tuned_settings(env: str, given: Mapping[str, Any], device: str, n_cores: int) -> dict[str, Any]:
     """The settings that tuning found for an env on this machine; empty if there are none, or if envs or steps are given."""
     if any(name in given for name in ("n_envs", "n_steps")):
         return {}
-    path = _tuned_path(env, _algorithm(given).name, given.get("env_kwargs") or {}, device, n_cores)
-    with suppress(OSError, ValueError, KeyError):
-        settings: dict[str, Any] = json.loads(path.read_text())["settings"]
-        return settings
-    return {}
+    facts = _tuned_for(env, _algorithm(given).name, given.get("env_kwargs") or {}, device, n_cores)
+    return read_cache("tuned", facts, "settings") or {}
 
 
-def _tuned_path(env: str, algo: str, env_kwargs: Any, device: str, n_cores: int) -> Path:
-    named = [env] if algo == algorithms.DEFAULT else [env, algo]
-    facts = json.dumps([*named, env_kwargs, device, n_cores], sort_keys=True, default=str)
-    return cache_folder() / "tuned" / f"{hashlib.sha256(facts.encode()).hexdigest()[:24]}.json"
+def _tuned_for(env: str, algo: str, *others: Any) -> list[Any]:
+    return [env, *others] if algo == algorithms.DEFAULT else [env, algo, *others]
 
 
 def memory_needed(recipe: Recipe, obs_bytes: int) -> int:
@@ -275,8 +256,7 @@ def _first_choice(env: str, given: Mapping[str, Any]) -> str:
 def _recipe(env: str, algorithm: Algorithm, preset: Any, device: str, n_cores: int) -> Recipe:
     if preset in (None, "none") and env in algorithm.recipes:
         return algorithm.recipes[env]
-    known = next(f for f in all_fields(RunConfig) if f.name == "preset")
-    preset = convert(known, preset)
+    preset = _value({"preset": preset}, "preset", None)
     if preset in (None, "auto"):
         return algorithm.auto_recipe(device != "cpu", n_cores)
     return algorithm.preset(preset)
@@ -284,21 +264,15 @@ def _recipe(env: str, algorithm: Algorithm, preset: Any, device: str, n_cores: i
 
 def _with_batch_size(given: dict[str, Any], recipe: Recipe, device: str) -> dict[str, Any]:
     """The settings with a batch size that divides the rollout, unless the user gave one other than `auto`."""
-    by_name = {f.name: f for f in all_fields(RunConfig)}
-
-    def number(name: str, default: int) -> int:
-        return int(convert(by_name[name], given[name])) if name in given else default
-
-    total = number("n_envs", recipe.n_envs) * number("n_steps", recipe.algorithm.n_steps)
-    wanted = given.get("batch_size")
+    wanted, it = given.get("batch_size"), recipe.algorithm
+    total = _value(given, "n_envs", recipe.n_envs) * _value(given, "n_steps", it.n_steps)
     if wanted not in (None, "auto"):
         return given
-    it = recipe.algorithm
     target = it.AUTO_BATCH[device != "cpu"] if wanted == "auto" else it.batch_size
     return given | {"batch_size": it.fit_batch_size(max(total, 1), target)}
 
 
-def _replace(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
-    """All changes at once, because every config is validated when it is made."""
-    out: RunConfig = replace_fields(config, values)
-    return out
+def _value(given: Mapping[str, Any], name: str, default: Any) -> Any:
+    """A given setting in its own type; the default if it is not given."""
+    setting = next(f for f in all_fields(RunConfig) if f.name == name)
+    return convert(setting, given[name]) if name in given else default

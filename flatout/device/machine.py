@@ -153,17 +153,33 @@ def cache_folder() -> Path:
 
 def remembered(facts: dict[str, Any], measure: Callable[[], float]) -> float:
     """The value measured when these facts were first met on this machine, kept in the cache folder."""
-    text = json.dumps(facts, sort_keys=True)
-    path = cache_folder() / "choices" / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        return float(json.loads(path.read_text())["value"])
+    with suppress(TypeError, ValueError):
+        return float(read_cache("choices", facts, "value"))
     value = measure()
-    with suppress(OSError):  # a folder that cannot be written: measured anew each time
+    write_cache("choices", facts, {"facts": facts, "value": value})  # where it cannot be: measured anew
+    return value
+
+
+def read_cache(kind: str, facts: Any, key: str) -> Any:
+    """What the cache folder holds under this key for these facts; None if there is nothing."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        return json.loads(_cache_file(kind, facts).read_text())[key]
+    return None
+
+
+def write_cache(kind: str, facts: Any, content: dict[str, Any]) -> None:
+    """Keep something for these facts in the cache folder, if that can be written."""
+    path = _cache_file(kind, facts)
+    with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         fresh = path.with_suffix(f".{os.getpid()}")
-        fresh.write_text(json.dumps({"facts": facts, "value": value}, indent=2))
+        fresh.write_text(json.dumps(content, indent=2, default=str))
         os.replace(fresh, path)
-    return value
+
+
+def _cache_file(kind: str, facts: Any) -> Path:
+    text = json.dumps(facts, sort_keys=True, default=str)
+    return cache_folder() / kind / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
 
 
 def _groups(controller: str, cgroups: Path, membership: Path) -> Iterator[Path]:
@@ -204,7 +220,6 @@ def _version(package: str) -> str | None:
     # Imported here: it takes 30 ms, and most callers of this module do not need it.
     from importlib.metadata import PackageNotFoundError, version
 
-    try:
+    with suppress(PackageNotFoundError):
         return version(package)
-    except PackageNotFoundError:
-        return None
+    return None

@@ -41,22 +41,6 @@ EXECUTORS = {
 """Name → `module:NAME` of a class or function that is called with an EnvSet and options and returns an Executor."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """How the envs of a run are stepped."""
-
-    kind: str
-    """A name in EXECUTORS, or FILE.py:NAME."""
-    n_collectors: int = 1
-    in_subprocesses: bool = False
-    """Whether each collector is a process of its own."""
-    n_workers: int = 0
-    """Worker processes of a `process` executor, or threads."""
-    steps_per_second: float = 0.0
-    """Predicted: of collecting, or with overlap of the run; 0 if there was nothing to choose."""
-    reason: str = ""
-
-
 class RestartBudget:
     """At most `max_restarts` restarts of envs or workers within `window_seconds`; one more ends the run."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -15,6 +15,8 @@ from flatout.perf.decide import Decision, Request, decide, seconds_per_step
 from flatout.perf.simulate import Forecast, simulate
 from flatout.runlog.samples import Samples
 
+EXTRA_PHASES = ("checkpoint", "evaluate", "record")
+"""An iteration's work besides collecting and learning."""
 THROTTLED_SHARE = 0.1
 """A card that gives a reason for throttling in this share of its samples is throttled."""
 
@@ -42,21 +44,26 @@ class Finding:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
-    """Measurements of one run; what is not known is None or empty."""
+class Measured:
+    """The measured speed of a run."""
+
+    steps_per_second: float
+    learner_busy: float
+    """Share of wall time."""
+    phases: Mapping[str, float] = field(default_factory=dict)
+    """Share of wall time by phase."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """The learner's metrics: medians over iterations."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case(Measured):
+    """A measured run and everything that decides its speed; what is not known is None or empty."""
 
     costs: Costs
     settings: Settings
     timesteps: float = float("inf")
     """Env steps of the run, in which starting processes has to pay."""
-    steps_per_second: float
-    """Measured."""
-    learner_busy: float
-    """Measured share of wall time."""
-    phases: Mapping[str, float] = field(default_factory=dict)
-    """Measured share of wall time by phase."""
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    """The learner's metrics: medians over iterations."""
     network_arch: tuple[int, ...] = ()
     smaller: tuple[tuple[int, ...], UpdateCost] | None = None
     """A smaller network and its update."""
@@ -86,36 +93,20 @@ class Case:
         """The run as `train --executor auto` would run it, with the overlap that it has."""
         return self.decision("on" if self.settings.overlap else "off").ways[0]
 
-    def predict(self, settings: Settings, costs: Costs | None = None) -> tuple[float, float]:
-        """Steps/s and learner busy with other settings or costs: simulated, scaled by what was measured.
+    def predict(self, settings: Settings, **costs: Any) -> tuple[float, float, float]:
+        """Steps/s, learner busy and gain with other settings or costs: simulated, scaled by what was measured.
 
-        The steps/s are those of the whole run: they include the start of processes.
+        The gain is that of the whole run: it includes the start of processes.
         """
-        after = simulate(costs or self.costs, settings)
+        after = simulate(replace(self.costs, **costs), settings)
         rate = self.steps_per_second * after.steps_per_second / self.now.steps_per_second
         before = seconds_per_step(self.steps_per_second, self.settings, self.timesteps)
         gain = before / seconds_per_step(rate, settings, self.timesteps)
-        return gain * self.steps_per_second, min(after.learner_busy, 1.0)
+        return gain * self.steps_per_second, min(after.learner_busy, 1.0), gain
 
-    def finding(
-        self,
-        kind: str,
-        what: str,
-        evidence: str,
-        change: str,
-        flags: tuple[str, ...] = (),
-        *,
-        settings: Settings | None = None,
-        costs: Costs | None = None,
-        predicted: tuple[float, float] | None = None,
-    ) -> Finding:
-        """A finding; its prediction is given, or that of other settings or costs."""
-        if predicted is None and (settings is not None or costs is not None):
-            predicted = self.predict(settings or self.settings, costs)
-        if predicted is None:
-            return Finding(kind, what, evidence, change, flags)
-        gain = predicted[0] / self.steps_per_second
-        return Finding(kind, what, evidence, change, flags, *predicted, gain)
+    def faster(self, gain: float) -> tuple[float, float, float]:
+        """The same for a run in which the learner loses less time."""
+        return gain * self.steps_per_second, gain * self.learner_busy, gain
 
 
 def case_of_run(
@@ -149,7 +140,7 @@ def case_of_run(
 def _settings(summary: Mapping[str, Any], config: Mapping[str, Any], n_cores: int) -> Settings:
     executor, widths = summary["executor"], config["network"]["network_arch"]
     algorithm = next(part for part in config.values() if isinstance(part, dict) and "n_steps" in part)
-    extra = sum(summary["phases"].get(name, 0.0) for name in ("checkpoint", "evaluate", "record"))
+    extra = sum(summary["phases"].get(name, 0.0) for name in EXTRA_PHASES)
     return Settings(
         n_envs=config["n_envs"],
         n_steps=algorithm["n_steps"],

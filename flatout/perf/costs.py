@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from flatout.device.machine import torch_threads
 
@@ -36,22 +37,17 @@ Points = tuple[tuple[int, float], ...]
 
 def at(points: Points, n: float) -> float:
     """The seconds for a batch of n: linear between two points and beyond the last, constant before the first."""
-    if len(points) == 1:
-        size, seconds = points[0]
-        return seconds * max(n / size, 1.0)
-    place = min(max(bisect_left([size for size, _ in points], n), 1), len(points) - 1)
+    smallest, seconds = points[0]
+    if len(points) == 1 or n <= smallest:
+        return seconds * max(n / smallest, 1.0)
+    place = min(bisect_left([size for size, _ in points], n), len(points) - 1)
     (x0, y0), (x1, y1) = points[place - 1 : place + 1]
-    if n <= points[0][0]:
-        return points[0][1]
-    return max(y0 + (y1 - y0) * (n - x0) / (x1 - x0), points[0][1])
+    return max(y0 + (y1 - y0) * (n - x0) / (x1 - x0), seconds)
 
 
 def rising(points: Points) -> Points:
     """The points with seconds that never fall as the batch grows, whatever the noise."""
-    out: list[tuple[int, float]] = []
-    for size, seconds in points:
-        out.append((size, max(seconds, out[-1][1] if out else 0.0)))
-    return tuple(out)
+    return tuple(accumulate(points, lambda last, it: (it[0], max(it[1], last[1]))))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,7 +14,6 @@ from functools import cache
 from typing import Any
 
 from flatout.errors import FlatoutError
-from flatout.executors.base import Plan
 from flatout.perf.costs import MAX_WAITING_WORKERS, START_SECONDS, WORKERS_PER_CORE, WORTH, Costs, Settings
 from flatout.perf.simulate import FEW_ENV_STEPS, collect_seconds, iteration_seconds, lockstep_seconds
 
@@ -53,10 +52,10 @@ class Request:
 class Decision:
     """How to run, and why."""
 
-    plans: list[Plan]
-    """Ways to step the envs, to be tried in this order; empty if none is possible."""
     ways: list[Settings]
-    """The same as settings."""
+    """Ways to step the envs, to be tried in this order; empty if none is possible."""
+    reasons: dict[Settings, str]
+    """Why each of them."""
     overlap: bool
     overlap_reason: str
     measured: dict[str, Any] = field(default_factory=dict)
@@ -86,8 +85,8 @@ def decide(
     waits = request.env == "async" or (known.waits and request.executor != "serial")
 
     def gain() -> float:
-        if costs is None or settings.on_device:
-            return math.inf  # an async env, or a learner that needs no core
+        if costs is None or settings.on_device or not lockstep:
+            return math.inf  # an async env, a learner that needs no core, or no way to run
         return remember(lambda: max(map(speeds.running, beside)) / speeds.running(lockstep[0]))
 
     spare = any(way.in_subprocesses for way in beside)
@@ -104,11 +103,10 @@ def decide(
         n = min(request.n_collectors, settings.n_envs)
         ways = [replace(collectors, n_collectors=n), *ways]
     ways = list(dict.fromkeys(ways))
-    plans = [_plan(way, request, known, speeds) for way in ways]
-    alone = bool(ways) and ways[0] == settings.in_one_process
-    if alone and request.executor == "auto" and plans[0].steps_per_second:
-        plans[0] = replace(plans[0], reason=f"{plans[0].reason}; more processes would not pay")
-    return Decision(plans=plans, ways=ways, overlap=overlap, overlap_reason=reason)
+    reasons = {way: _reason(way, request, known, speeds) for way in ways}
+    if ways[:1] == [settings.in_one_process] and request.executor == "auto":
+        reasons[ways[0]] += "; more processes would not pay"
+    return Decision(ways=ways, reasons=reasons, overlap=overlap, overlap_reason=reason)
 
 
 class _Speeds:
@@ -231,36 +229,23 @@ def decide_overlap(
     return True, f"collectors and the learner run on different cores, {times:.1f} × as fast"
 
 
-def _plan(way: Settings, request: Request, costs: Costs, speeds: _Speeds) -> Plan:
-    rate = 0.0
+def _reason(way: Settings, request: Request, costs: Costs, speeds: _Speeds) -> str:
+    """Why to step the envs this way."""
     if request.env == "batched":
-        reason = f"the env steps {way.n_envs} at once {request.where}"
-    elif request.env == "async":
-        reason = f"the env is async: {way.n_envs} envs in flight on one event loop"
-    elif request.executor not in ("auto", "thread", "process"):
-        reason = f"asked for with --executor {way.executor}"
-    elif way.in_subprocesses and way.n_collectors == request.n_collectors:
-        reason = f"asked for with --n-collectors {request.n_collectors}"
-    else:
-        cores = f" on {way.n_cores} cores" if way.in_subprocesses else ""
-        if way.overlap:
-            rate = speeds.running(way)
-            reason = f"{stepping(way)} beside the learner{cores}, about {rate:,.0f} steps/s"
-        else:
-            rate, serial = speeds.collecting(way), way.in_one_process
-            step = duration(costs.step_seconds) + (", mostly waiting" if costs.waits else "")
-            gain = "" if way == serial else f", {rate / speeds.collecting(serial):.1f} × one process"
-            reason = (
-                f"a step takes {step}: {stepping(way)}{cores}, collecting about {rate:,.0f} steps/s{gain}"
-            )
-    return Plan(
-        kind=way.executor,
-        n_collectors=way.n_collectors,
-        in_subprocesses=way.in_subprocesses,
-        n_workers=way.n_workers,
-        steps_per_second=rate,
-        reason=reason,
-    )
+        return f"the env steps {way.n_envs} at once {request.where}"
+    if request.env == "async":
+        return f"the env is async: {way.n_envs} envs in flight on one event loop"
+    if request.executor not in ("auto", "thread", "process"):
+        return f"asked for with --executor {way.executor}"
+    if way.in_subprocesses and way.n_collectors == request.n_collectors:
+        return f"asked for with --n-collectors {request.n_collectors}"
+    cores = f" on {way.n_cores} cores" if way.in_subprocesses else ""
+    if way.overlap:
+        return f"{stepping(way)} beside the learner{cores}, about {speeds.running(way):,.0f} steps/s"
+    rate, serial = speeds.collecting(way), way.in_one_process
+    step = duration(costs.step_seconds) + (", mostly waiting" if costs.waits else "")
+    gain = "" if way == serial else f", {rate / speeds.collecting(serial):.1f} × one process"
+    return f"a step takes {step}: {stepping(way)}{cores}, collecting about {rate:,.0f} steps/s{gain}"
 
 
 def stepping(way: Settings) -> str:

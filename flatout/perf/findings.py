@@ -64,13 +64,13 @@ def _envs_that_wait(case: Case) -> Iterator[Finding]:
     costs, settings = case.costs, case.settings
     step = _time(costs.step_seconds)
     if _wait_in_turn(case):
-        yield case.finding(
+        yield Finding(
             "envs wait in turn",
             "the envs wait, one after the other",
             f"a step takes {step}, {_percent(1 - costs.compute_share)} of it waiting",
             f"let them wait at the same time: {describe(case.best)}",
             ("--executor", case.best.executor),
-            settings=case.best,
+            *case.predict(case.best),
         )
     slow = {i: factor for i, factor in enumerate(costs.slowness) if factor > 2}
     n, total = settings.n_envs, settings.total_batch
@@ -83,24 +83,25 @@ def _envs_that_wait(case: Case) -> Iterator[Finding]:
         rates = [case.predict(tried)[0] for tried in more]
         # The smallest number that gives nearly all there is to gain.
         best = next(tried for tried, rate in zip(more, rates, strict=True) if rate >= 0.95 * max(rates))
-        yield case.finding(
+        yield Finding(
             "envs wait",
             "the learner waits for envs that wait",
             f"{n} envs that take {step} a step give {_rate(case.now.collect_rate)}, "
             f"the learner could take {_rate(case.now.learn_rate)}",
             f"run {best.n_envs} envs; rollouts of {best.n_steps} steps keep the total batch at {total:,}",
             ("--n-envs", str(best.n_envs), "--n-steps", str(best.n_steps)),
-            settings=best,
+            *case.predict(best),
         )
     if slow:
         names = list(map(str, slow))
         who = f"env {names[0]} takes" if len(slow) == 1 else f"envs {', '.join(names[:5])} take"
-        yield case.finding(
+        yield Finding(
             "slow env",
             "every rollout waits for the slowest env",
             f"{who} {max(slow.values()):.0f} × as long for a step as the others ({step})",
             "make it as fast as the others, or leave it out",
-            costs=replace(costs, slowness=(1.0,)),
+            (),
+            *case.predict(settings, slowness=(1.0,)),
         )
 
 
@@ -118,29 +119,29 @@ def _envs_that_compute(case: Case) -> Iterator[Finding]:
         all_busy = settings.starts_processes or min(n_cores, settings.n_envs) < 2
         env_is_most = most < 2 * now.collect_rate  # of the time of collecting
         if not settings.starts_processes and case.best.starts_processes:
-            yield case.finding(
+            yield Finding(
                 "env computes",
                 "one process steps all envs while other cores idle",
                 evidence,
                 f"use the other cores: {describe(case.best)}",
                 ("--executor", "auto"),
-                settings=case.best,
+                *case.predict(case.best),
             )
         elif all_busy and env_is_most and now.collect_rate <= 0.8 * now.learn_rate:
-            yield case.finding(
+            yield Finding(
                 "env computes",
                 "the env's own computing is the limit, and all cores are busy with it",
                 evidence,
                 f"make a step cheaper: {n_cores} cores cannot step it more than {_rate(most)}",
             )
     if settings.executor == "process" and settings.n_workers > WORKERS_PER_CORE * n_cores:
-        yield case.finding(
+        yield Finding(
             "too many processes",
             f"{settings.n_workers} processes share {n_cores} cores",
             f"each time step is {settings.n_workers} messages of {_time(costs.handover)}, for envs that compute {step}",
             f"fewer messages: {describe(case.best)}",
             ("--executor", "auto", "--n-workers", "0"),
-            settings=case.best,
+            *case.predict(case.best),
         )
 
 
@@ -152,13 +153,13 @@ def _turns(case: Case) -> Iterator[Finding]:
     if decision.overlap:
         better = decision.ways[0]
         same = (better.executor, better.in_subprocesses) == (settings.executor, settings.in_subprocesses)
-        yield case.finding(
+        yield Finding(
             "learns in turn",
             "collecting and learning take turns",
             f"the learner is busy {_percent(case.learner_busy)} of the time and waits for the rest",
             f"collect the next rollout while learning from this one: {describe(better)}",
             ("--overlap", "on", *(() if same else ("--executor", "auto"))),
-            settings=better,
+            *case.predict(better),
         )
 
 
@@ -169,7 +170,7 @@ def _updates(case: Case) -> Iterator[Finding]:
     if case.smaller is not None and cost.python <= 0.5 * total and now.learn_rate <= now.collect_rate:
         arch, its_cost = case.smaller
         names = [",".join(map(str, widths)) for widths in (case.network_arch, arch)]
-        yield case.finding(
+        yield Finding(
             "big network",
             "the network's arithmetic is the limit",
             f"an update of {names[0]} takes {_time(total)}, {settings.n_updates:g} of them an iteration; the envs could "
@@ -177,33 +178,31 @@ def _updates(case: Case) -> Iterator[Finding]:
             f"see whether {names[1]} learns as well (its update takes {_time(its_cost.seconds(size))}), "
             "or learn on a GPU",
             ("--network-arch", names[1]),
-            settings=replace(settings, compiled=False),
-            costs=replace(costs, update=its_cost, compiled=None),
+            *case.predict(replace(settings, compiled=False), update=its_cost, compiled=None),
         )
     larger = [n for n in ladder(2 * size, GOOD_BATCH) if settings.total_batch % n == 0]
     if size < SMALL_BATCH and cost.python >= 0.5 * total and larger:
         good = larger[-1]
-        yield case.finding(
+        yield Finding(
             "tiny batches",
             "minibatches are so small that launching them is most of the work",
             f"an update with a minibatch of {size} takes {_time(update_seconds(costs, settings))}, one of "
             f"{good} {_time(cost.seconds(good))}; {settings.n_updates:,g} updates an iteration",
             f"learn from minibatches of {good}; this changes what is learned, so compare the returns",
             ("--batch-size", str(good)),
-            settings=replace(settings, batch_size=good, compiled=False),
+            *case.predict(replace(settings, batch_size=good, compiled=False)),
         )
     if not settings.compiled and not settings.on_device and cost.python >= 0.4 * total:
         # What compiling usually leaves: nearly no launching, a little less arithmetic.
         native = max(total - cost.python, 0.1 * cost.python) * COMPILED_NATIVE
         guess = UpdateCost(python=COMPILED_PYTHON, points=((size, native + COMPILED_PYTHON),))
-        yield case.finding(
+        yield Finding(
             "update overhead",
             "updates are mostly Python launching small operations",
             f"an update takes {_time(total)}, of which about {_time(min(cost.python, total))} are launching",
             "compile the update (half a minute, once for these settings)",
             ("--compile", "on"),
-            settings=replace(settings, compiled=True),
-            costs=replace(costs, compiled=costs.compiled or guess),
+            *case.predict(replace(settings, compiled=True), compiled=costs.compiled or guess),
         )
 
 
@@ -221,13 +220,13 @@ def _epochs(case: Case) -> Iterator[Finding]:
         why = f"after half of them the policy has moved {_percent(settled)} as far as after all"
     else:
         return
-    yield case.finding(
+    yield Finding(
         "useless epochs",
         f"{settings.n_epochs} epochs keep the learner busy, but {why}",
         f"{_percent(clipped)} of samples clipped, KL {kl:.2g} an iteration",
         f"{GOOD_EPOCHS} epochs; utilisation falls, the return should not: compare at equal wall time",
         ("--n-epochs", str(GOOD_EPOCHS)),
-        settings=replace(settings, n_epochs=GOOD_EPOCHS),
+        *case.predict(replace(settings, n_epochs=GOOD_EPOCHS)),
     )
 
 
@@ -240,13 +239,13 @@ def _interruptions(case: Case) -> Iterator[Finding]:
     every = max(every, case.settings.total_batch)
     fewer = _round_up(every * share / (1 - share) / (OVERHEAD_SHARE / 2))
     gain = (1 - share * every / fewer) / (1 - share)
-    yield case.finding(
+    yield Finding(
         f"{what.split()[0]} too often",
         f"{what} {_percent(share)} of the time",
         f"every {every:,} env steps, that is every {every / case.steps_per_second:.1f} s",
         f"every {fewer:,} env steps",
         (f"--{flag}-every", str(fewer)),
-        predicted=(gain * case.steps_per_second, gain * case.learner_busy),
+        *case.faster(gain),
     )
 
 
@@ -255,18 +254,17 @@ def _device(case: Case) -> Iterator[Finding]:
     here = update_seconds(costs, settings)
     there = case.on_cpu.seconds(settings.batch_size) if case.on_cpu is not None else here
     if case.on_cpu is not None and settings.on_device and there <= here:
-        yield case.finding(
+        yield Finding(
             "GPU slower than CPU",
             "this network is too small for the GPU",
             f"an update takes {_time(here)} on the GPU and {_time(there)} on the CPU",
             "learn on the CPU",
             ("--device", "cpu"),
-            settings=replace(settings, on_device=False),
-            costs=replace(costs, update=case.on_cpu, compiled=None),
+            *case.predict(replace(settings, on_device=False), update=case.on_cpu, compiled=None),
         )
     used = case.device_utilization
     if used is not None and used <= 0.3 and now.learn_rate >= 2 * now.collect_rate:
-        yield case.finding(
+        yield Finding(
             "small network on a big GPU",
             "one run cannot fill this GPU",
             f"device utilisation {_percent(used)} (time in which any kernel ran), learner busy "
@@ -275,16 +273,16 @@ def _device(case: Case) -> Iterator[Finding]:
         )
     share = case.phases.get(Phase.STAGE, 0.0)
     if share >= 0.1 and settings.on_device:
-        yield case.finding(
+        yield Finding(
             "copies",
             "moving rollouts to the device takes a notable part of the time",
             f"{_percent(share)} of the time",
             "overlap hides it; an env that steps on the device avoids it",
             () if settings.overlap else ("--overlap", "on"),
-            predicted=(case.steps_per_second / (1 - share), case.learner_busy / (1 - share)),
+            *case.faster(1 / (1 - share)),
         )
     if case.memory_share is not None and case.memory_share >= 0.9:
-        yield case.finding(
+        yield Finding(
             "memory near the limit",
             "memory is nearly full",
             f"{_percent(case.memory_share)} in use",
@@ -292,7 +290,7 @@ def _device(case: Case) -> Iterator[Finding]:
             ("--n-steps", str(max(settings.n_steps // 2, 1))),
         )
     if case.throttled:
-        yield case.finding(
+        yield Finding(
             "throttled",
             "the card runs below its clock",
             f"it gives as reason: {', '.join(case.throttled)}",

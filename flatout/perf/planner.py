@@ -164,14 +164,13 @@ def plan_run(
     """How to run so many env steps. `overlapped`: how the run began, if it is resumed."""
     config, policy, learner = probe.config, probe.policy, probe.learner
     kind = "batched" if env.batched else "async" if env.is_async else ""
-    measured: dict[str, Any] = {"step_seconds": None, "compute_share": None, "launch_seconds": None}
+    measured: dict[str, Any] = dict.fromkeys(("step_seconds", "compute_share", "launch_seconds"))
     costs: Costs | None = None
     if not kind and (config.executor in ("auto", "thread", "process") or config.overlap == "auto"):
         costs = time_steps(env.factory, policy.action, seed=config.seed)
         least = 1 if costs.waits else max(config.n_envs // n_cores, 1)
         costs = replace(costs, act=acting_times(policy, {least, config.n_envs}))
-        measured |= {"step_seconds": costs.step_seconds, "compute_share": costs.compute_share}
-        measured["picklable"] = costs.picklable
+        measured |= {name: getattr(costs, name) for name in ("step_seconds", "compute_share", "picklable")}
 
     def with_updates() -> Costs:
         """The costs with those of updates, in the form that the run will use."""

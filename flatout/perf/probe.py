@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import statistics
 from itertools import count
 from time import perf_counter, thread_time
@@ -18,11 +19,6 @@ from flatout.envs.wrappers import blocking
 from flatout.errors import one_line
 from flatout.perf.costs import Costs, Settings
 from flatout.perf.decide import Request, decide
-
-try:
-    import resource
-except ImportError:  # Windows
-    resource = None  # type: ignore[assignment]
 
 QUICK_SECONDS = 100e-6
 """Steps below this are timed many at once."""
@@ -138,5 +134,6 @@ def rank_kinds(
         return ["serial"], [f"the env could not be measured ({one_line(error)}); using serial"]
     settings = Settings(n_envs=n_envs, n_steps=128, batch_size=1, n_cores=usable_cores())
     request = Request(timesteps=MAKE_VEC_STEPS, overlap="off", subprocess_collectors=False)
-    plans = decide(request, settings, costs).plans
-    return [plan.kind for plan in plans], [f"executor {plans[0].kind}: {plans[0].reason}"]
+    found = decide(request, settings, costs)
+    best = found.ways[0]
+    return [way.executor for way in found.ways], [f"executor {best.executor}: {found.reasons[best]}"]

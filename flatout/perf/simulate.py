@@ -196,7 +196,8 @@ class _Pipeline:
 
     def _all(self, activities: Iterable[Activity]) -> Activity:
         """Run activities at the same time, until the last one has ended."""
-        ended, n_left = Signal(), 1
+        activities, ended = list(activities), Signal()
+        n_left = len(activities)
 
         def counted(activity: Activity) -> Activity:
             nonlocal n_left
@@ -206,11 +207,8 @@ class _Pipeline:
                 self._cores.fire(ended)
 
         for activity in activities:
-            n_left += 1
             self._cores.start(counted(activity))
-        n_left -= 1
-        if n_left:
-            yield ended
+        yield ended
 
     def _collect_ready(self) -> Activity:
         """Envs that wait at the same time, rollout after rollout; the policy acts on those that are ready."""

@@ -18,11 +18,11 @@ def identity(trainer: Trainer, device: str) -> dict[str, Any]:
         "seed": config.seed,
         "device": device,
         "executor": {
-            "kind": plan.kind,
+            "kind": plan.executor,
             "collectors": plan.n_collectors,
             "children": plan.in_subprocesses,
             "workers": plan.n_workers,
-            "reason": plan.reason,
+            "reason": trainer.plan_reason,
         },
         "overlap": {
             "on": trainer.overlap,

@@ -22,10 +22,11 @@ from flatout.device.machine import free_memory, torch_threads
 from flatout.envs.check import EnvInfo
 from flatout.envs.spaces import space_to_json
 from flatout.errors import FlatoutError, one_line
-from flatout.executors.base import EXECUTORS, EnvSet, Executor, Plan, RestartBudget, make_executor
+from flatout.executors.base import EXECUTORS, EnvSet, Executor, RestartBudget, make_executor
 from flatout.learning.compile import Compilation, Recipe
 from flatout.learning.learner import Learner
 from flatout.models.policy import Policy
+from flatout.perf.costs import Settings
 from flatout.perf.planner import UpdateProbe, faster_device, plan_run
 from flatout.timing import DeviceClock, PhaseClock
 from flatout.training.checkpoint import Checkpoint
@@ -85,7 +86,8 @@ class Trainer:
         self.measured = decision.measured
         """Measurements before the run, in seconds: an env's step, launching an update; None if it was not measured."""
         self.state.overlapped = self.overlap
-        self.plan, self.collector, rollouts = self._first_that_starts(decision.plans)
+        self.plan, self.collector, rollouts = self._first_that_starts(decision.ways)
+        self.plan_reason = decision.reasons.get(self.plan, "")
         n_beside = self.plan.n_collectors if self.overlap and self.plan.in_subprocesses else 0
         learn_threads = self.learner.threads(n_cores, n_beside)
         collect_threads = learn_threads if self.overlap else torch_threads(n_params, config.n_envs, n_cores)
@@ -117,7 +119,9 @@ class Trainer:
         recipe = Recipe(spec=spec, device=device, precision=self.precision, n_threads=n_threads)
         self.learner.compilation = Compilation(recipe, wait=config.compile == "on")
 
-    def _first_that_starts(self, ranked: list[Plan]) -> tuple[Plan, Collects[Any], Sequence[SizedRollout]]:
+    def _first_that_starts(
+        self, ranked: list[Settings]
+    ) -> tuple[Settings, Collects[Any], Sequence[SizedRollout]]:
         """Build the best plan; if it cannot start, note that and build the next."""
         for plan, following in zip_longest(ranked, ranked[1:]):
             try:
@@ -126,11 +130,11 @@ class Trainer:
                 if following is None:
                     raise
                 self.notes.append(
-                    f"executor {plan.kind} could not start ({one_line(error)}); using {following.kind}"
+                    f"executor {plan.executor} could not start ({one_line(error)}); using {following.executor}"
                 )
         raise FlatoutError(f"--executor {self.config.executor} cannot run this env; use --executor auto")
 
-    def _make_collector(self, plan: Plan) -> tuple[Collects[Any], Sequence[SizedRollout]]:
+    def _make_collector(self, plan: Settings) -> tuple[Collects[Any], Sequence[SizedRollout]]:
         """The collector of a plan, and the rollouts it fills."""
         config, policy = self.config, self.policy
         n_steps, n_slots = config.algorithm.n_steps, 2 if self.overlap else 1
@@ -156,7 +160,7 @@ class Trainer:
                 timeout=config.step_timeout,
             )
             return processes, processes.rollouts
-        is_batched = plan.kind == "batched"
+        is_batched = plan.executor == "batched"
         device = policy.device if is_batched else faster_device(policy, config.n_envs)
         model, source = policy.model, None
         if self.overlap or device != policy.device:  # acting needs its own copy of the parameters
@@ -174,7 +178,7 @@ class Trainer:
                 exploration=exploration,
             )
         collector = Collector(
-            make_executor(plan.kind, envs, n_workers=plan.n_workers, step_timeout=config.step_timeout),
+            make_executor(plan.executor, envs, n_workers=plan.n_workers, step_timeout=config.step_timeout),
             model,
             device=device,
             seed=config.seed,
@@ -209,7 +213,7 @@ class Trainer:
         self.learner.restore_replay(replay, saved.env_steps)
         envs = {name: t.numpy() for name, t in _named("envs.", tensors).items()}
         # Snapshots of batched envs do not say how to replay an env; only batched envs can restore them.
-        if not envs or ("ages" not in envs and self.plan.kind in EXECUTORS and not self._env.batched):
+        if not envs or ("ages" not in envs and self.plan.executor in EXECUTORS and not self._env.batched):
             self.collector.reset()
             return list(range(self.config.n_envs))
         return self.collector.restore(envs)

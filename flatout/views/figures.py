@@ -82,6 +82,11 @@ def told(template: str, value: float | None, show: Callable[[float], str] = numb
     return "" if value is None else template.format(show(value))
 
 
+def joined(separator: str, *texts: str) -> str:
+    """The texts that are not empty, in one."""
+    return separator.join(filter(None, texts))
+
+
 def _decimals(size: float) -> int:
     if size >= 1000:
         return 0

@@ -138,12 +138,12 @@ class LiveDisplay:
 
     def _return_figures(self, progress: Progress, width: int) -> list[Text]:
         cells = min(20, width // 4)
-        figures = return_figures(progress.return_mean, progress.return_std, self._returns.values, cells)
-        if self._evaluated is not None:
-            figures.append(figure("evaluated", fmt.number(self._evaluated)))
-        if progress.length_mean is not None:
-            figures.append(figure("length", fmt.number(progress.length_mean)))
-        return [*figures, figure("episodes", fmt.count(progress.episodes))]
+        return [
+            *return_figures(progress.return_mean, progress.return_std, self._returns.values, cells),
+            figure("evaluated", fmt.told("{}", self._evaluated)),
+            figure("length", fmt.told("{}", progress.length_mean)),
+            figure("episodes", fmt.count(progress.episodes)),
+        ]
 
 
 _displays: weakref.WeakSet[LiveDisplay] = weakref.WeakSet()
@@ -156,8 +156,7 @@ def _leave_child() -> None:
             sys.stdout, sys.stderr = display._streams_before
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_leave_child)
+os.register_at_fork(after_in_child=_leave_child)
 
 
 def _is_terminal(stream: TextIO | None) -> bool:
@@ -197,11 +196,12 @@ def steps_row(
     """The progress bar, and as many figures of time and steps as fit beside it."""
     share = fmt.share_done(steps, total)
     of_total = f" of {fmt.count(total)} ({fmt.percent(share)})" if total else " env steps"
-    figures = [Text.assemble((fmt.count(steps), "bold"), of_total)]
-    if left is not None and math.isfinite(left):
-        figures.append(Text(f"{fmt.duration(left)} left"))
-    if elapsed is not None:
-        figures.append(Text(f"{fmt.duration(elapsed)} elapsed", "dim"))
+    known_left = left if left is not None and left < math.inf else None
+    figures = [
+        Text.assemble((fmt.count(steps), "bold"), of_total),
+        Text(fmt.told("{} left", known_left, fmt.duration)),
+        Text(fmt.told("{} elapsed", elapsed, fmt.duration), "dim"),
+    ]
     shown = fitting(figures, width - 10, gap)
     bar_cells = width - sum(figure.cell_len + len(gap) for figure in shown)
     return Text(gap).join([bar(share, max(bar_cells, 4)), *shown])
@@ -209,10 +209,7 @@ def steps_row(
 
 def return_figures(mean: float | None, std: float | None, curve: Sequence[float], cells: int) -> list[Text]:
     """The mean return, and its curve over the run."""
-    figures = [Text(fmt.mean_and_std(mean, std), "bold green")]
-    if blocks := sparkline(curve, cells):
-        figures.append(Text(blocks, "green"))
-    return figures
+    return [Text(fmt.mean_and_std(mean, std), "bold green"), Text(sparkline(curve, cells), "green")]
 
 
 def _speed_figures(progress: Progress) -> list[Text]:
@@ -261,8 +258,8 @@ def sparkline(values: Sequence[float], cells: int) -> str:
 
 
 def figure(label: str, value: str, style: str = "") -> Text:
-    """A value after its label."""
-    return Text.assemble((f"{label} ", "dim"), (value, style))
+    """A value after its label; empty without a value."""
+    return Text.assemble((f"{label} ", "dim"), (value, style)) if value else Text()
 
 
 def row(label: str, figures: Sequence[Text], width: int, gap: str, label_cells: int) -> Text:
@@ -272,10 +269,10 @@ def row(label: str, figures: Sequence[Text], width: int, gap: str, label_cells: 
 
 
 def fitting(figures: Sequence[Text], width: int, gap: str) -> list[Text]:
-    """The first figures that fit side by side."""
+    """The first figures that fit side by side, without empty ones."""
     shown: list[Text] = []
     used = 0
-    for figure in figures:
+    for figure in filter(None, figures):
         used += figure.cell_len + (len(gap) if shown else 0)
         if used > width:
             break

@@ -125,13 +125,10 @@ class JobReader:
         known, runs = {**self._config, **record}, status == "running"
         executor, overlap = _mapping(record.get("executor")), _mapping(record.get("overlap"))
         figures = {name: number(record.get(name)) for name in _FIGURES}
-        steps, speed, updated = (
-            figures["env_steps"],
-            figures["steps_per_second"],
-            number(record.get("updated")),
-        )
+        steps, speed = figures["env_steps"], figures["steps_per_second"]
         total = figures["total_steps"] or number(self._config.get("timesteps"))
-        silent = max(0.0, time() - updated) if runs and updated is not None else None
+        updated = number(record.get("updated")) if runs else None
+        silent = None if updated is None else max(0.0, time() - updated)
         left = None
         if runs and steps is not None and total and speed:
             left = max(0.0, seconds_left(steps, total, speed) - (silent or 0.0))

@@ -19,11 +19,11 @@ import numpy as np
 import numpy.typing as npt
 
 from flatout.perf.case import Finding
-from flatout.runlog.folder import number, write_text
+from flatout.runlog.folder import write_text
 from flatout.runlog.records import RunRecords, read_run
 from flatout.runlog.spans import Floats, Lane, Spans, is_idle, timeline
-from flatout.views.figures import mean_and_std, percent, rate, seconds_text, told
-from flatout.views.text import busy_seconds, learner_wall, run_findings, summary_lines, verdict
+from flatout.views.figures import joined, mean_and_std, percent, rate, seconds_text, told
+from flatout.views.text import busy_seconds, learner_wall, numbers, run_findings, summary_lines, verdict
 
 _TINY = 0.005
 """Causes of idle time below this share are shown together."""
@@ -47,7 +47,8 @@ def write_report(folder: Path, findings: Sequence[Finding] | None = None) -> Pat
 
 def report_page(records: RunRecords, findings: Sequence[Finding] | None = None) -> str:
     """The page of a run."""
-    data = json.dumps(page_data(records), separators=(",", ":"), allow_nan=False)
+    drawn = {"curve": curve(records), "time": over_time(records), "gantt": gantt(records.spans)}
+    data = json.dumps(drawn, separators=(",", ":"), allow_nan=False)
     parts = {
         "name": escape(records.path.resolve().name),
         "identity": escape(dict(summary_lines(records.summary)).get("run", "")),
@@ -73,17 +74,10 @@ def _asset(name: str) -> str:
 
 
 def _tiles(records: RunRecords) -> str:
-    keys = (
-        "return_mean",
-        "return_std",
-        "steps_per_second",
-        "learner_busy",
-        "device_utilization",
-        "wall_seconds",
-    )
-    mean, std, speed, busy, device, wall = (number(records.summary.get(key)) for key in keys)
+    mean, std, speed = numbers(records.summary, "return_mean", "return_std", "steps_per_second")
+    busy, device, wall = numbers(records.summary, "learner_busy", "device_utilization", "wall_seconds")
     tiles = (
-        ("return", "" if mean is None else mean_and_std(mean, std), "last 100 episodes"),
+        ("return", told("{}", mean, lambda mean: mean_and_std(mean, std)), "last 100 episodes"),
         ("steps/s", told("{}", speed, rate), "env steps per second of wall time"),
         ("learner busy", told("{}", busy, percent), "share of the time in update work"),
         ("device utilisation", told("{}", device, percent), "any kernel ran; not how full"),
@@ -125,12 +119,12 @@ def _findings(findings: Sequence[Finding]) -> str:
 
 
 def _predicted(finding: Finding) -> str:
-    parts = (
+    known = joined(
+        ", ",
         told("{} × the speed", finding.gain, "{:.2g}".format),
         told("{} steps/s", finding.steps_per_second, rate),
         told("learner busy {}", finding.learner_busy, percent),
     )
-    known = ", ".join(filter(None, parts))
     return f'<p class="predicted">predicted: {known}</p>' if known else ""
 
 
@@ -167,11 +161,6 @@ def _shown(value: object) -> str:
     return "–" if value is None or value in ([], {}) else json.dumps(value, ensure_ascii=False)
 
 
-def page_data(records: RunRecords) -> dict[str, Any]:
-    """Everything that the page draws."""
-    return {"curve": curve(records), "time": over_time(records), "gantt": gantt(records.spans)}
-
-
 def curve(records: RunRecords) -> dict[str, Any]:
     """The learning curve: env steps, seconds, mean return of the last 100 episodes, evaluations."""
     columns = [
@@ -195,7 +184,8 @@ def curve(records: RunRecords) -> dict[str, Any]:
 def over_time(records: RunRecords) -> dict[str, Any]:
     """Steps/s, learner busy and the machine's load over wall time; each point is a mean around its time."""
     seconds, samples = records.metrics.get("time/time_elapsed", np.zeros(0)), records.samples
-    end = max(records.spans.end, _last(seconds), _last(samples.t))
+    times = np.concatenate([seconds, samples.t])
+    end = float(np.max(times, where=np.isfinite(times), initial=records.spans.end))
     if end <= 0:
         return {"t": [], "rate": [], "busy": [], "gpu": [], "cores": []}
     t = np.linspace(0, end, _N_TIMES)
@@ -305,11 +295,6 @@ def _means(times: Floats, values: Floats, t: Floats) -> Floats:
         sums[high] - sums[low], high - low, out=np.full(len(t), np.nan), where=high > low
     )
     return means
-
-
-def _last(values: Floats) -> float:
-    known = values[np.isfinite(values)]
-    return float(known.max()) if known.size else 0.0
 
 
 def _spread(indices: npt.NDArray[np.intp], most: int) -> npt.NDArray[np.intp]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,11 +11,11 @@ from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.text import Text
 
-from flatout.runlog.folder import number
 from flatout.timing import Phase
 from flatout.views import live
-from flatout.views.figures import count, duration, mean_and_std, percent, rate, share_done
+from flatout.views.figures import count, duration, mean_and_std, percent, rate, share_done, told
 from flatout.views.monitor import Job, MonitorState, Strip
+from flatout.views.text import numbers
 
 WIDEST = 140
 _SILENT_SECONDS = 10.0
@@ -85,7 +86,7 @@ def _panel(job: Job, lines: list[Text], width: int) -> Panel:
     about = [job.env, job.algo.upper(), job.device, job.executor, collectors, overlap]
     title = Text.assemble((job.name, "bold"), " · ", _state(job), style="not dim")
     room = width - 9 - title.cell_len
-    for word in live.fitting([Text(word) for word in about if word], room, " · "):
+    for word in live.fitting([*map(Text, about)], room, " · "):
         title.append(" · ").append_text(word)
     return live.framed(lines, title, width)
 
@@ -113,17 +114,15 @@ def _lines(job: Job, width: int, most_lanes: int) -> list[Text]:
 def _figure_lines(job: Job, env_steps: float, width: int) -> list[Text]:
     elapsed = None if job.wall_seconds is None else job.wall_seconds + (job.seconds_silent or 0.0)
     returns = live.return_figures(job.return_mean, job.return_std, job.returns, min(24, width // 4))
-    if job.episodes is not None:
-        returns.append(live.figure("episodes", count(job.episodes)))
-    speed = []
-    if job.steps_per_second is not None:
-        speed.append(Text.assemble((rate(job.steps_per_second), "bold"), " steps/s"))
-    if job.learner_busy is not None:
-        speed.append(live.figure("learner busy", percent(job.learner_busy), "bold"))
+    returns.append(live.figure("episodes", told("{}", job.episodes, count)))
+    speed = [
+        Text.from_markup(told("[bold]{}[/] steps/s", job.steps_per_second, rate)),
+        live.figure("learner busy", told("{}", job.learner_busy, percent), "bold"),
+    ]
+    rows = {"return": returns} | ({"speed": speed} if any(speed) else {})
     return [
         live.steps_row(env_steps, job.total_steps or 0, job.seconds_left, elapsed, width, "  "),
-        live.row("return", returns, width, "   ", LABEL_CELLS),
-        *([live.row("speed", speed, width, "   ", LABEL_CELLS)] if speed else []),
+        *(live.row(label, figures, width, "   ", LABEL_CELLS) for label, figures in rows.items()),
     ]
 
 
@@ -132,11 +131,8 @@ def _idle_lines(job: Job, width: int) -> list[Text]:
     causes = [f"{percent(share)} {cause}" for cause, share in list(job.idle.items())[:2] if share >= 0.005]
     text = percent(sum(job.idle.values())) + (f": {', '.join(causes)}" if causes else "")
     lines = textwrap.wrap(text, max(20, width - LABEL_CELLS), max_lines=2, placeholder=" …")
-    labels = ("idle", "")
-    return [
-        Text.assemble((f"{label:<{LABEL_CELLS}}", "dim"), line)
-        for label, line in zip(labels, lines, strict=False)
-    ]
+    labelled = zip(("idle", ""), lines, strict=False)
+    return [Text.assemble((f"{label:<{LABEL_CELLS}}", "dim"), line) for label, line in labelled]
 
 
 def _briefly(jobs: list[Job], width: int, lines: int) -> list[Text]:
@@ -148,14 +144,13 @@ def _briefly(jobs: list[Job], width: int, lines: int) -> list[Text]:
 
 
 def _brief(job: Job, width: int) -> Text:
-    figures = [Text.assemble((job.name, "bold"), " · ", _state(job))]
-    if job.env_steps is not None:
-        figures.append(Text(percent(share_done(job.env_steps, job.total_steps or 0))))
-    figures.append(live.figure("return", mean_and_std(job.return_mean, job.return_std)))
-    if job.steps_per_second is not None:
-        figures.append(Text(f"{rate(job.steps_per_second)} steps/s"))
-    if job.learner_busy is not None:
-        figures.append(live.figure("busy", percent(job.learner_busy)))
+    figures = [
+        Text.assemble((job.name, "bold"), " · ", _state(job)),
+        Text(told("{}", job.env_steps, lambda steps: percent(share_done(steps, job.total_steps or 0)))),
+        live.figure("return", mean_and_std(job.return_mean, job.return_std)),
+        Text(told("{} steps/s", job.steps_per_second, rate)),
+        live.figure("busy", told("{}", job.learner_busy, percent)),
+    ]
     return Text("  ", no_wrap=True, overflow="crop").join(live.fitting(figures, width, "  "))
 
 
@@ -180,12 +175,12 @@ def _strip_line(strip: Strip) -> Text:
 
 def _legend(job: Job, strips: Sequence[Strip], width: int) -> list[Text]:
     """The time shown and the letters used, with shorter words or in two lines where it is narrow."""
-    seen = [phase for strip in strips for phase in strip.cells if phase]
-    phases = sorted(set(seen), key=lambda phase: -seen.count(phase))
+    seen = Counter(phase for strip in strips for phase in strip.cells if phase)
     room = width - LABEL_CELLS
     for meanings in (_MEANINGS, {}):
         words = [
-            Text.assemble(_PHASES.get(phase, _OTHER), f" {meanings.get(phase, phase)}") for phase in phases
+            Text.assemble(_PHASES.get(phase, _OTHER), f" {meanings.get(phase, phase)}")
+            for phase, _ in seen.most_common()
         ]
         if len(first := live.fitting(words, room, "  ")) == len(words):
             break
@@ -227,18 +222,16 @@ def _cores(loads: list[float], width: int) -> list[Text]:
 
 def _gpu(device: str, gpu: Mapping[str, Any], width: int) -> list[Text]:
     """The newest sample of a card, as far as it is known."""
-    known = {name: value for name in gpu if (value := number(gpu[name])) is not None}
-    memory, total, load = known.get("memory"), known.get("memory_total"), known.get("utilization")
-    figures = []
-    if load is not None:
+    load, memory, total = numbers(gpu, "utilization", "memory", "memory_total")
+    power, temperature = numbers(gpu, "power", "temperature")
+    texts = (
         # Not "busy": the driver counts any kernel, however little of the card it fills.
-        figures.append(Text(f"{percent(load)} of time in kernels"))
-    if memory is not None:
-        figures.append(Text(_gigabytes(memory) + (f" of {_gigabytes(total)}" if total else "")))
-    for name, unit in (("power", "W"), ("temperature", "°C")):
-        if name in known:
-            figures.append(Text(f"{known[name]:.0f} {unit}"))
-    shown = Text("  ").join(live.fitting(figures, width - _GAUGE_LABEL_CELLS - 6, "  "))
+        told("{} of time in kernels", load, percent),
+        told("{}" + told(" of {}", total or None, _gigabytes), memory, _gigabytes),
+        told("{} W", power, "{:.0f}".format),
+        told("{} °C", temperature, "{:.0f}".format),
+    )
+    shown = Text("  ").join(live.fitting([*map(Text, texts)], width - _GAUGE_LABEL_CELLS - 6, "  "))
     line = _labelled(device, shown) if load is None else _gauge(device, load, shown, width)
     reasons = gpu.get("throttled")
     if not isinstance(reasons, list) or not reasons:

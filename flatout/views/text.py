@@ -12,9 +12,10 @@ import numpy as np
 from flatout.perf.case import Finding
 from flatout.perf.findings import findings_of_run
 from flatout.runlog.folder import number as known_number
+from flatout.runlog.folder import plural
 from flatout.runlog.records import RunRecords, read_run
 from flatout.timing import LEARN_PHASES
-from flatout.views.figures import count, mean_and_std, number, percent, rate, seconds_text, told
+from flatout.views.figures import count, joined, mean_and_std, number, percent, rate, seconds_text, told
 
 Summary = Mapping[str, Any]
 """The fields of summary.json, any of which may be null or missing."""
@@ -23,11 +24,11 @@ _LABEL_CELLS = 14
 _MOST_LINES = 15
 _IN_REPORT = ("run", "target", "pipeline", "executor", "recovered")
 """Lines of the summary that the report shows below the verdict."""
-_RECOVERED = (
-    ("restarts", "worker restarts"),
-    ("oom_backoffs", "out-of-memory back-offs"),
-    ("nan_skips", "NaN updates skipped"),
-)
+_RECOVERED = {
+    "restarts": "worker restarts",
+    "oom_backoffs": "out-of-memory back-offs",
+    "nan_skips": "NaN updates skipped",
+}
 _STATUS = {
     "finished": "Finished",
     "stopped": "Stopped early",
@@ -45,9 +46,11 @@ def summary_text(summary: Summary) -> str:
 
 def summary_lines(summary: Summary) -> list[tuple[str, str]]:
     """The summary as pairs of a label and its text, without what is not known."""
-    startup = told(", after {} to start", known_number(summary.get("startup_seconds")), seconds_text)
+    startup, mean, largest = numbers(summary, "startup_seconds", "policy_lag_mean", "policy_lag_max")
+    started = told(", after {} to start", startup, seconds_text)
+    recovered = zip(numbers(summary, *_RECOVERED), _RECOVERED.values(), strict=True)
     lines = (
-        (str(summary.get("status") or "ended"), _steps_and_time(summary) + startup),
+        (str(summary.get("status") or "ended"), _steps_and_time(summary) + started),
         ("run", _identity(summary)),
         ("return", _return(summary)),
         ("target", _target(summary)),
@@ -55,58 +58,53 @@ def summary_lines(summary: Summary) -> list[tuple[str, str]]:
         ("time went to", _phases(summary)),
         ("pipeline", _pipeline(summary)),
         ("executor", _executor(summary)),
-        ("policy lag", _lag(summary)),
-        ("recovered", _recovered(summary)),
+        ("policy lag", f"{number(mean)} on average, {count(largest)} at most" if largest else ""),
+        ("recovered", ", ".join(f"{count(n)} {label}" for n, label in recovered if n)),
         ("folder", str(summary.get("folder") or "")),
     )
     return [(label, text) for label, text in lines if text]
 
 
-def _numbers(fields: Summary, *keys: str) -> tuple[float | None, ...]:
+def numbers(fields: Summary, *keys: str) -> tuple[float | None, ...]:
+    """The values of these keys; None for what is not a finite number."""
     return tuple(known_number(fields.get(key)) for key in keys)
 
 
 def _steps_and_time(summary: Summary) -> str:
-    steps, wall, speed = _numbers(summary, "env_steps", "wall_seconds", "steps_per_second")
+    steps, wall, speed = numbers(summary, "env_steps", "wall_seconds", "steps_per_second")
     return f"{count(steps or 0)} env steps{told(' in {}', wall, seconds_text)}{told(', {} steps/s', speed, rate)}"
 
 
 def _identity(summary: Summary) -> str:
+    known = [str(summary[key]) for key in ("env", "algo", "preset", "device") if summary.get(key)]
     seed = summary.get("seed")
-    parts = [summary.get("env"), summary.get("algo"), summary.get("preset"), summary.get("device")]
-    known = [str(part) for part in parts if part]
     return ", ".join([*known, f"seed {seed}"] if seed is not None else known)
 
 
 def _return(summary: Summary) -> str:
-    mean, std, episodes = _numbers(summary, "return_mean", "return_std", "episodes")
+    mean, std, episodes = numbers(summary, "return_mean", "return_std", "episodes")
     if mean is None:
         return "not known: no episode ended"
-    last = (
-        ""
-        if episodes is None
-        else f" over the last {count(min(100, episodes))} of {count(episodes)} episodes"
-    )
-    return mean_and_std(mean, std) + last
+    if episodes is None:
+        return mean_and_std(mean, std)
+    last = f"over the last {count(min(100, episodes))} of {count(episodes)} episodes"
+    return f"{mean_and_std(mean, std)} {last}"
 
 
 def _target(summary: Summary) -> str:
-    keys = ("target_return", "target_reached_seconds", "target_reached_steps")
-    target, seconds, steps = _numbers(summary, *keys)
-    after = " and ".join(
-        filter(None, (told("{}", seconds, seconds_text), told("{} env steps", steps, count)))
-    )
-    return told("{} " + (f"reached after {after}" if after else "not reached"), target)
+    goal, seconds, steps = numbers(summary, "target_return", "target_reached_seconds", "target_reached_steps")
+    after = joined(" and ", told("{}", seconds, seconds_text), told("{} env steps", steps, count))
+    return told("{} " + (f"reached after {after}" if after else "not reached"), goal)
 
 
 def _busy(summary: Summary) -> str:
-    busy, device, joules = _numbers(summary, "learner_busy", "device_utilization", "device_energy_joules")
-    parts = (
+    busy, device, joules = numbers(summary, "learner_busy", "device_utilization", "device_energy_joules")
+    return joined(
+        ", ",
         told("{} of the time", busy, percent),
         told("device utilisation {} (share of time in which any kernel ran)", device, percent),
         told("{} kJ", joules and joules / 1000),
     )
-    return ", ".join(filter(None, parts))
 
 
 def _phases(summary: Summary) -> str:
@@ -126,7 +124,7 @@ def _shares(seconds: Mapping[str, float], total: float) -> str:
 
 
 def _pipeline(summary: Summary) -> str:
-    collect, learn, efficiency = _numbers(summary, "collect_rate", "learn_rate", "pipeline_efficiency")
+    collect, learn, efficiency = numbers(summary, "collect_rate", "learn_rate", "pipeline_efficiency")
     if collect is None or learn is None:
         return ""
     slower = "collecting" if collect < learn else "learning"
@@ -140,19 +138,9 @@ def _executor(summary: Summary) -> str:
     if not isinstance(executor, Mapping) or not executor.get("kind"):
         return ""
     reason = executor.get("reason")
-    counts = [(noun, executor.get(f"{noun}s")) for noun in ("collector", "worker")]
-    sizes = [f"{n} {noun}" if n == 1 else f"{n} {noun}s" for noun, n in counts if n]
+    counts = zip(numbers(executor, "collectors", "workers"), ("collector", "worker"), strict=True)
+    sizes = [plural(int(n), noun) for n, noun in counts if n]
     return ", ".join([str(executor["kind"]), *sizes]) + (f" ({reason})" if reason else "")
-
-
-def _lag(summary: Summary) -> str:
-    mean, largest = _numbers(summary, "policy_lag_mean", "policy_lag_max")
-    return f"{number(mean)} on average, {count(largest)} at most" if largest else ""
-
-
-def _recovered(summary: Summary) -> str:
-    counts = [(label, known_number(summary.get(key))) for key, label in _RECOVERED]
-    return ", ".join(f"{count(n)} {label}" for label, n in counts if n)
 
 
 def run_findings(records: RunRecords) -> list[Finding]:
@@ -166,11 +154,11 @@ def run_findings(records: RunRecords) -> list[Finding]:
 
 def verdict(records: RunRecords) -> str:
     """Status, return, speed, learner busy, and what limits the run."""
-    return " ".join(sentence for sentence in (_outcome(records.summary), _limit(records)) if sentence)
+    return joined(" ", _outcome(records.summary), _limit(records))
 
 
 def _outcome(summary: Summary) -> str:
-    steps, mean, std = _numbers(summary, "env_steps", "return_mean", "return_std")
+    steps, mean, std = numbers(summary, "env_steps", "return_mean", "return_std")
     status = _STATUS.get(str(summary.get("status")), "Not ended, running or killed")
     if not steps:
         return f"{status}: no env step is recorded."

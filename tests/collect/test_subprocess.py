@@ -141,8 +141,7 @@ def test_a_worker_lost_in_a_ragged_rollout_leaves_only_complete_transitions(tmp_
 
 
 SCRIPT = """
-import signal, sys, numpy as np
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job inherits it ignored
+import sys, numpy as np
 from flatout.envs.spaces import ActionLayout, ObsLayout
 from flatout.executors.base import EnvSet, step
 from flatout.executors.process import ProcessExecutor

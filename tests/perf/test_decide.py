@@ -35,9 +35,9 @@ def decided(costs: Costs | None, settings: Settings = SETTINGS, **request: Any) 
 
 
 def words(decision: Decision) -> str:
-    plan = decision.plans[0]
-    who = f"{plan.n_collectors} collectors" if plan.in_subprocesses else plan.kind
-    who += f" {plan.n_workers}" if plan.kind in ("process", "thread") else ""
+    way = decision.ways[0]
+    who = f"{way.n_collectors} collectors" if way.in_subprocesses else way.executor
+    who += f" {way.n_workers}" if way.executor in ("process", "thread") else ""
     return f"{who}, {'overlap' if decision.overlap else 'lockstep'}"
 
 
@@ -154,10 +154,7 @@ def test_the_expected_executor_and_overlap_are_chosen(name: str) -> None:
     decision = decided(costs, settings, **request)
     assert words(decision) == expected
     assert decision.overlap_reason
-    assert all(plan.reason for plan in decision.plans)
-    assert [(w.executor, w.n_collectors) for w in decision.ways] == [
-        (p.kind, p.n_collectors) for p in decision.plans
-    ]
+    assert all(decision.reasons[way] for way in decision.ways)
 
 
 @pytest.mark.parametrize(
@@ -174,21 +171,22 @@ def test_what_cannot_run_is_refused(request_: dict[str, Any], error: str) -> Non
         decided(None if "env" in request_ else QUICK, **request_)
 
 
-def test_an_env_that_cannot_be_pickled_has_no_plan_with_processes() -> None:
-    assert decided(replace(HEAVY, picklable=False), executor="process").plans == []
+@pytest.mark.parametrize("costs", [HEAVY, WAITS])
+def test_an_env_that_cannot_be_pickled_has_no_way_with_processes(costs: Costs) -> None:
+    assert decided(replace(costs, picklable=False), executor="process").ways == []
 
 
-def test_other_plans_follow_in_case_the_first_cannot_start() -> None:
-    plans = decided(HEAVY).plans
-    assert [(plan.kind, plan.in_subprocesses) for plan in plans] == [
+def test_other_ways_follow_in_case_the_first_cannot_start() -> None:
+    ways = decided(HEAVY).ways
+    assert [(way.executor, way.in_subprocesses) for way in ways] == [
         ("serial", True),
         ("process", False),
         ("serial", False),
     ]
-    asked = decided(HEAVY, n_collectors=1).plans
-    assert [plan.n_collectors for plan in asked] == [1, 2, 1, 1]
-    assert asked[0].reason == "asked for with --n-collectors 1"
-    assert decided(QUICK, overlap="on").plans[-1].kind == "serial"
+    asked = decided(HEAVY, n_collectors=1)
+    assert [way.n_collectors for way in asked.ways] == [1, 2, 1, 1]
+    assert asked.reasons[asked.ways[0]] == "asked for with --n-collectors 1"
+    assert decided(QUICK, overlap="on").ways[-1].executor == "serial"
 
 
 def test_the_start_of_processes_has_to_pay_within_the_run() -> None:
@@ -222,9 +220,9 @@ def test_updates_are_measured_only_if_they_decide() -> None:
 
     bare = replace(HEAVY, update=UpdateCost(python=0.0, points=((1, 0.0),)))
     short = decide(Request(timesteps=2048), SETTINGS, bare, with_updates=measure)
-    assert (short.plans[0].kind, n_measured) == ("serial", 0)
+    assert (short.ways[0].executor, n_measured) == ("serial", 0)
     long = decide(Request(timesteps=LONG), SETTINGS, bare, with_updates=measure)
-    assert (long.plans[0].n_collectors, n_measured) == (2, 1)
+    assert (long.ways[0].n_collectors, n_measured) == (2, 1)
 
 
 def test_a_remembered_gain_decides_on_overlap() -> None:
@@ -311,7 +309,7 @@ def test_the_report_of_a_run_advises_no_other_way_than_the_one_that_was_chosen(
 
 def test_lunar_lander_on_two_cores_has_one_answer() -> None:
     short = decided(LANDER, LANDER_SETTINGS, timesteps=40_000)
-    assert short.plans[0].reason.endswith("more processes would not pay")
+    assert short.reasons[short.ways[0]].endswith("more processes would not pay")
     assert words(decided(LANDER, LANDER_SETTINGS, timesteps=1_000_000)) == "2 collectors, lockstep"
 
 
