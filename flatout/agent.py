@@ -19,13 +19,16 @@ from flatout.config.fields import replace as replace_fields
 from flatout.config.run_config import RunConfig, preset_note, read_file, resolve
 from flatout.device.accelerator import resolve_device
 from flatout.device.machine import gc_frozen, machine, usable_cores
-from flatout.envs.check import EnvInfo, check
-from flatout.envs.make import EnvSource, env_factory
+from flatout.envs.check import EnvInfo
+from flatout.envs.make import EnvFactory, EnvSource, env_factory
 from flatout.envs.spaces import ActionLayout, ObsLayout, space_from_json
 from flatout.errors import FlatoutError
 from flatout.integrations.tensorboard import TensorBoardWriter
 from flatout.models.actor import env_actions
 from flatout.models.policy import Policy
+from flatout.perf.costs import Costs
+from flatout.perf.planner import needs_step_times
+from flatout.perf.trial import try_out
 from flatout.runlog.folder import RunFolder, default_run_name, write_json
 from flatout.runlog.recorder import Recorder, Sink
 from flatout.training.checkpoint import Checkpoint, CheckpointFolder
@@ -55,6 +58,8 @@ class Agent:
     _run_name: str | None = None
     _runs_dir: str | Path | None = None
     _overwrite = False
+    _costs: Costs | None = None
+    """Of the env's steps, if they were timed when it was checked."""
 
     def __init__(
         self,
@@ -81,7 +86,7 @@ class Agent:
         if factory is None or config.env_kwargs != factory.kwargs:
             factory = env_factory(source, config.env_kwargs)
         device = resolve_device(config.device)
-        info = check(replace(factory, device=device), seed=config.seed, n_envs=config.n_envs)
+        info, costs = _try_env(replace(factory, device=device), config)
         if info.n_envs not in (None, config.n_envs):
             config = _resolve(name, settings, config_file, info.n_envs)
         if info.batched == "tensor" and config.device == "auto":
@@ -89,6 +94,7 @@ class Agent:
         self._run_name, self._runs_dir, self._overwrite = run_name, runs_dir, overwrite
         spaces = info.observation_space, info.action_space
         self._set_up(config, source, spaces, device, info.factory.mask_in_info, env=info)
+        self._costs = costs
         self.began_at = began_at
 
     def _set_up(
@@ -155,6 +161,7 @@ class Agent:
         config = replace_fields(self.config, settings)
         spaces = self.policy.obs.space, self.policy.action.space
         agent._set_up(config, self._source, spaces, self.device, self._mask_in_info, env=self._env)
+        agent._costs = self._costs
         return agent
 
     def learn(
@@ -248,7 +255,10 @@ class Agent:
         """
         seed = self.config.seed + EVAL_SEED if seed is None else seed
         n_envs = min(n_episodes, MAX_EVAL_ENVS)
-        env = self._checked_env(self.config.env_kwargs | dict(env_kwargs)) if env_kwargs else self.env_info()
+        if env_kwargs:
+            env, _ = self._checked_env(self.config.env_kwargs | dict(env_kwargs))
+        else:
+            env = self.env_info()
         executor = eval_executor(env, self.policy.obs, n_envs, seed)
         try:
             return evaluate(
@@ -315,23 +325,23 @@ class Agent:
             notes.append(preset_note(presets, preset, self.machine.cores, free, obs_bytes) or "")
         return [note for note in notes if note]
 
-    def env_info(self) -> EnvInfo:
-        """The checked env."""
+    def env_info(self, timed: bool = False) -> EnvInfo:
+        """The checked env; `timed`: its steps will be needed to plan a run."""
         if self._env is None:
-            self._env = self._checked_env(self.config.env_kwargs)
+            self._env, self._costs = self._checked_env(self.config.env_kwargs, timed)
         return self._env
 
-    def _checked_env(self, kwargs: Mapping[str, Any]) -> EnvInfo:
+    def _checked_env(self, kwargs: Mapping[str, Any], timed: bool = False) -> tuple[EnvInfo, Costs | None]:
         """The env with these keyword arguments, checked; refused if its spaces or number of envs differ."""
         config = self.config
         factory = replace(env_factory(self._source, kwargs), device=self.device)
-        info = check(factory, seed=config.seed, n_envs=config.n_envs)
+        info, costs = _try_env(factory, config, timed)
         for kind, known in (("observation", self.policy.obs), ("action", self.policy.action)):
             if getattr(info, f"{kind}_space") != known.space:
                 raise FlatoutError(f"the env's {kind} space is not the one this agent was trained with")
         if info.n_envs is not None:
             _refuse_other_n_envs(factory.name, info.n_envs, config.n_envs)
-        return info
+        return info, costs
 
     def trainer(self, n_steps: int | None = None) -> Trainer:
         """The trainer, made on first use; `n_steps` is about how many env steps it will train for."""
@@ -339,11 +349,12 @@ class Agent:
             progress = self._checkpoint.state["progress"] if self._checkpoint is not None else {}
             trainer = Trainer(
                 self.config,
-                self.env_info(),
+                self.env_info(timed=True),
                 self.policy,
                 n_cores=self.machine.cores,
                 n_steps=n_steps or self.config.timesteps,
                 overlapped=progress.get("overlapped"),
+                costs=self._costs,
             )
             self._fresh_envs = trainer.start(self._checkpoint)
             self._trainer = trainer
@@ -439,6 +450,12 @@ def _resolve(env: str | None, settings: dict[str, Any], file: Path | None, n_env
         settings = settings | {"n_envs": n_envs}
     device = resolve_device(str(settings.get("device", "auto")))
     return resolve(env, settings, device=device, n_cores=usable_cores(), file=file)
+
+
+def _try_env(factory: EnvFactory, config: RunConfig, timed: bool = True) -> tuple[EnvInfo, Costs | None]:
+    """The checked env; the steps of one that is tried in another process are timed there at once, if need be."""
+    timed = timed and needs_step_times(config) and not factory.is_built_in and not factory.is_instance
+    return try_out(factory, seed=config.seed, n_envs=config.n_envs, timeout=config.step_timeout, timed=timed)
 
 
 def _refuse_other_n_envs(name: str, n_envs: int, given: Any) -> None:

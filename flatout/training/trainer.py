@@ -26,6 +26,7 @@ from flatout.executors.base import EXECUTORS, EnvSet, Executor, Plan, RestartBud
 from flatout.learning.compile import Compilation, Recipe
 from flatout.learning.learner import Learner
 from flatout.models.policy import Policy
+from flatout.perf.costs import Costs
 from flatout.perf.planner import UpdateProbe, faster_device, plan_run
 from flatout.timing import DeviceClock, PhaseClock
 from flatout.training.checkpoint import Checkpoint
@@ -53,8 +54,9 @@ class Trainer:
         n_cores: int,
         n_steps: int,
         overlapped: bool | None = None,
+        costs: Costs | None = None,
     ) -> None:
-        """`overlapped`: how the run began, if it is resumed."""
+        """`overlapped`: how the run began, if it is resumed. `costs`: of the env's steps, if they were timed."""
         self.config, self._env, self.policy = config, env, policy
         self.clock = PhaseClock()
         self.state = TrainState()
@@ -79,7 +81,7 @@ class Trainer:
         if config.eval_every and env.factory.is_instance:
             self.notes.append(EVAL_IN_PLACE)
         probe = UpdateProbe(config, policy, self.learner, self.precision)
-        decision = plan_run(probe, env, n_cores, n_steps, overlapped)
+        decision = plan_run(probe, env, n_cores, n_steps, overlapped, costs)
         self.overlap, self.overlap_reason = decision.overlap, decision.overlap_reason
         self.measured = decision.measured
         """Measurements before the run, in seconds: an env's step, launching an update; None if it was not measured."""
