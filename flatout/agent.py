@@ -248,8 +248,9 @@ class Agent:
         deterministic: bool = True,
         seed: int | None = None,
         env_kwargs: Mapping[str, Any] | None = None,
+        max_steps: int | None = None,
     ) -> Evaluation:
-        """Play whole episodes in separate envs, made with other `env_kwargs` if given.
+        """Play whole episodes in separate envs, made with other `env_kwargs` if given; longer ones are cut at `max_steps`.
 
         If the env was given as a batched env itself, there is only that one: training then starts new episodes in it.
         """
@@ -259,10 +260,17 @@ class Agent:
             env, _ = self._checked_env(self.config.env_kwargs | dict(env_kwargs))
         else:
             env = self.env_info()
-        executor = eval_executor(env, self.policy.obs, n_envs, seed)
+        plan = self._trainer.plan if self._trainer is not None else None
+        timeout = self.config.step_timeout
+        executor = eval_executor(env, self.policy, n_envs, seed, plan, step_timeout=timeout)
         try:
             return evaluate(
-                executor, self.policy, n_episodes=n_episodes, seed=seed, deterministic=deterministic
+                executor,
+                self.policy,
+                n_episodes=n_episodes,
+                seed=seed,
+                max_steps=self.config.eval_max_steps if max_steps is None else max_steps,
+                deterministic=deterministic,
             )
         finally:
             executor.close()

@@ -17,7 +17,14 @@ from flatout.runlog.folder import RunFolder
 if TYPE_CHECKING:
     from flatout.agent import Agent
 
-RESUMABLE = ("timesteps", "target_return", "eval_every", "eval_episodes", "checkpoint_every")
+RESUMABLE = (
+    "timesteps",
+    "target_return",
+    "eval_every",
+    "eval_episodes",
+    "eval_max_steps",
+    "checkpoint_every",
+)
 """Settings that may change when a run is resumed."""
 
 
@@ -115,6 +122,7 @@ def evaluate(argv: Sequence[str]) -> int:
         "a run's folder, its name in --runs-dir, or a .flatout file",
     )
     parser.flag("--episodes", "number of episodes (100)", type=int, default=100, metavar="N")
+    parser.flag("--eval-max-steps", "cut longer episodes (as in training)", type=int, metavar="N")
     parser.flag("--seed", "seed of the envs (differs from training)", type=int, metavar="N")
     text = "keywords for the env that differ from training"
     parser.flag("--env-kwargs", text, metavar="JSON", default=argparse.SUPPRESS)
@@ -122,8 +130,9 @@ def evaluate(argv: Sequence[str]) -> int:
     parser.flag("--stochastic", "sample actions instead of taking the most likely one")
     parser.flag("--json", "print the result as JSON")
     args = parser.parse(argv)
-    if args.episodes < 1:
-        raise FlatoutError(f"--episodes is {args.episodes}; it must be at least 1")
+    for name, value in (("--episodes", args.episodes), ("--eval-max-steps", args.eval_max_steps)):
+        if value is not None and value < 1:
+            raise FlatoutError(f"{name} is {value}; it must be at least 1")
     env_kwargs = cli.settings(args).get("env_kwargs")
     path = cli.run_path(args.run, args.runs_dir)
     if args.best:
@@ -133,14 +142,20 @@ def evaluate(argv: Sequence[str]) -> int:
 
     agent = load(path)
     result = agent.evaluate(
-        args.episodes, deterministic=not args.stochastic, seed=args.seed, env_kwargs=env_kwargs
+        args.episodes,
+        deterministic=not args.stochastic,
+        seed=args.seed,
+        env_kwargs=env_kwargs,
+        max_steps=args.eval_max_steps,
     )
     if args.json:
         keys = {"return_mean": result.return_mean, "return_std": result.return_std}
-        print(json.dumps(keys | {"length_mean": result.length_mean, "episodes": len(result.returns)}))
+        keys |= {"length_mean": result.length_mean, "episodes": len(result.returns)}
+        print(json.dumps(keys | {"episodes_cut": result.n_cut}))
     else:
+        cut = f"; {result.n_cut} of them were cut (--eval-max-steps)" if result.n_cut else ""
         print(
             f"{agent.config.env}: return {result.return_mean:,.1f} ± {result.return_std:,.1f} over "
-            f"{len(result.returns)} episodes, {result.length_mean:,.1f} steps each"
+            f"{len(result.returns)} episodes, {result.length_mean:,.1f} steps each{cut}"
         )
     return 0

@@ -68,6 +68,8 @@ class RunConfig:
     """Env steps between evaluations of the deterministic policy; 0: never."""
     eval_episodes: int = 20
     """Episodes per evaluation."""
+    eval_max_steps: int = 20_000
+    """Steps after which an episode of an evaluation is cut; it counts with its return so far."""
     checkpoint_every: int = 100_000
     """Env steps between checkpoints; 0: only at the end."""
     algorithm: AlgorithmConfig
@@ -76,7 +78,7 @@ class RunConfig:
     """The network's settings."""
 
     def __post_init__(self) -> None:
-        positive = ("timesteps", "n_envs", "eval_episodes")
+        positive = ("timesteps", "n_envs", "eval_episodes", "eval_max_steps")
         for name in (*positive, "seed", "eval_every", "checkpoint_every", "n_collectors", "n_workers"):
             value, least = getattr(self, name), 1 if name in positive else 0
             if value < least:

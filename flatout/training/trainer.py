@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import math
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -61,7 +62,7 @@ class Trainer:
         self.clock = PhaseClock()
         self.state = TrainState()
         self.notes: list[str] = []
-        self.budget = RestartBudget()
+        self.budget, self.eval_budget = RestartBudget(), RestartBudget()
         n_params = policy.n_params
         self.precision = choose_precision(config.precision, policy.device, n_params)
         if policy.device.type == "cuda":
@@ -246,13 +247,33 @@ class Trainer:
         """Whether updates run as anything faster than plain autograd by now."""
         return self.learner.update.backend != "eager"
 
-    def evaluate(self) -> Evaluation:
-        """Evaluate the deterministic policy in separate envs, or in the user's own batched env."""
-        n_episodes, seed = self.config.eval_episodes, self.config.seed + EVAL_SEED
-        if self._eval_executor is None:
-            n_envs = min(n_episodes, MAX_EVAL_ENVS)
-            self._eval_executor = eval_executor(self._env, self.policy.obs, n_envs, seed)
-        result = evaluate(self._eval_executor, self.policy, n_episodes=n_episodes, seed=seed)
+    def evaluate(self, stop: Callable[[], bool] = lambda: False) -> Evaluation:
+        """Evaluate the deterministic policy in separate envs, or in the user's own batched env.
+
+        After a failure the envs are closed, and the next evaluation makes new ones.
+        """
+        config = self.config
+        n_episodes, seed = config.eval_episodes, config.seed + EVAL_SEED
+        try:
+            if self._eval_executor is None:
+                n_envs = min(n_episodes, MAX_EVAL_ENVS)
+                self.eval_budget = RestartBudget(window_seconds=math.inf)
+                self._eval_executor = eval_executor(
+                    self._env, self.policy, n_envs, seed, self.plan, self.eval_budget, config.step_timeout
+                )
+            result = evaluate(
+                self._eval_executor,
+                self.policy,
+                n_episodes=n_episodes,
+                seed=seed,
+                max_steps=config.eval_max_steps,
+                stop=stop,
+            )
+        except BaseException as error:
+            self._close_evaluation()
+            if isinstance(error, Exception):
+                self.after_evaluation()
+            raise
         self.after_evaluation()
         return result
 
@@ -264,8 +285,12 @@ class Trainer:
     def close(self) -> None:
         """Close every env; this also happens when the trainer is garbage-collected."""
         self._finalizer()
+        self._close_evaluation()
+
+    def _close_evaluation(self) -> None:
         if self._eval_executor is not None:
             self._eval_executor.close()
+            self._eval_executor = None
 
 
 def _close(collector: Collects[Any], learner: Learner[Any]) -> None:
