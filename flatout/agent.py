@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from time import time
 from typing import Any, Self
@@ -17,6 +19,7 @@ from flatout.algorithms.base import Algorithm, register_algorithm
 from flatout.collect.noise import ActionNoise
 from flatout.config.fields import replace as replace_fields
 from flatout.config.run_config import RunConfig, preset_note, read_file, resolve
+from flatout.config.trust import require_trust
 from flatout.device.accelerator import resolve_device
 from flatout.device.machine import gc_frozen, machine, usable_cores
 from flatout.envs.check import EnvInfo
@@ -58,6 +61,8 @@ class Agent:
     _run_name: str | None = None
     _runs_dir: str | Path | None = None
     _overwrite = False
+    _require_trust: Callable[[str], None] = staticmethod(lambda _: None)
+    """Raises if the code of this name came from a checkpoint and is not trusted."""
     _costs: Costs | None = None
     """Of the env's steps, if they were timed when it was checked."""
 
@@ -70,8 +75,10 @@ class Agent:
         run_name: str | None = None,
         runs_dir: str | Path | None = None,
         overwrite: bool = False,
+        trust: bool = False,
         **settings: Any,
     ) -> None:
+        """`trust`: whether `config_file` may name code (an env, algorithm or executor) that no run of yours wrote."""
         began_at = time()
         if isinstance(algo := settings.get("algo"), Algorithm):
             settings["algo"] = register_algorithm(algo).name
@@ -81,14 +88,14 @@ class Agent:
             settings["preset"] = preset
         factory = env_factory(env, settings.get("env_kwargs")) if env is not None else None
         name, n_envs = (factory.name, factory.n_envs) if factory else (None, None)
-        config = _resolve(name, settings, config_file, n_envs)
+        config = _resolve(name, settings, config_file, n_envs, trust)
         source: EnvSource = env if env is not None else config.env
         if factory is None or config.env_kwargs != factory.kwargs:
             factory = env_factory(source, config.env_kwargs)
         device = resolve_device(config.device)
         info, costs = _try_env(replace(factory, device=device), config)
         if info.n_envs not in (None, config.n_envs):
-            config = _resolve(name, settings, config_file, info.n_envs)
+            config = _resolve(name, settings, config_file, info.n_envs, trust)
         if info.batched == "tensor" and config.device == "auto":
             device = info.device
         self._run_name, self._runs_dir, self._overwrite = run_name, runs_dir, overwrite
@@ -130,9 +137,21 @@ class Agent:
         self._n_predictions = 0
 
     @classmethod
-    def from_checkpoint(cls, checkpoint: Checkpoint, env: EnvSource | None = None) -> Agent:
-        """The agent in a checkpoint; its env is made when it is needed."""
+    def from_checkpoint(
+        cls,
+        checkpoint: Checkpoint,
+        env: EnvSource | None = None,
+        *,
+        trust: bool = False,
+        typed: Collection[str] = (),
+    ) -> Agent:
+        """The agent in a checkpoint; its env is made when it is needed.
+
+        Code that it names must be `typed` by the user, written by a run of this user, or trusted with `trust`.
+        """
         began_at, state = time(), checkpoint.state
+        doubt = partial(require_trust, state.get("config"), "checkpoint", trust=trust, typed=typed)
+        doubt(names=("algo",))
         try:
             config = RunConfig.from_json(state["config"], "checkpoint")
             spaces = space_from_json(state["observation_space"]), space_from_json(state["action_space"])
@@ -146,6 +165,9 @@ class Agent:
             config, source, spaces, resolve_device(config.device), mask_in_info, checkpoint=checkpoint
         )
         agent.began_at = began_at
+        agent._require_trust = lambda name: (
+            None if name == "env" and env is not None else doubt(names=(name,))
+        )
         tensors = {n[6:]: t for n, t in checkpoint.tensors.items() if n.startswith("model.")}
         try:
             agent.policy.model.load_state_dict(tensors)
@@ -342,6 +364,7 @@ class Agent:
     def _checked_env(self, kwargs: Mapping[str, Any], timed: bool = False) -> tuple[EnvInfo, Costs | None]:
         """The env with these keyword arguments, checked; refused if its spaces or number of envs differ."""
         config = self.config
+        self._require_trust("env")
         factory = replace(env_factory(self._source, kwargs), device=self.device)
         info, costs = _try_env(factory, config, timed)
         for kind, known in (("observation", self.policy.obs), ("action", self.policy.action)):
@@ -354,6 +377,7 @@ class Agent:
     def trainer(self, n_steps: int | None = None) -> Trainer:
         """The trainer, made on first use; `n_steps` is about how many env steps it will train for."""
         if self._trainer is None:
+            self._require_trust("executor")
             progress = self._checkpoint.state["progress"] if self._checkpoint is not None else {}
             trainer = Trainer(
                 self.config,
@@ -440,24 +464,39 @@ AGENTS: dict[str | None, type[Agent]] = {kind.algo: kind for kind in (PPO, DQN, 
 """The subclass of an algorithm that has one; all others use `Agent` itself."""
 
 
-def load(path: str | Path, env: EnvSource | None = None) -> Agent:
-    """The agent in a file written by `save`, in a checkpoint, or in a run folder (its newest checkpoint)."""
-    path = Path(path)
+def load(path: str | Path, env: EnvSource | None = None, *, trust: bool = False) -> Agent:
+    """The agent in a file written by `save`, in a checkpoint, or in a run folder (its newest checkpoint that is whole).
+
+    `trust`: whether the file may name code (an env, algorithm or executor) that no run of yours wrote.
+    """
+    agent, notes = load_with_notes(Path(path), env, trust)
+    for note in notes:
+        warnings.warn(note, stacklevel=2)
+    return agent
+
+
+def load_with_notes(path: Path, env: EnvSource | None = None, trust: bool = False) -> tuple[Agent, list[str]]:
+    """The agent, and a line for each newer checkpoint that cannot be read."""
+    notes: list[str] = []
     if path.is_dir():
-        _, checkpoint, _ = CheckpointFolder(RunFolder.open(path).checkpoints).newest()
+        used, checkpoint, skipped = CheckpointFolder(RunFolder.open(path).checkpoints).newest()
+        notes = [f"{line}; using {used.name}" for line in skipped]
     else:
         checkpoint = read_checkpoint(path)
-    return Agent.from_checkpoint(checkpoint, env)
+    return Agent.from_checkpoint(checkpoint, env, trust=trust), notes
 
 
-def _resolve(env: str | None, settings: dict[str, Any], file: Path | None, n_envs: int | None) -> RunConfig:
+def _resolve(
+    env: str | None, settings: dict[str, Any], file: Path | None, n_envs: int | None, trust: bool
+) -> RunConfig:
     """The complete settings; `n_envs` is the number of envs of a batched env, if it is fixed."""
     if n_envs is not None:
-        given = (read_file(file) if file else {}) | settings
+        known = read_file(file, settings | {"env": env}, trust) if file else {}
+        given = known | settings
         _refuse_other_n_envs(env or "env", n_envs, given.get("n_envs", n_envs))
         settings = settings | {"n_envs": n_envs}
     device = resolve_device(str(settings.get("device", "auto")))
-    return resolve(env, settings, device=device, n_cores=usable_cores(), file=file)
+    return resolve(env, settings, device=device, n_cores=usable_cores(), file=file, trust=trust)
 
 
 def _try_env(factory: EnvFactory, config: RunConfig, timed: bool = True) -> tuple[EnvInfo, Costs | None]:

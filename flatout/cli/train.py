@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -55,6 +56,7 @@ def train(argv: Sequence[str]) -> int:
         run_name=args.run_name,
         runs_dir=args.runs_dir,
         overwrite=args.overwrite,
+        trust=args.trust,
         **given,
     )
     return _learn(agent, args)
@@ -64,6 +66,7 @@ def resume(argv: Sequence[str]) -> int:
     """Resume a run; returns the exit code."""
     parser = cli.run_parser("resume", "Continue a run from its newest checkpoint.")
     _add_output_flags(parser)
+    cli.add_trust(parser)
     cli.add_settings(parser, argv, only=RESUMABLE)
     args = parser.parse(argv)
     return _resume(cli.run_path(args.run, args.runs_dir), cli.settings(args), args)
@@ -77,7 +80,8 @@ def _resume(path: Path, given: dict[str, Any], args: argparse.Namespace) -> int:
     from flatout.training.checkpoint import CheckpointFolder
 
     _, checkpoint, skipped = CheckpointFolder(folder.checkpoints).newest()
-    agent = Agent.from_checkpoint(checkpoint)
+    typed = [str(word) for word in (getattr(args, "env", None), *given.values()) if word]
+    agent = Agent.from_checkpoint(checkpoint, trust=args.trust, typed=typed)
     changed = replace(agent.config, given)
     if others := [name for name in given if name not in RESUMABLE and _differs(agent.config, changed, name)]:
         flag = others[0].replace("_", "-")
@@ -129,6 +133,7 @@ def evaluate(argv: Sequence[str]) -> int:
     parser.flag("--best", "load the best checkpoint, not the newest")
     parser.flag("--stochastic", "sample actions instead of taking the most likely one")
     parser.flag("--json", "print the result as JSON")
+    cli.add_trust(parser)
     args = parser.parse(argv)
     for name, value in (("--episodes", args.episodes), ("--eval-max-steps", args.eval_max_steps)):
         if value is not None and value < 1:
@@ -138,9 +143,11 @@ def evaluate(argv: Sequence[str]) -> int:
     if args.best:
         path = path / "checkpoints" / "best.flatout"
 
-    from flatout.agent import load
+    from flatout.agent import load_with_notes
 
-    agent = load(path)
+    agent, notes = load_with_notes(path, trust=args.trust)
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
     result = agent.evaluate(
         args.episodes,
         deterministic=not args.stochastic,

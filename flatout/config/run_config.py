@@ -18,6 +18,7 @@ from flatout.algorithms import base as algorithms
 from flatout.algorithms.base import Algorithm, AlgorithmConfig, LearnerSpec, Recipe
 from flatout.config.fields import all_fields, convert, flag, flatten_json, to_json
 from flatout.config.fields import replace as replace_fields
+from flatout.config.trust import CODE, SIGNATURE, require_trust, signed
 from flatout.device.machine import cache_folder
 from flatout.envs.make import env_id
 from flatout.errors import FlatoutError
@@ -127,8 +128,8 @@ class RunConfig:
         return self.algorithm.arithmetic(self.n_envs)
 
     def to_json(self) -> dict[str, Any]:
-        """Nested plain data for `from_json`."""
-        return to_json(self)
+        """Nested plain data for `from_json`, signed if it names code."""
+        return signed(to_json(self))
 
     @staticmethod
     def from_json(data: Any, source: str) -> RunConfig:
@@ -157,11 +158,15 @@ def resolve(
     device: str,
     n_cores: int,
     file: Path | None = None,
+    trust: bool = False,
 ) -> RunConfig:
-    """The complete config for an env, from its recipe or preset, a config file and the user's settings."""
+    """The complete config for an env, from its recipe or preset, a config file and the user's settings.
+
+    `trust`: whether the file may name code that this user's runs did not write.
+    """
     given = dict(settings)
     if file is not None:
-        given = read_file(file) | given
+        given = read_file(file, given | ({"env": env} if env else {}), trust) | given
     env = env or given.get("env")
     if not env:
         raise FlatoutError("no env given; name one, such as CartPole-v1")
@@ -240,19 +245,27 @@ def preset_note(
     return f"preset {preset} needs {needs}; this machine has {has}; --preset {fits} fits"
 
 
-def read_file(path: Path) -> dict[str, Any]:
-    """The settings in a JSON config file, by name."""
+def read_file(path: Path, given: Mapping[str, Any], trust: bool) -> dict[str, Any]:
+    """The settings in a JSON config file, by name.
+
+    Code that it names must be in `given`, the user's own settings, or signed, or trusted.
+    """
     try:
         data = json.loads(path.read_text())
     except OSError as error:
         raise FlatoutError(f"--config {path}: {error.strerror}") from error
     except ValueError as error:
         raise FlatoutError(f"--config {path} is not JSON: {error}") from error
+    # The file's algorithm is loaded even if the user names another: its settings are read.
+    names = [name for name in CODE if name == "algo" or name not in given]
+    require_trust(data, f"--config {path}", trust=trust, typed=list(given.values()), names=names)
     return _flatten(data, f"--config {path}")
 
 
 def _flatten(data: Any, source: str) -> dict[str, Any]:
     """The settings in nested JSON by name; settings of another algorithm are refused."""
+    if isinstance(data, dict):
+        data = {name: value for name, value in data.items() if name != SIGNATURE}
     algorithm = _algorithm(data if isinstance(data, dict) else {})
     values = flatten_json(RunConfig, data, source)
     for other in algorithms.names():

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from time import perf_counter
 from typing import Any, TypeAlias
@@ -102,7 +103,7 @@ def _in_child(factory: EnvFactory, work: Work, timeout: float) -> tuple[list[Any
         if len(payload) > MAX_PAYLOAD:
             return None
         shared = SharedArrays({"at": ((3,), np.int64)})
-        child = ChildProcess("trial", _trial_main, (payload,), (shared,), context="spawn")
+        child = ChildProcess("trial", _trial_main, (payload,), (shared,), context=_context())
     except Exception:  # it cannot be pickled, or this process may not start others
         return None
     results: list[Any] = []
@@ -119,6 +120,12 @@ def _in_child(factory: EnvFactory, work: Work, timeout: float) -> tuple[list[Any
     finally:
         child.kill()
     return results, ""
+
+
+def _context() -> str:
+    """A fork server, if one runs, forks in milliseconds; starting it takes longer than starting one interpreter."""
+    server = getattr(forkserver, "_forkserver", None)
+    return "forkserver" if getattr(server, "_forkserver_pid", None) else "spawn"
 
 
 def _next_answer(child: ChildProcess, at: Array, timeout: float) -> bytes:
