@@ -137,7 +137,7 @@ def _call(method: Callable[[], Any], name: str, step: int) -> tuple[Any, ...]:
         result = method()
     except EnvError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise EnvError(_raised(error, name, step)) from error
     if inspect.iscoroutine(result):
         result.close()
@@ -157,7 +157,7 @@ def _wrong_count(name: str, got: str) -> str:
     return f"{name}() returned {got}; Gymnasium's {name} returns {len(names)}: {', '.join(names)}"
 
 
-def _raised(error: Exception, name: str, step: int) -> str:
+def _raised(error: BaseException, name: str, step: int) -> str:
     text = str(error)
     keyword = re.search(r"reset\(\) got an unexpected keyword argument '(seed|options)'", text)
     if name == "reset" and keyword:

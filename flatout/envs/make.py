@@ -267,7 +267,7 @@ def _create(
             env = target(**kwargs)
     except FlatoutError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise EnvError(_creation_failure(error, name)) from error
     return _verified(env, name)
 
@@ -321,7 +321,7 @@ def _refuse_bad_kwargs(
         raise FlatoutError(f"env '{name}' needs the argument '{missing[0]}'; give it in its env kwargs")
 
 
-def _creation_failure(error: Exception, name: str) -> str:
+def _creation_failure(error: BaseException, name: str) -> str:
     if isinstance(error, DependencyNotInstalled):
         return f"env '{name}' needs an extra package: {' '.join(str(error).split())}"
     if isinstance(error, ModuleNotFoundError) and error.name:

@@ -148,12 +148,13 @@ class _Loop:
         except Interrupted:
             return
         except Exception as error:  # the run is worth more than one evaluation
+            self._record_faults(trainer.eval_budget, "in evaluation: ")
             line = str(error) if isinstance(error, FlatoutError) else one_line(error)
             self._recorder.fault(f"evaluation failed: {line}", "".join(format_exception(error)))
             return
         finally:
             stop.interruptible = False
-            self._record_faults(trainer.eval_budget, "in evaluation: ")
+        self._record_faults(trainer.eval_budget, "in evaluation: ")
         if result.n_cut != self._n_cut:
             self._n_cut, limit = result.n_cut, trainer.config.eval_max_steps
             if self._n_cut:
