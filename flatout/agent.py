@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from time import time
 from typing import Any, Self
@@ -18,15 +20,19 @@ from flatout.algorithms.base import Algorithm, register_algorithm
 from flatout.collect.noise import ActionNoise
 from flatout.config.fields import replace as replace_fields
 from flatout.config.run_config import RunConfig, preset_note, read_file, resolve
+from flatout.config.trust import require_trust
 from flatout.device.accelerator import resolve_device
 from flatout.device.machine import gc_frozen, machine, usable_cores
-from flatout.envs.check import EnvInfo, check
-from flatout.envs.make import EnvSource, env_factory
+from flatout.envs.check import EnvInfo
+from flatout.envs.make import EnvFactory, EnvSource, env_factory
 from flatout.envs.spaces import ActionLayout, ObsLayout, space_from_json
 from flatout.errors import FlatoutError, one_line
 from flatout.integrations.tensorboard import TensorBoardWriter
 from flatout.models.actor import env_actions
 from flatout.models.policy import Policy
+from flatout.perf.costs import Costs
+from flatout.perf.planner import needs_step_times
+from flatout.perf.trial import try_out
 from flatout.runlog.folder import RunFolder, default_run_name, write_json
 from flatout.runlog.recorder import MetricsLog, Recorder, RowLog
 from flatout.training.checkpoint import Checkpoint, CheckpointFolder
@@ -57,6 +63,10 @@ class Agent:
     _run_name: str | None = None
     _runs_dir: str | Path | None = None
     _overwrite = False
+    _require_trust: Callable[[str], None] = staticmethod(lambda _: None)
+    """Raises if the code of this name came from a checkpoint and is not trusted."""
+    _costs: Costs | None = None
+    """Of the env's steps, if they were timed when it was checked."""
 
     def __init__(
         self,
@@ -67,8 +77,10 @@ class Agent:
         run_name: str | None = None,
         runs_dir: str | Path | None = None,
         overwrite: bool = False,
+        trust: bool = False,
         **settings: Any,
     ) -> None:
+        """`trust`: whether `config_file` may name code (an env, algorithm or executor) that no run of yours wrote."""
         began_at = time()
         if isinstance(algo := settings.get("algo"), Algorithm):
             settings["algo"] = register_algorithm(algo).name
@@ -78,19 +90,20 @@ class Agent:
             settings["preset"] = preset
         factory = env_factory(env, settings.get("env_kwargs")) if env is not None else None
         name, n_envs = (factory.name, factory.n_envs) if factory else (None, None)
-        config = _resolve(name, settings, config_file, n_envs)
+        config = _resolve(name, settings, config_file, n_envs, trust)
         source: EnvSource = env if env is not None else config.env
         if factory is None or config.env_kwargs:
             factory = env_factory(source, config.env_kwargs)
         device = resolve_device(config.device)
-        info = check(replace(factory, device=device), seed=config.seed, n_envs=config.n_envs)
+        info, costs = _try_env(replace(factory, device=device), config)
         if info.n_envs not in (None, config.n_envs):
-            config = _resolve(name, settings, config_file, info.n_envs)
+            config = _resolve(name, settings, config_file, info.n_envs, trust)
         if info.batched == "tensor" and config.device == "auto":
             device = info.device
         self._run_name, self._runs_dir, self._overwrite = run_name, runs_dir, overwrite
         spaces = info.observation_space, info.action_space
         self._set_up(config, source, spaces, device, info.factory.mask_in_info, env=info)
+        self._costs = costs
         self.began_at = began_at
 
     def _set_up(
@@ -128,9 +141,21 @@ class Agent:
         self._n_predictions = 0
 
     @classmethod
-    def from_checkpoint(cls, checkpoint: Checkpoint, env: EnvSource | None = None) -> Agent:
-        """The agent in a checkpoint; its env is made when it is needed."""
+    def from_checkpoint(
+        cls,
+        checkpoint: Checkpoint,
+        env: EnvSource | None = None,
+        *,
+        trust: bool = False,
+        typed: Collection[str] = (),
+    ) -> Agent:
+        """The agent in a checkpoint; its env is made when it is needed.
+
+        Code that it names must be `typed` by the user, written by a run of this user, or trusted with `trust`.
+        """
         began_at, state = time(), checkpoint.state
+        doubt = partial(require_trust, state.get("config"), "checkpoint", trust=trust, typed=typed)
+        doubt(names=("algo",))
         try:
             config = RunConfig.from_json(state["config"], "checkpoint")
             spaces = space_from_json(state["observation_space"]), space_from_json(state["action_space"])
@@ -144,6 +169,9 @@ class Agent:
             config, source, spaces, resolve_device(config.device), mask_in_info, checkpoint=checkpoint
         )
         agent.began_at = began_at
+        agent._require_trust = lambda name: (
+            None if name == "env" and env is not None else doubt(names=(name,))
+        )
         tensors = {n[6:]: t for n, t in checkpoint.tensors.items() if n.startswith("model.")}
         try:
             agent.policy.model.load_state_dict(tensors)
@@ -159,6 +187,7 @@ class Agent:
         config = replace_fields(self.config, settings)
         spaces = self.policy.obs.space, self.policy.action.space
         agent._set_up(config, self._source, spaces, self.device, self._mask_in_info, env=self._env)
+        agent._costs = self._costs
         return agent
 
     def learn(
@@ -245,18 +274,29 @@ class Agent:
         deterministic: bool = True,
         seed: int | None = None,
         env_kwargs: Mapping[str, Any] | None = None,
+        max_steps: int | None = None,
     ) -> Evaluation:
-        """Play whole episodes in separate envs, made with other `env_kwargs` if given.
+        """Play whole episodes in separate envs, made with other `env_kwargs` if given; longer ones are cut at `max_steps`.
 
         If the env was given as a batched env itself, there is only that one: training then starts new episodes in it.
         """
         seed = self.config.seed + EVAL_SEED if seed is None else seed
         n_envs = min(n_episodes, MAX_EVAL_ENVS)
-        env = self._checked_env(self.config.env_kwargs | dict(env_kwargs)) if env_kwargs else self.env_info()
-        executor = eval_executor(env, self.policy.obs, n_envs, seed)
+        if env_kwargs:
+            env, _ = self._checked_env(self.config.env_kwargs | dict(env_kwargs))
+        else:
+            env = self.env_info()
+        plan = self._trainer.plan if self._trainer is not None else None
+        timeout = self.config.step_timeout
+        executor = eval_executor(env, self.policy, n_envs, seed, plan, step_timeout=timeout)
         try:
             return evaluate(
-                executor, self.policy, n_episodes=n_episodes, seed=seed, deterministic=deterministic
+                executor,
+                self.policy,
+                n_episodes=n_episodes,
+                seed=seed,
+                max_steps=self.config.eval_max_steps if max_steps is None else max_steps,
+                deterministic=deterministic,
             )
         finally:
             executor.close()
@@ -321,35 +361,38 @@ class Agent:
             notes.append(preset_note(presets, preset, self.machine.cores, free, obs_bytes) or "")
         return [note for note in notes if note]
 
-    def env_info(self) -> EnvInfo:
-        """The checked env."""
+    def env_info(self, timed: bool = False) -> EnvInfo:
+        """The checked env; `timed`: its steps will be needed to plan a run."""
         if self._env is None:
-            self._env = self._checked_env(self.config.env_kwargs)
+            self._env, self._costs = self._checked_env(self.config.env_kwargs, timed)
         return self._env
 
-    def _checked_env(self, kwargs: Mapping[str, Any]) -> EnvInfo:
+    def _checked_env(self, kwargs: Mapping[str, Any], timed: bool = False) -> tuple[EnvInfo, Costs | None]:
         """The env with these keyword arguments, checked; refused if its spaces or number of envs differ."""
         config = self.config
+        self._require_trust("env")
         factory = replace(env_factory(self._source, kwargs), device=self.device)
-        info = check(factory, seed=config.seed, n_envs=config.n_envs)
+        info, costs = _try_env(factory, config, timed)
         for kind, known in (("observation", self.policy.obs), ("action", self.policy.action)):
             if getattr(info, f"{kind}_space") != known.space:
                 raise FlatoutError(f"the env's {kind} space is not the one this agent was trained with")
         if info.n_envs is not None:
             _refuse_other_n_envs(factory.name, info.n_envs, config.n_envs)
-        return info
+        return info, costs
 
     def trainer(self, n_steps: int | None = None) -> Trainer:
         """The trainer, made on first use; `n_steps` is about how many env steps it will train for."""
         if self._trainer is None:
+            self._require_trust("executor")
             progress = self._checkpoint.state["progress"] if self._checkpoint is not None else {}
             trainer = Trainer(
                 self.config,
-                self.env_info(),
+                self.env_info(timed=True),
                 self.policy,
                 n_cores=self.machine.cores,
                 n_steps=n_steps or self.config.timesteps,
                 overlapped=progress.get("overlapped"),
+                costs=self._costs,
             )
             self._fresh_envs = trainer.start(self._checkpoint)
             self._trainer = trainer
@@ -432,24 +475,45 @@ AGENTS: dict[str | None, type[Agent]] = {kind.algo: kind for kind in (PPO, DQN, 
 """The subclass of an algorithm that has one; all others use `Agent` itself."""
 
 
-def load(path: str | Path, env: EnvSource | None = None) -> Agent:
-    """The agent in a file written by `save`, in a checkpoint, or in a run folder (its newest checkpoint)."""
-    path = Path(path)
+def load(path: str | Path, env: EnvSource | None = None, *, trust: bool = False) -> Agent:
+    """The agent in a file written by `save`, in a checkpoint, or in a run folder (its newest checkpoint that is whole).
+
+    `trust`: whether the file may name code (an env, algorithm or executor) that no run of yours wrote.
+    """
+    agent, notes = load_with_notes(Path(path), env, trust)
+    for note in notes:
+        warnings.warn(note, stacklevel=2)
+    return agent
+
+
+def load_with_notes(path: Path, env: EnvSource | None = None, trust: bool = False) -> tuple[Agent, list[str]]:
+    """The agent, and a line for each newer checkpoint that cannot be read."""
+    notes: list[str] = []
     if path.is_dir():
-        _, checkpoint, _ = CheckpointFolder(RunFolder.open(path).checkpoints).newest()
+        used, checkpoint, skipped = CheckpointFolder(RunFolder.open(path).checkpoints).newest()
+        notes = [f"{line}; using {used.name}" for line in skipped]
     else:
         checkpoint = read_checkpoint(path)
-    return Agent.from_checkpoint(checkpoint, env)
+    return Agent.from_checkpoint(checkpoint, env, trust=trust), notes
 
 
-def _resolve(env: str | None, settings: dict[str, Any], file: Path | None, n_envs: int | None) -> RunConfig:
+def _resolve(
+    env: str | None, settings: dict[str, Any], file: Path | None, n_envs: int | None, trust: bool
+) -> RunConfig:
     """The complete settings; `n_envs` is the number of envs of a batched env, if it is fixed."""
     if n_envs is not None:
-        given = (read_file(file) if file else {}) | settings
+        known = read_file(file, settings | {"env": env}, trust) if file else {}
+        given = known | settings
         _refuse_other_n_envs(env or "env", n_envs, given.get("n_envs", n_envs))
         settings = settings | {"n_envs": n_envs}
     device = resolve_device(str(settings.get("device", "auto")))
-    return resolve(env, settings, device=device, n_cores=usable_cores(), file=file)
+    return resolve(env, settings, device=device, n_cores=usable_cores(), file=file, trust=trust)
+
+
+def _try_env(factory: EnvFactory, config: RunConfig, timed: bool = True) -> tuple[EnvInfo, Costs | None]:
+    """The checked env; the steps of one that is tried in another process are timed there at once, if need be."""
+    timed = timed and needs_step_times(config) and not factory.is_built_in and not factory.is_instance
+    return try_out(factory, seed=config.seed, n_envs=config.n_envs, timeout=config.step_timeout, timed=timed)
 
 
 def _try_to_save(save: Callable[[], object]) -> bool:

@@ -15,13 +15,14 @@ from typing import Any, NamedTuple
 import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
+from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
-from flatout.envs.make import EnvSource, env_factory
+from flatout.envs.make import EnvFactory, EnvSource, env_factory
 from flatout.envs.spaces import ActionLayout, Array, ObsArrays, ObsLayout
 from flatout.envs.validate import validate_spaces
-from flatout.envs.wrappers import Blocking, blocking
+from flatout.envs.wrappers import Blocking
 from flatout.errors import EnvError, FlatoutError, did_you_mean, one_line
 from flatout.executors.base import (
     EXECUTORS,
@@ -33,8 +34,10 @@ from flatout.executors.base import (
     option_names,
     step,
 )
-from flatout.perf.probe import rank_kinds
+from flatout.perf.probe import rank_kinds, time_steps
+from flatout.perf.trial import Make, tried, unknown_costs
 
+STEP_TIMEOUT = 60.0
 KINDS = ("auto", *(kind for kind in EXECUTORS if kind != "batched"))
 
 
@@ -247,14 +250,24 @@ def _build(space: gym.Space[Any], arrays: Iterator[Any]) -> Any:
     return next(arrays)
 
 
+class Sample(NamedTuple):
+    """What is known of an env like the executor's."""
+
+    observation_space: gym.Space[Any]
+    action_space: gym.Space[Any]
+    metadata: dict[str, Any]
+    spec: EnvSpec | None
+    render_mode: str | None
+    is_async: bool
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenEnvs:
     """An executor and what its caller has to know about the envs."""
 
     executor: Executor
     layout: ExactLayout
-    sample: gym.Env[Any, Any]
-    """A closed env like the executor's, for its spaces and metadata."""
+    sample: Sample
     kind: str
     """The executor's kind, never `auto`."""
     notes: list[str] = field(default_factory=list)
@@ -274,16 +287,12 @@ def open_envs(
         raise FlatoutError(f"n_envs must be at least 1, got {n_envs}")
     _check_options(kind, options)
     factory = env_factory(env, env_kwargs)
-    sample = blocking(factory)
-    try:
-        validate_spaces(sample)
-    except EnvError as error:
-        raise EnvError(f"{factory.name}: {error}") from error
-    finally:
-        sample.close()
-    awaits = isinstance(sample, Blocking)
-    if isinstance(sample, Blocking):
-        sample = sample.env
+    in_turn = n_envs == 1 or kind not in ("auto", "process")  # then they share this process anyway
+    look = partial(_look, seed=seed, timed=kind == "auto" and n_envs > 1)
+    (sample, *costs), fault = tried(
+        factory, look, options.get("step_timeout", STEP_TIMEOUT), isolated=not in_turn
+    )
+    awaits = sample.is_async
     if awaits and kind in EXECUTORS and kind != "async":
         raise FlatoutError(f"executor '{kind}' cannot run an async env; use 'async'")
     if kind == "async" and not awaits:
@@ -294,7 +303,9 @@ def open_envs(
     notes: list[str] = []
     ranked: Sequence[str] = [kind]
     if kind == "auto":
-        ranked, notes = (["async"], []) if awaits else rank_kinds(factory, action_space, n_envs, seed)
+        ranked = ["async" if awaits else "serial"]
+        if n_envs > 1 and not awaits:
+            ranked, notes = rank_kinds(costs[0] if costs else unknown_costs(fault), n_envs)
     options = dict(options)
     envs = EnvSet(
         factory,
@@ -320,6 +331,22 @@ def open_envs(
                 raise
             notes.append(f"executor {this} could not start ({one_line(error)}); using {following}")
     raise AssertionError("serial is always among them")
+
+
+def _look(factory: EnvFactory, make: Make, *, seed: int, timed: bool) -> Iterator[Any]:
+    """A Sample of the env and, if `timed`, the costs of its steps, unless it is async."""
+    env = make(factory)
+    try:
+        validate_spaces(env)
+    except EnvError as error:
+        raise EnvError(f"{factory.name}: {error}") from error
+    finally:
+        env.close()
+    inner = env.env if isinstance(env, Blocking) else env
+    spaces = inner.observation_space, inner.action_space
+    yield Sample(*spaces, inner.metadata, inner.spec, inner.render_mode, isinstance(env, Blocking))
+    if timed and inner is env:
+        yield time_steps(factory, ActionLayout(env.action_space), seed=seed, make=make)
 
 
 def _check_options(kind: str, options: Mapping[str, Any]) -> None:

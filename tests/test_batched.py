@@ -75,17 +75,16 @@ def test_a_factory_without_num_envs_decides_the_number_of_envs() -> None:
             flatout.PPO(envs, n_envs=6)
 
 
-def test_a_factory_that_takes_a_device_gets_the_learners_device() -> None:
-    told: list[str] = []
-
+def test_a_factory_that_takes_a_device_gets_the_learners_device(tmp_path: Path) -> None:
     def make(num_envs: int, device: str = "auto") -> MatchTensors:
-        told.append(device)
+        with (tmp_path / "told").open("a") as file:  # also by the process in which it is tried
+            file.write(f"{device} ")
         return MatchTensors(num_envs)
 
     flatout.PPO(make, n_envs=4, n_steps=32, device="cpu").learn(100)
     flatout.PPO(partial(make, device="mine"), n_envs=4, n_steps=32, device="cpu")
     flatout.PPO(make, n_envs=4, n_steps=32, device="cpu", env_kwargs={"device": "his"})
-    assert told == ["cpu", "cpu", "mine", "his"]
+    assert (tmp_path / "told").read_text().split() == ["cpu", "cpu", "mine", "his"]
 
 
 def test_gymnasiums_own_batched_cartpole_learns() -> None:

@@ -9,11 +9,12 @@ from dataclasses import replace
 from time import perf_counter
 
 from flatout.agent import Agent
+from flatout.errors import EnvError
 from flatout.perf.case import EXTRA_PHASES, Case, Measured
 from flatout.perf.costs import COROUTINE_SECONDS, THREAD_SECONDS, Costs, Settings, at, learn_seconds
 from flatout.perf.planner import UpdateProbe, acting_times
-from flatout.perf.probe import time_steps
 from flatout.perf.simulate import simulate
+from flatout.perf.trial import try_steps
 from flatout.runlog.recorder import Progress
 from flatout.timing import LEARN_PHASES
 
@@ -58,14 +59,17 @@ def measure_costs(agent: Agent, tell: Callable[[str], None] = lambda _: None) ->
     tell("stepping envs")
     costs = Costs(wait=(0.0,), compute=(0.0,))
     if not info.batched:
-        costs = time_steps(
+        costs = try_steps(
             info.factory,
             policy.action,
+            timeout=config.step_timeout,
             seed=config.seed,
             n_envs=min(config.n_envs, MAX_ENVS),
             max_steps=SAMPLES,
             max_seconds=ENV_SECONDS,
         )
+        if costs.fault:
+            raise EnvError(f"{config.env}: {costs.fault}")
     tell("acting")
     sizes = {1, 8, max(config.n_envs // 2, 1), config.n_envs, 4 * config.n_envs}
     costs = replace(costs, act=acting_times(policy, sizes))

@@ -12,10 +12,9 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from hashlib import sha256
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from flatout.envs.loader import absolute, load_object
+from flatout.envs.loader import absolute, load_object, read_code
 from flatout.errors import FlatoutError, did_you_mean
 from flatout.models.config import NetworkConfig
 from flatout.timing import PhaseClock
@@ -171,16 +170,18 @@ class Algorithm:
     """Env ids that use this algorithm unless another one is named."""
     source: str = ""
     """The FILE.py:NAME that it was loaded from; set by `get`."""
+    code: bytes | None = field(default=None, repr=False)
+    """That file's content at the time; set by `get`."""
 
     def __reduce__(self) -> Any:
         """Pickled by name where another process can find it by that: a built-in one, or one in a file."""
-        found_by = self.source or (self.name if self.name in BUILT_IN else "")
-        return (get, (found_by,)) if found_by else super().__reduce__()
+        if self.source:
+            return _load, (self.source, self.code)
+        return (get, (self.name,)) if self.name in BUILT_IN else super().__reduce__()
 
     def source_hash(self) -> str:
         """A hash of the user's file that it was loaded from; "" for a built-in one."""
-        file = Path(self.source.rpartition(":")[0])
-        return sha256(file.read_bytes()).hexdigest() if file.suffix == ".py" else ""
+        return sha256(self.code).hexdigest() if self.code else ""
 
     @property
     def title(self) -> str:
@@ -256,7 +257,7 @@ def get(name: str) -> Algorithm:
     if name in BUILT_IN and name not in _registry:
         _registry[name] = import_module(f"flatout.algorithms.{name}").ALGORITHM
     if ":" in name:
-        return _load(absolute(name))
+        return _loaded(absolute(name))
     if name not in _registry:
         known = names()
         near = did_you_mean(name, known)
@@ -265,9 +266,17 @@ def get(name: str) -> Algorithm:
 
 
 @cache
-def _load(source: str) -> Algorithm:
-    found = load_object(source, "algorithm", lambda it: isinstance(it, Algorithm), "a flatout.Algorithm")
-    return register_algorithm(replace(found, source=source))
+def _loaded(source: str) -> Algorithm:
+    return _load(source, read_code(source, "algorithm"))
+
+
+@cache
+def _load(source: str, code: bytes | None) -> Algorithm:
+    """The algorithm in this code of its file; a child process gets it from its parent, as the file may have changed."""
+    found = load_object(
+        source, "algorithm", lambda it: isinstance(it, Algorithm), "a flatout.Algorithm", code
+    )
+    return register_algorithm(replace(found, source=source, code=code))
 
 
 def names() -> list[str]:

@@ -86,5 +86,6 @@ def _parse(parser: Parser, argv: Sequence[str]) -> tuple[str, dict[str, Any], ar
     """The env and the settings, from the command line and --config."""
     args, config, given = parse_settings(parser, argv)
     if args.config is not None:
-        given = {name: value for name, value in read_file(args.config).items() if name != "env"} | given
+        known = read_file(args.config, given | {"env": args.env or config.env}, args.trust)
+        given = {name: value for name, value in known.items() if name != "env"} | given
     return args.env or config.env, given, args

@@ -50,6 +50,7 @@ def env_parser(verb: str, description: str) -> Parser:
     parser = Parser(verb, description, usage=f"flatout {verb} ENV [flags]")
     parser.flag("env", "Gymnasium id, module:Id, or path/to/file.py:factory", nargs="?", metavar="ENV")
     parser.flag("--config", "read settings from a config.json", type=Path, metavar="FILE.json")
+    add_trust(parser)
     return parser
 
 
@@ -60,7 +61,8 @@ def parse_settings(
     add_settings(parser, argv)
     args = parser.parse(argv)
     given = settings(args)
-    config = resolve(args.env, given, device="cpu", n_cores=usable_cores(), file=args.config)
+    cores = usable_cores()
+    config = resolve(args.env, given, device="cpu", n_cores=cores, file=args.config, trust=args.trust)
     env_factory(config.env)
     return args, config, given
 
@@ -73,6 +75,13 @@ def run_parser(
     parser.flag("run", text, metavar="RUN")
     add_runs_dir(parser)
     return parser
+
+
+def add_trust(parser: Parser) -> None:
+    """--trust."""
+    parser.flag(
+        "--trust", "run code that a file names, such as its env, though no run of yours wrote the file"
+    )
 
 
 def add_runs_dir(parser: Parser) -> None:
@@ -109,11 +118,12 @@ def _load_algorithm(argv: Sequence[str]) -> None:
     first = Parser("", add_help=False)
     first.add_argument("--algo")
     first.add_argument("--config", type=Path)
+    first.add_argument("--trust", action="store_true")
     args, _ = first.parse_known_args(argv)
     if args.algo is not None:
         algorithms.get(args.algo)
     elif args.config is not None:
-        read_file(args.config)
+        read_file(args.config, dict.fromkeys(("env", "executor")), args.trust)  # which are not loaded here
 
 
 def _group_title(sections: list[str | None]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,14 @@ from flatout.runlog.folder import RunFolder
 if TYPE_CHECKING:
     from flatout.agent import Agent
 
-RESUMABLE = ("timesteps", "target_return", "eval_every", "eval_episodes", "checkpoint_every")
+RESUMABLE = (
+    "timesteps",
+    "target_return",
+    "eval_every",
+    "eval_episodes",
+    "eval_max_steps",
+    "checkpoint_every",
+)
 """Settings that may change when a run is resumed."""
 
 
@@ -48,6 +56,7 @@ def train(argv: Sequence[str]) -> int:
         run_name=args.run_name,
         runs_dir=args.runs_dir,
         overwrite=args.overwrite,
+        trust=args.trust,
         **given,
     )
     return _learn(agent, args)
@@ -57,6 +66,7 @@ def resume(argv: Sequence[str]) -> int:
     """Resume a run; returns the exit code."""
     parser = cli.run_parser("resume", "Continue a run from its newest checkpoint.")
     _add_output_flags(parser)
+    cli.add_trust(parser)
     cli.add_settings(parser, argv, only=RESUMABLE)
     args = parser.parse(argv)
     return _resume(cli.run_path(args.run, args.runs_dir), cli.settings(args), args)
@@ -71,7 +81,8 @@ def _resume(path: Path, given: dict[str, Any], args: argparse.Namespace) -> int:
     from flatout.training.checkpoint import CheckpointFolder
 
     _, checkpoint, skipped = CheckpointFolder(folder.checkpoints).newest()
-    agent = Agent.from_checkpoint(checkpoint)
+    typed = [str(word) for word in (getattr(args, "env", None), *given.values()) if word]
+    agent = Agent.from_checkpoint(checkpoint, trust=args.trust, typed=typed)
     changed = replace(agent.config, given)
     if others := [name for name in given if name not in RESUMABLE and _differs(agent.config, changed, name)]:
         flag = others[0].replace("_", "-")
@@ -116,32 +127,43 @@ def evaluate(argv: Sequence[str]) -> int:
         "a run's folder, its name in --runs-dir, or a .flatout file",
     )
     parser.flag("--episodes", "number of episodes (100)", type=int, default=100, metavar="N")
+    parser.flag("--eval-max-steps", "cut longer episodes (as in training)", type=int, metavar="N")
     parser.flag("--seed", "seed of the envs (differs from training)", type=int, metavar="N")
     text = "keywords for the env that differ from training"
     parser.flag("--env-kwargs", text, metavar="JSON", default=argparse.SUPPRESS)
     parser.flag("--best", "load the best checkpoint, not the newest")
     parser.flag("--stochastic", "sample actions instead of taking the most likely one")
     parser.flag("--json", "print the result as JSON")
+    cli.add_trust(parser)
     args = parser.parse(argv)
-    if args.episodes < 1:
-        raise FlatoutError(f"--episodes is {args.episodes}; it must be at least 1")
+    for name, value in (("--episodes", args.episodes), ("--eval-max-steps", args.eval_max_steps)):
+        if value is not None and value < 1:
+            raise FlatoutError(f"{name} is {value}; it must be at least 1")
     env_kwargs = cli.settings(args).get("env_kwargs")
     path = cli.run_path(args.run, args.runs_dir)
     if args.best:
         path = path / "checkpoints" / "best.flatout"
 
-    from flatout.agent import load
+    from flatout.agent import load_with_notes
 
-    agent = load(path)
+    agent, notes = load_with_notes(path, trust=args.trust)
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
     result = agent.evaluate(
-        args.episodes, deterministic=not args.stochastic, seed=args.seed, env_kwargs=env_kwargs
+        args.episodes,
+        deterministic=not args.stochastic,
+        seed=args.seed,
+        env_kwargs=env_kwargs,
+        max_steps=args.eval_max_steps,
     )
     if args.json:
         keys = {"return_mean": result.return_mean, "return_std": result.return_std}
-        print(json.dumps(keys | {"length_mean": result.length_mean, "episodes": len(result.returns)}))
+        keys |= {"length_mean": result.length_mean, "episodes": len(result.returns)}
+        print(json.dumps(keys | {"episodes_cut": result.n_cut}))
     else:
+        cut = f"; {result.n_cut} of them were cut (--eval-max-steps)" if result.n_cut else ""
         print(
             f"{agent.config.env}: return {result.return_mean:,.1f} ± {result.return_std:,.1f} over "
-            f"{len(result.returns)} episodes, {result.length_mean:,.1f} steps each"
+            f"{len(result.returns)} episodes, {result.length_mean:,.1f} steps each{cut}"
         )
     return 0

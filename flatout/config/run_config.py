@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from flatout.algorithms import base as algorithms
 from flatout.algorithms.base import Algorithm, AlgorithmConfig, LearnerSpec, Recipe, check
 from flatout.config.fields import all_fields, convert, flatten_json, replace, sections
+from flatout.config.trust import CODE, SIGNATURE, require_trust, signed
 from flatout.device.machine import read_cache, write_cache
 from flatout.envs.make import env_id
 from flatout.errors import FlatoutError
@@ -65,6 +66,8 @@ class RunConfig:
     """Env steps between evaluations of the deterministic policy; 0: never."""
     eval_episodes: int = 20
     """Episodes per evaluation."""
+    eval_max_steps: int = 20_000
+    """Steps after which an episode of an evaluation is cut; it counts with its return so far."""
     checkpoint_every: int = 100_000
     """Env steps between checkpoints; 0: only at the end."""
     algorithm: AlgorithmConfig
@@ -73,7 +76,7 @@ class RunConfig:
     """The network's settings."""
 
     def __post_init__(self) -> None:
-        check(self, "at least 1", "timesteps", "n_envs", "eval_episodes")
+        check(self, "at least 1", "timesteps", "n_envs", "eval_episodes", "eval_max_steps")
         check(self, "at least 0", "seed", "eval_every", "checkpoint_every", "n_collectors", "n_workers")
         if not 0.0 < self.step_timeout < float("inf"):
             raise FlatoutError(
@@ -119,9 +122,9 @@ class RunConfig:
         return self.algorithm.arithmetic(self.n_envs)
 
     def to_json(self) -> dict[str, Any]:
-        """Nested plain data for `from_json`."""
+        """Nested plain data for `from_json`, signed if it names code."""
         names = {attribute: section for section, attribute in sections(self).items()}
-        return {names.get(name, name): value for name, value in asdict(self).items()}
+        return signed({names.get(name, name): value for name, value in asdict(self).items()})
 
     @staticmethod
     def from_json(data: Any, source: str) -> RunConfig:
@@ -137,12 +140,21 @@ class RunConfig:
 
 
 def resolve(
-    env: str | None, settings: Mapping[str, Any], *, device: str, n_cores: int, file: Path | None = None
+    env: str | None,
+    settings: Mapping[str, Any],
+    *,
+    device: str,
+    n_cores: int,
+    file: Path | None = None,
+    trust: bool = False,
 ) -> RunConfig:
-    """The complete config for an env, from its recipe or preset, a config file and the user's settings."""
+    """The complete config for an env, from its recipe or preset, a config file and the user's settings.
+
+    `trust`: whether the file may name code that this user's runs did not write.
+    """
     given = dict(settings)
     if file is not None:
-        given = read_file(file) | given
+        given = read_file(file, given | ({"env": env} if env else {}), trust) | given
     env = env or given.get("env")
     if not env:
         raise FlatoutError("no env given; name one, such as CartPole-v1")
@@ -219,19 +231,27 @@ def preset_note(
     return f"preset {preset} needs {needs}; this machine has {has}; --preset {fits} fits"
 
 
-def read_file(path: Path) -> dict[str, Any]:
-    """The settings in a JSON config file, by name."""
+def read_file(path: Path, given: Mapping[str, Any], trust: bool) -> dict[str, Any]:
+    """The settings in a JSON config file, by name.
+
+    Code that it names must be in `given`, the user's own settings, or signed, or trusted.
+    """
     try:
         data = json.loads(path.read_text())
     except OSError as error:
         raise FlatoutError(f"--config {path}: {error.strerror}") from error
     except ValueError as error:
         raise FlatoutError(f"--config {path} is not JSON: {error}") from error
+    # The file's algorithm is loaded even if the user names another: its settings are read.
+    names = [name for name in CODE if name == "algo" or name not in given]
+    require_trust(data, f"--config {path}", trust=trust, typed=list(given.values()), names=names)
     return _flatten(data, f"--config {path}")
 
 
 def _flatten(data: Any, source: str) -> dict[str, Any]:
     """The settings in nested JSON by name; settings of another algorithm are refused."""
+    if isinstance(data, dict):
+        data = {name: value for name, value in data.items() if name != SIGNATURE}
     algorithm = _algorithm(data if isinstance(data, dict) else {})
     values = flatten_json(RunConfig, data, source)
     for other in algorithms.names():

@@ -11,11 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import gymnasium as gym
 import numpy as np
-import torch
 
 from flatout.envs.make import BatchedEnvs, BatchedKind, EnvFactory, batched_kind
 from flatout.envs.spaces import MASK_KEY, logit_sizes
@@ -31,6 +30,9 @@ from flatout.envs.validate import (
 )
 from flatout.envs.wrappers import Blocking, MaskFromInfo, blocking
 from flatout.errors import EnvError, is_engine_file, one_line
+
+if TYPE_CHECKING:
+    import torch
 
 RETURNS = {"reset": ("obs", "info"), "step": ("obs", "reward", "terminated", "truncated", "info")}
 BATCHED_STEPS = 4
@@ -62,15 +64,16 @@ def check(
     seed: int = 0,
     max_steps: int = 200,
     max_seconds: float = 1.0,
+    make: Callable[..., Any] = blocking,
 ) -> EnvInfo:
     """Take random steps in a new env; raises EnvError at the first break of Gymnasium's API.
 
-    A batched env is made with `n_envs` envs if it takes `num_envs`.
+    A batched env is made with `n_envs` envs if it takes `num_envs`. Loads torch only for one of tensors.
     """
     notes: list[str] = []
     with warnings.catch_warnings(record=True) as raised:
         warnings.simplefilter("always")
-        env: Any = blocking(partial(factory.make, n_envs))  # type: ignore[arg-type]  # a batched env is returned as it is
+        env: Any = make(partial(factory.make, n_envs))  # a batched env is returned as it is
         kind = batched_kind(env)
         try:
             if kind:
@@ -134,7 +137,7 @@ def _call(method: Callable[[], Any], name: str, step: int) -> tuple[Any, ...]:
         result = method()
     except EnvError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise EnvError(_raised(error, name, step)) from error
     if inspect.iscoroutine(result):
         result.close()
@@ -154,7 +157,7 @@ def _wrong_count(name: str, got: str) -> str:
     return f"{name}() returned {got}; Gymnasium's {name} returns {len(names)}: {', '.join(names)}"
 
 
-def _raised(error: Exception, name: str, step: int) -> str:
+def _raised(error: BaseException, name: str, step: int) -> str:
     text = str(error)
     keyword = re.search(r"reset\(\) got an unexpected keyword argument '(seed|options)'", text)
     if name == "reset" and keyword:
@@ -197,7 +200,7 @@ class _BatchedTrial:
 
     def __init__(self, envs: BatchedEnvs, kind: BatchedKind, seed: int) -> None:
         self._envs, self._seed, self._n_envs = envs, seed, int(envs.num_envs)
-        self._device = torch.device(envs.device) if kind == "tensor" else None  # type: ignore[union-attr]
+        self._device = envs.device if kind == "tensor" else None  # type: ignore[union-attr]
         self._space, self._action_space = envs.single_observation_space, envs.single_action_space
         self._step = 0
 
@@ -238,7 +241,11 @@ class _BatchedTrial:
     def _actions(self, obs: Any) -> Any:
         masks = _to_numpy(obs[MASK_KEY]) if has_mask(self._space) else [None] * self._n_envs
         actions = np.stack([sample_action(self._action_space, mask, self._step) for mask in masks])
-        return actions if self._device is None else torch.from_numpy(actions).to(self._device)
+        if self._device is None:
+            return actions
+        import torch
+
+        return torch.from_numpy(actions).to(self._device)
 
     def _validate_obs(self, obs: Any, path: str, finite: bool = True) -> None:
         for part, values, name in simple_parts(self._space, obs, path, self._step):
@@ -261,7 +268,7 @@ class _BatchedTrial:
             raise EnvError(nan_message(name, int(bad.argmax()), self._step, kind))
 
     def _refuse_other_device(self, values: Any, name: str) -> None:
-        if not isinstance(values, torch.Tensor):
+        if not hasattr(values, "detach"):
             raise EnvError(f"{name} at step {self._step} is a {type(values).__name__}, not a torch tensor")
         if not same_device(values.device, self._device):
             raise EnvError(f"{name} at step {self._step} is on {values.device}; the env says {self._device}")
@@ -269,12 +276,14 @@ class _BatchedTrial:
 
 def same_device(a: torch.device | str, b: torch.device | str | None) -> bool:
     """Whether two names mean the same device; `cuda` without an index matches every CUDA device."""
+    import torch
+
     one, other = torch.device(a), torch.device(b or "cpu")
     return one.type == other.type and (one.index == other.index or None in (one.index, other.index))
 
 
 def _to_numpy(values: Any) -> Any:
-    return values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
+    return values.detach().cpu().numpy() if hasattr(values, "detach") else np.asarray(values)
 
 
 def _close(env: Any, notes: list[str]) -> None:

@@ -19,15 +19,20 @@ from flatout.errors import EnvError, FlatoutError, did_you_mean, one_line
 
 
 def load_object(
-    source: str, what: str, fits: Callable[[Any], bool] = callable, wanted: str = "a class or function"
+    source: str,
+    what: str,
+    fits: Callable[[Any], bool] = callable,
+    wanted: str = "a class or function",
+    code: bytes | None = None,
 ) -> Any:
     """The object that `file.py:NAME` or `module:NAME` names; `what` is the word for it in errors.
 
-    An object for which `fits` is false is refused; `wanted` describes the right ones.
+    An object for which `fits` is false is refused; `wanted` describes the right ones. `code`: the file's content, if it
+    was read before; the file may have changed since.
     """
     place, _, name = source.rpartition(":")
     with importable(source):
-        module = load_module(source, what)
+        module = load_module(source, what, code)
     shown = f"{what} file '{place}'" if is_file(source) else f"module '{place}'"
     found = getattr(module, name, None)
     if found is None:
@@ -39,11 +44,11 @@ def load_object(
     return found
 
 
-def load_module(source: str, what: str) -> ModuleType:
+def load_module(source: str, what: str, code: bytes | None = None) -> ModuleType:
     """The module before the last colon of `source`, imported; call it inside `importable(source)`."""
     place = source.rpartition(":")[0]
     if is_file(source):
-        return _import_file(place, what)
+        return _import_file(place, what, read_code(source, what) if code is None else code)
     try:
         return importlib.import_module(place)
     except (Exception, SystemExit) as error:
@@ -57,6 +62,22 @@ def load_module(source: str, what: str) -> ModuleType:
 def is_file(source: str) -> bool:
     """Whether a source is of the form `file.py:NAME`."""
     return source.rpartition(":")[0].endswith(".py")
+
+
+def read_code(source: str, what: str) -> bytes | None:
+    """The content of the file in `file.py:NAME`; None for `module:NAME`."""
+    if not is_file(source):
+        return None
+    file = source.rpartition(":")[0]
+    path = Path(file).expanduser().resolve()
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        neighbours = (neighbour.name for neighbour in path.parent.glob("*.py"))
+        hint = did_you_mean(path.name, neighbours)
+        raise FlatoutError(f"{what} file '{file}' does not exist{hint}") from None
+    except OSError as error:
+        raise FlatoutError(f"{what} file '{file}' cannot be read: {error.strerror}") from error
 
 
 def absolute(source: str) -> str:
@@ -87,23 +108,21 @@ def type_name(value: object) -> str:
     return f"an object of type {prefix}{kind.__qualname__}"
 
 
-def _import_file(file: str, what: str) -> ModuleType:
+def _import_file(file: str, what: str, code: bytes | None) -> ModuleType:
     path = Path(file).expanduser().resolve()
-    if not path.is_file():
-        neighbours = (neighbour.name for neighbour in path.parent.glob("*.py"))
-        raise FlatoutError(f"{what} file '{file}' does not exist{did_you_mean(path.name, neighbours)}")
-    # The same name in every process, so that what the file defines can be pickled between them.
-    name = f"flatout_file_{path.stem}_{zlib.crc32(str(path).encode()):08x}"
+    assert code is not None
+    # Named by path and content: an edited file is a new module, and one content has the same name in every process, so
+    # that what it defines can be pickled between them.
+    name = f"flatout_file_{path.stem}_{zlib.crc32(code, zlib.crc32(str(path).encode())):08x}"
     if name in sys.modules:
         return sys.modules[name]
     importlib.invalidate_caches()
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
-        spec.loader.exec_module(module)
+        exec(compile(code, str(path), "exec", dont_inherit=True), module.__dict__)
     except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise EnvError(f"{what} file '{file}' could not be imported: {one_line(error)}") from error

@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypeGuard
 
 import gymnasium as gym
@@ -18,7 +19,15 @@ from gymnasium.error import DependencyNotInstalled
 from gymnasium.vector import VectorEnv
 from gymnasium.wrappers import HumanRendering, RenderCollection, TimeLimit
 
-from flatout.envs.loader import absolute, importable, is_file, load_module, load_object, type_name
+from flatout.envs.loader import (
+    absolute,
+    importable,
+    is_file,
+    load_module,
+    load_object,
+    read_code,
+    type_name,
+)
 from flatout.envs.wrappers import AsyncTimeLimit, MaskFromInfo, is_async
 from flatout.errors import EnvError, FlatoutError, did_you_mean, one_line, where
 
@@ -77,6 +86,10 @@ class EnvFactory:
     mask_in_info: bool = False
     device: str | None = None
     """Device for batched envs of tensors whose creator takes `device`; None: their default."""
+    code: bytes | None = field(default=None, repr=False)
+    """Content of the source's file when the factory was made: every process of a run executes this."""
+    spec: EnvSpec | None = field(default=None, repr=False)
+    """What the source's id stands for, which only the process that registered it knows."""
 
     def __call__(self, render_mode: str | None = None) -> gym.Env[Any, Any]:
         """A new env that steps alone."""
@@ -104,9 +117,18 @@ class EnvFactory:
         """Number of envs of that batched env; None for other sources."""
         return self.source.num_envs if _is_batched(self.source) else None
 
+    @property
+    def is_built_in(self) -> bool:
+        """Whether the env's code is Gymnasium's or flatout's own."""
+        if self.spec is None:
+            return isinstance(self.source, type) and _is_engine(self.source.__module__)
+        points: tuple[Any, ...] = (self.spec.entry_point, self.spec.vector_entry_point)
+        modules = [point if isinstance(point, str) else point.__module__ for point in points if point]
+        return not self.spec.additional_wrappers and all(map(_is_engine, modules))
+
     def _make(self, kwargs: dict[str, Any], n_envs: int | None) -> gym.Env[Any, Any] | BatchedEnvs:
         with importable(self.source) if isinstance(self.source, str) else nullcontext():
-            target = _resolve(self.source)
+            target = self.spec or _resolve(self.source, self.code)
             if _is_batched(target):
                 return target
             env = _create(target, kwargs, self.name, n_envs, self.device)  # type: ignore[arg-type]  # not batched by now
@@ -117,9 +139,13 @@ def env_factory(source: EnvSource, kwargs: Mapping[str, Any] | None = None) -> E
     """The factory for an id, `module:Id`, `file.py:factory`, a gym.Env class, a function, or a batched env itself."""
     if isinstance(source, str):
         source = env_id(source)
+        code = read_code(source, "env")
         with importable(source):
-            _resolve(source)
-        return EnvFactory(name=source, source=absolute(source), kwargs=dict(kwargs or {}))
+            target = _resolve(source, code)
+        spec = target if isinstance(target, EnvSpec) else None
+        return EnvFactory(
+            name=source, source=absolute(source), kwargs=dict(kwargs or {}), code=code, spec=spec
+        )
     if _is_batched(source):
         if kwargs:
             raise FlatoutError(
@@ -143,12 +169,15 @@ def _is_batched(source: object) -> TypeGuard[BatchedEnvs]:
     return batched_kind(source) is not None
 
 
-def _resolve(source: EnvSource) -> EnvSpec | Creator | BatchedEnvs:
+def _is_engine(module: str) -> bool:
+    return module.startswith(("gymnasium.", "flatout."))
+
+
+def _resolve(source: EnvSource, code: bytes | None = None) -> EnvSpec | Creator | BatchedEnvs:
     if not isinstance(source, str):
         return source
     if is_file(source):
-        made_by = "a gym.Env class or a function that makes an env"
-        return load_object(source, "env", wanted=made_by)  # type: ignore[no-any-return]  # `_verified` checks what it makes
+        return load_object(source, "env", _makes_envs, MADE_BY, code)  # type: ignore[no-any-return]  # `_verified` checks what it makes
     if source.endswith(".py"):
         raise FlatoutError(
             f"env '{source}' is a file; add the function or gym.Env class that makes the env: '{source}:name'"
@@ -186,11 +215,25 @@ def _from_module(source: str) -> EnvSpec | Creator:
     module = load_module(source, "env")
     if name in gym.registry:
         return _registered(name)
-    callables = [key for key, value in vars(module).items() if callable(value)]
-    if name not in callables:
-        hint = did_you_mean(name, [*gym.registry, *callables], n=1)
+    found = getattr(module, name, None)
+    if found is None:
+        makers = [key for key, value in vars(module).items() if _makes_envs(value)]
+        hint = did_you_mean(name, [*gym.registry, *makers], n=1)
         raise FlatoutError(f"module '{place}' has no env '{name}'{hint}")
-    return getattr(module, name)  # type: ignore[no-any-return]  # `_verified` checks what it makes
+    if not _makes_envs(found):
+        raise FlatoutError(f"'{name}' in module '{place}' is {type_name(found)}, not {MADE_BY}")
+    return found  # type: ignore[no-any-return]  # `_verified` checks what it makes
+
+
+MADE_BY = "a gym.Env class or a Python function that makes an env"
+
+
+def _makes_envs(named: object) -> bool:
+    """Whether what a name stands for may be called: an env's class or a Python function, never os.system."""
+    target = named.func if isinstance(named, functools.partial) else named
+    if isinstance(target, type):
+        return callable(getattr(target, "reset", None)) and callable(getattr(target, "step", None))
+    return isinstance(target, FunctionType)
 
 
 def _create(
@@ -224,7 +267,7 @@ def _create(
             env = target(**kwargs)
     except FlatoutError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise EnvError(_creation_failure(error, name)) from error
     return _verified(env, name)
 
@@ -278,7 +321,7 @@ def _refuse_bad_kwargs(
         raise FlatoutError(f"env '{name}' needs the argument '{missing[0]}'; give it in its env kwargs")
 
 
-def _creation_failure(error: Exception, name: str) -> str:
+def _creation_failure(error: BaseException, name: str) -> str:
     if isinstance(error, DependencyNotInstalled):
         return f"env '{name}' needs an extra package: {' '.join(str(error).split())}"
     if isinstance(error, ModuleNotFoundError) and error.name:

@@ -7,6 +7,7 @@ is the first observation of the next episode and `final_obs` the last one of the
 from __future__ import annotations
 
 import inspect
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
@@ -60,10 +61,9 @@ class RestartBudget:
         while self._times[0] < now - self._window_seconds:
             self._times.popleft()
         if len(self._times) > self._max_restarts:
-            raise EnvError(
-                f"gave up after {self._max_restarts} restarts within {self._window_seconds:.0f} s; "
-                f"the last: {reason}"
-            )
+            window = self._window_seconds
+            within = f" within {window:.0f} s" if math.isfinite(window) else ""
+            raise EnvError(f"gave up after {self._max_restarts} restarts{within}; the last: {reason}")
         self.n_restarts += 1
         self.notes.append(reason)
         self.tracebacks.append(traceback_text)

@@ -77,6 +77,7 @@ class ChildProcess:
         args: tuple[Any, ...],
         shared: tuple[Any, ...] = (),
         timeout: float = 0.0,
+        context: str = "forkserver",
     ) -> None:
         """`shared` is pickled while the child starts; `timeout`: seconds that a message may take to be sent or read."""
         self.connection, theirs = _context().Pipe()
@@ -85,7 +86,7 @@ class ChildProcess:
         read_end, lifeline = _context().Pipe(duplex=False)
         self._args = (theirs, read_end, cloudpickle.dumps((target, args)), shared)
         try:
-            self._process = self._started(name)
+            self._process = self._started(name, get_context(context))
         finally:
             del self._args
             theirs.close()
@@ -93,11 +94,11 @@ class ChildProcess:
         # Also at exit, before multiprocessing sends its children SIGTERM and waits for them.
         self._finalize = Finalize(self, _free, (self._process, self.connection, lifeline), exitpriority=10)
 
-    def _started(self, name: str) -> Any:
+    def _started(self, name: str, context: Any) -> Any:
         """The started process; the fork server is started again if it was killed."""
         n_tries = 3
         while True:
-            process = _context().Process(target=_child_main, args=self._args, name=name, daemon=True)
+            process = context.Process(target=_child_main, args=self._args, name=name, daemon=True)
             try:
                 with _bare_start():
                     process.start()

@@ -80,6 +80,8 @@ class Costs:
     """Each env's mean step time ÷ that of the median env; 1 unless it is more than twice as slow."""
     picklable: bool = True
     """Whether the env can be made in another process."""
+    fault: str = ""
+    """Why the steps could not be timed, in one line; their times are then zero."""
     act: Points = ((1, 0.0),)
     """Acting, by number of observations."""
     update: UpdateCost = NO_UPDATE

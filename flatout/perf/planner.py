@@ -24,7 +24,7 @@ from flatout.models.actor import make_actor
 from flatout.models.policy import Policy
 from flatout.perf.costs import COMPILED_PYTHON, Costs, Points, Settings, UpdateCost, rising
 from flatout.perf.decide import Decision, Request, decide
-from flatout.perf.probe import time_steps
+from flatout.perf.trial import try_steps
 from flatout.timing import PhaseClock
 
 NARROW = 8
@@ -158,16 +158,27 @@ class UpdateProbe:
         return fastest(partial(learner.update.eager_step, batch), 8)
 
 
+def needs_step_times(config: RunConfig) -> bool:
+    """Whether such a run is planned by the time of an env's step."""
+    return config.executor in ("auto", "thread", "process") or config.overlap == "auto"
+
+
 def plan_run(
-    probe: UpdateProbe, env: EnvInfo, n_cores: int, timesteps: int, overlapped: bool | None = None
+    probe: UpdateProbe,
+    env: EnvInfo,
+    n_cores: int,
+    timesteps: int,
+    overlapped: bool | None = None,
+    costs: Costs | None = None,
 ) -> Decision:
-    """How to run so many env steps. `overlapped`: how the run began, if it is resumed."""
+    """How to run so many env steps. `overlapped`: how the run began, if it is resumed. `costs`: if they are known."""
     config, policy, learner = probe.config, probe.policy, probe.learner
     kind = "batched" if env.batched else "async" if env.is_async else ""
     measured: dict[str, Any] = dict.fromkeys(("step_seconds", "compute_share", "launch_seconds"))
-    costs: Costs | None = None
-    if not kind and (config.executor in ("auto", "thread", "process") or config.overlap == "auto"):
-        costs = time_steps(env.factory, policy.action, seed=config.seed)
+    if kind or not needs_step_times(config):
+        costs = None
+    else:
+        costs = costs or try_steps(env.factory, policy.action, timeout=config.step_timeout, seed=config.seed)
         least = 1 if costs.waits else max(config.n_envs // n_cores, 1)
         costs = replace(costs, act=acting_times(policy, {least, config.n_envs}))
         measured |= {name: getattr(costs, name) for name in ("step_seconds", "compute_share", "picklable")}
@@ -209,10 +220,27 @@ def plan_run(
         began_overlapped=overlapped,
     )
     settings = settings_of(config, policy, n_cores)
+    if costs is not None and costs.fault:
+        return _plan_untimed(request, settings, costs.fault)
     updates = None if settings.on_device else with_updates
     return replace(
         decide(request, settings, costs, with_updates=updates, remember=remember), measured=measured
     )
+
+
+def _plan_untimed(request: Request, settings: Settings, fault: str) -> Decision:
+    """How to run envs that failed when their steps were timed: in workers, which survive that, unless asked otherwise."""
+    executor = request.executor
+    if executor == "auto":
+        executor = "process" if settings.n_envs > 1 else "serial"
+    overlap = request.overlap
+    if overlap == "auto":
+        overlap = "on" if request.began_overlapped else "off"
+    kinds = dict.fromkeys((executor, "serial"))
+    decisions = [decide(replace(request, executor=kind, overlap=overlap), settings) for kind in kinds]
+    ways = [way for decision in decisions for way in decision.ways]
+    reasons = dict.fromkeys(ways, f"its steps could not be timed: {fault}")
+    return replace(decisions[0], ways=ways, reasons=reasons)
 
 
 def settings_of(config: RunConfig, policy: Policy, n_cores: int) -> Settings:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import statistics
+from collections.abc import Callable
 from itertools import count
 from time import perf_counter, thread_time
 from typing import Any
@@ -16,7 +17,6 @@ from flatout.device.machine import usable_cores
 from flatout.envs.make import EnvFactory
 from flatout.envs.spaces import ActionLayout, Array
 from flatout.envs.wrappers import blocking
-from flatout.errors import one_line
 from flatout.perf.costs import Costs, Settings
 from flatout.perf.decide import Request, decide
 
@@ -37,6 +37,7 @@ def time_steps(
     n_envs: int = 1,
     max_steps: int = 300,
     max_seconds: float = 1.0,
+    make: Callable[..., Any] = blocking,
 ) -> Costs:
     """Step envs of its own with random actions for a moment, in turn: the costs of stepping, resets included."""
     envs: list[gym.Env[Any, Any]] = []
@@ -44,7 +45,7 @@ def time_steps(
     began = perf_counter()
     try:
         while not envs or (len(envs) < n_envs and perf_counter() - began < max_seconds):
-            envs.append(blocking(factory))
+            envs.append(make(factory))
             envs[-1].reset(seed=seed + len(envs) - 1)
         wait, compute = _time_each(envs, action, rng, max_steps, max_seconds)
         means = [sum(w + c) / len(w) for w, c in zip(wait, compute, strict=True)]
@@ -122,16 +123,10 @@ def random_action(action: ActionLayout, rng: np.random.Generator) -> Array:
     return np.array([[rng.integers(n) for n in action.nvec]])
 
 
-def rank_kinds(
-    factory: EnvFactory, action_space: gym.Space[Any], n_envs: int, seed: int
-) -> tuple[list[str], list[str]]:
+def rank_kinds(costs: Costs, n_envs: int) -> tuple[list[str], list[str]]:
     """Kinds of executor for `make_vec`, fastest first, and a note on why the first is the first."""
-    if n_envs == 1:
-        return ["serial"], []
-    try:
-        costs = time_steps(factory, ActionLayout(action_space), seed=seed)
-    except Exception as error:
-        return ["serial"], [f"the env could not be measured ({one_line(error)}); using serial"]
+    if costs.fault:  # workers survive an env that ends its process
+        return ["process", "serial"], [f"the env could not be measured ({costs.fault}); using process"]
     settings = Settings(n_envs=n_envs, n_steps=128, batch_size=1, n_cores=usable_cores())
     request = Request(timesteps=MAKE_VEC_STEPS, overlap="off", subprocess_collectors=False)
     found = decide(request, settings, costs)

@@ -9,11 +9,19 @@ import numpy as np
 import torch
 
 from flatout.collect.noise import ActionNoise
+from flatout.collect.ragged import Interrupted
 from flatout.envs.check import EnvInfo
-from flatout.envs.spaces import ObsLayout
-from flatout.executors.base import EnvSet, Episode, Executor, make_executor, step
+from flatout.envs.spaces import Array
+from flatout.errors import EnvError, FlatoutError
+from flatout.executors.base import EnvSet, Episode, Executor, RestartBudget, Step, make_executor, step
+from flatout.executors.episodes import EpisodeStatistics
 from flatout.models.actor import env_actions
 from flatout.models.policy import Policy
+from flatout.perf.costs import Settings
+
+ISOLATED = ("process", "thread")
+"""Executors whose envs may die or hang without harm; evaluation uses them where training does."""
+N_WORKERS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +30,8 @@ class Evaluation:
 
     returns: tuple[float, ...]
     lengths: tuple[int, ...]
+    n_cut: int = 0
+    """Episodes that were cut at the step limit; they count with their return so far."""
 
     @property
     def return_mean(self) -> float:
@@ -39,10 +49,29 @@ class Evaluation:
         return float(np.mean(self.lengths))
 
 
-def eval_executor(env: EnvInfo, layout: ObsLayout, n_envs: int, seed: int) -> Executor:
-    """New envs to evaluate in, or the user's own batched env where there is only that."""
+def eval_executor(
+    env: EnvInfo,
+    policy: Policy,
+    n_envs: int,
+    seed: int,
+    plan: Settings | None = None,
+    budget: RestartBudget | None = None,
+    step_timeout: float = 0.0,
+) -> Executor:
+    """New envs to evaluate in, as far from this process as those of the plan, or the user's own batched env."""
     kind = "batched" if env.batched else "async" if env.is_async else "serial"
-    return make_executor(kind, EnvSet(env.factory, layout, np.arange(n_envs), seed, replayable=False))
+    if plan is not None and kind == "serial":
+        kind = "process" if plan.in_subprocesses else plan.executor if plan.executor in ISOLATED else "serial"
+    envs = EnvSet(
+        env.factory,
+        policy.obs,
+        np.arange(n_envs),
+        seed,
+        action=policy.action,
+        replayable=False,
+        budget=budget,
+    )
+    return make_executor(kind, envs, n_workers=N_WORKERS, step_timeout=step_timeout)
 
 
 # No inference mode: a batched env could not change tensors elsewhere that it made there.
@@ -53,24 +82,50 @@ def evaluate(
     *,
     n_episodes: int,
     seed: int,
+    max_steps: int,
     deterministic: bool = True,
-    on_episode: Callable[[int], None] | None = None,
+    stop: Callable[[], bool] = lambda: False,
 ) -> Evaluation:
-    """Play `n_episodes` from new resets; each env plays a fixed share, so that short episodes are not favoured."""
+    """Play `n_episodes` from new resets; each env plays a fixed share, so that short episodes are not favoured.
+
+    An episode is cut after `max_steps`. Raises Interrupted when `stop` becomes true.
+    """
     n_envs = executor.n_envs
-    quota = [n_episodes // n_envs + (i < n_episodes % n_envs) for i in range(n_envs)]
+    left = np.array([n_episodes // n_envs + (i < n_episodes % n_envs) for i in range(n_envs)])
     noise = ActionNoise(policy.action, executor.env_ids, seed)
     now = executor.reset()
+    played = EpisodeStatistics(executor.env_ids)
     episodes: list[Episode] = []
-    t = 0
-    while len(episodes) < n_episodes:
+    t = n_cut = 0
+    while left.any():
+        if stop():
+            raise Interrupted
         drawn = None if deterministic else noise.draw(t, 1)[0].to(policy.device)
         now = step(executor, env_actions(policy, now.obs, drawn))
         t += 1
-        for episode in now.ended:
-            if quota[episode.env_id] > 0:
-                quota[episode.env_id] -= 1
+        played.add(now.reward)
+        played.clear(now.terminated | now.truncated)
+        played.clear(now.restarted)
+        cut = played.end(np.flatnonzero((played.lengths >= max_steps) & (left > 0)))
+        for episode in [*now.ended, *cut]:
+            if left[episode.env_id] > 0:
+                left[episode.env_id] -= 1
                 episodes.append(episode)
-                if on_episode is not None:
-                    on_episode(len(episodes))
-    return Evaluation(tuple(e.total_reward for e in episodes), tuple(e.length for e in episodes))
+        if cut:
+            n_cut += len(cut)
+            now = _begin_again(executor, [e.env_id for e in cut if left[e.env_id]], left)
+    returns, lengths = tuple(e.total_reward for e in episodes), tuple(e.length for e in episodes)
+    return Evaluation(returns, lengths, n_cut)
+
+
+def _begin_again(executor: Executor, env_ids: list[int], left: Array) -> Step:
+    """Begin new episodes in these envs; an executor that cannot reset some of its envs plays no more in them."""
+    if not env_ids:
+        return executor.current
+    try:
+        return executor.reset_envs([None] * executor.n_envs, None, env_ids)
+    except EnvError:
+        raise
+    except FlatoutError:
+        left[env_ids] = 0
+        return executor.current

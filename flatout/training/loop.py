@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
+from traceback import format_exception
 from typing import TypeAlias
 
 import torch
 
 from flatout.collect.ragged import Interrupted
+from flatout.errors import FlatoutError, one_line
+from flatout.executors.base import RestartBudget
 from flatout.runlog.recorder import Progress, Recorder
 from flatout.timing import Phase, busy_seconds, run_phases
 from flatout.training.checkpoint import CheckpointFolder
@@ -52,6 +55,8 @@ class _Loop:
     _checkpoints: CheckpointFolder | None
     _callback: Callback | None
     _began: float
+    _n_cut: int = 0
+    """Episodes that were cut in the last evaluation."""
 
     def run(self, stop: StopRequest) -> str:
         """Iterate to the end; returns the run's status."""
@@ -66,7 +71,7 @@ class _Loop:
                 break
             state.wall_seconds = perf_counter() - self._began
             self._record_notes()
-            self._evaluate_if_due(steps_before, metrics)
+            self._evaluate_if_due(steps_before, metrics, stop)
             reached = self._reached_target()
             is_last = state.env_steps >= self._until or reached or stop.requested
             goes_on = self._record(metrics, always=is_last or "eval/mean_reward" in metrics)
@@ -82,13 +87,15 @@ class _Loop:
         return status
 
     def _record_notes(self) -> None:
-        budget = self._trainer.budget
-        for note, traceback_text in zip(budget.notes, budget.tracebacks, strict=True):
-            self._recorder.fault(note, traceback_text)
-        budget.notes.clear()
-        budget.tracebacks.clear()
+        self._record_faults(self._trainer.budget)
         for note in self._trainer.pipeline.take_notes():
             self._recorder.note(note)
+
+    def _record_faults(self, budget: RestartBudget, where: str = "") -> None:
+        for note, traceback_text in zip(budget.notes, budget.tracebacks, strict=True):
+            self._recorder.fault(where + note, traceback_text)
+        budget.notes.clear()
+        budget.tracebacks.clear()
 
     def _reached_target(self) -> bool:
         state = self._trainer.state
@@ -130,12 +137,31 @@ class _Loop:
             learner_busy=busy_seconds(lanes) / wall,
         )
 
-    def _evaluate_if_due(self, steps_before: int, metrics: dict[str, float]) -> None:
+    def _evaluate_if_due(self, steps_before: int, metrics: dict[str, float], stop: StopRequest) -> None:
         trainer, state = self._trainer, self._trainer.state
         if not _crossed(trainer.config.eval_every, steps_before, state.env_steps):
             return
         trainer.clock.enter(Phase.EVALUATE)
-        result = trainer.evaluate()
+        stop.interruptible = True
+        try:
+            result = trainer.evaluate(lambda: stop.requested)
+        except Interrupted:
+            return
+        except Exception as error:  # the run is worth more than one evaluation
+            self._record_faults(trainer.eval_budget, "in evaluation: ")
+            line = str(error) if isinstance(error, FlatoutError) else one_line(error)
+            self._recorder.fault(f"evaluation failed: {line}", "".join(format_exception(error)))
+            return
+        finally:
+            stop.interruptible = False
+        self._record_faults(trainer.eval_budget, "in evaluation: ")
+        if result.n_cut != self._n_cut:
+            self._n_cut, limit = result.n_cut, trainer.config.eval_max_steps
+            if self._n_cut:
+                self._recorder.note(
+                    f"evaluation: {self._n_cut} of {len(result.returns)} episodes were cut after {limit:,} steps "
+                    "(--eval-max-steps)"
+                )
         metrics |= {"eval/mean_reward": result.return_mean, "eval/mean_ep_length": result.length_mean}
         self._save_if_best(result.return_mean)
 

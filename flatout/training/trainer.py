@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import math
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -26,7 +27,7 @@ from flatout.executors.base import EXECUTORS, EnvSet, Executor, RestartBudget, m
 from flatout.learning.compile import Compilation, Recipe
 from flatout.learning.learner import Learner
 from flatout.models.policy import Policy
-from flatout.perf.costs import Settings
+from flatout.perf.costs import Costs, Settings
 from flatout.perf.planner import UpdateProbe, faster_device, plan_run
 from flatout.timing import DeviceClock, PhaseClock
 from flatout.training.checkpoint import Checkpoint
@@ -55,13 +56,14 @@ class Trainer:
         n_cores: int,
         n_steps: int,
         overlapped: bool | None = None,
+        costs: Costs | None = None,
     ) -> None:
-        """`overlapped`: how the run began, if it is resumed."""
+        """`overlapped`: how the run began, if it is resumed. `costs`: of the env's steps, if they were timed."""
         self.config, self._env, self.policy = config, env, policy
         self.clock = PhaseClock()
         self.state = TrainState()
         self.notes: list[str] = []
-        self.budget = RestartBudget()
+        self.budget, self.eval_budget = RestartBudget(), RestartBudget()
         n_params = policy.n_params
         self.precision = choose_precision(config.precision, policy.device, n_params)
         if policy.device.type == "cuda":
@@ -81,7 +83,7 @@ class Trainer:
         if config.eval_every and env.factory.is_instance:
             self.notes.append(EVAL_IN_PLACE)
         probe = UpdateProbe(config, policy, self.learner, self.precision)
-        decision = plan_run(probe, env, n_cores, n_steps, overlapped)
+        decision = plan_run(probe, env, n_cores, n_steps, overlapped, costs)
         self.overlap, self.overlap_reason = decision.overlap, decision.overlap_reason
         self.measured = decision.measured
         """Measurements before the run, in seconds: an env's step, launching an update; None if it was not measured."""
@@ -252,13 +254,33 @@ class Trainer:
         """Whether updates run as anything faster than plain autograd by now."""
         return self.learner.update.backend != "eager"
 
-    def evaluate(self) -> Evaluation:
-        """Evaluate the deterministic policy in separate envs, or in the user's own batched env."""
-        n_episodes, seed = self.config.eval_episodes, self.config.seed + EVAL_SEED
-        if self._eval_executor is None:
-            n_envs = min(n_episodes, MAX_EVAL_ENVS)
-            self._eval_executor = eval_executor(self._env, self.policy.obs, n_envs, seed)
-        result = evaluate(self._eval_executor, self.policy, n_episodes=n_episodes, seed=seed)
+    def evaluate(self, stop: Callable[[], bool] = lambda: False) -> Evaluation:
+        """Evaluate the deterministic policy in separate envs, or in the user's own batched env.
+
+        After a failure the envs are closed, and the next evaluation makes new ones.
+        """
+        config = self.config
+        n_episodes, seed = config.eval_episodes, config.seed + EVAL_SEED
+        try:
+            if self._eval_executor is None:
+                n_envs = min(n_episodes, MAX_EVAL_ENVS)
+                self.eval_budget = RestartBudget(window_seconds=math.inf)
+                self._eval_executor = eval_executor(
+                    self._env, self.policy, n_envs, seed, self.plan, self.eval_budget, config.step_timeout
+                )
+            result = evaluate(
+                self._eval_executor,
+                self.policy,
+                n_episodes=n_episodes,
+                seed=seed,
+                max_steps=config.eval_max_steps,
+                stop=stop,
+            )
+        except BaseException as error:
+            self._close_evaluation()
+            if isinstance(error, Exception):
+                self.after_evaluation()
+            raise
         self.after_evaluation()
         return result
 
@@ -270,8 +292,12 @@ class Trainer:
     def close(self) -> None:
         """Close every env; this also happens when the trainer is garbage-collected."""
         self._finalizer()
+        self._close_evaluation()
+
+    def _close_evaluation(self) -> None:
         if self._eval_executor is not None:
             self._eval_executor.close()
+            self._eval_executor = None
 
 
 def _close(collector: Collects[Any], learner: Learner[Any]) -> None:

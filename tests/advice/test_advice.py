@@ -87,7 +87,7 @@ def test_tune_finds_faster_settings_and_preset_auto_uses_them(
 ) -> None:
     monkeypatch.setenv("FLATOUT_CACHE", str(tmp_path))
     settings = SMALL | {"n_steps": 64, "n_envs": 4}
-    found = flatout.tune(waiting, budget=12, executor="serial", overlap="off", **settings)
+    found = flatout.tune(waiting, budget=20, executor="serial", overlap="off", **settings)
     assert found.best is not found.before
     assert found.best.measured > 1.5 * found.before.measured
     config = found.config

@@ -16,6 +16,7 @@ import psutil
 import pytest
 import torch
 
+from flatout.agent import load
 from flatout.training.checkpoint import CheckpointFolder
 
 TINY = "--n-envs 4 --n-steps 32 --batch-size 64 --n-epochs 2".split()
@@ -90,6 +91,20 @@ def test_a_run_leaves_a_complete_folder(tmp_path: Path) -> None:
     assert (
         "over 5 episodes" in flatout("evaluate", "runs/a", "--episodes", "5", "--best", cwd=tmp_path).stdout
     )
+
+
+def test_evaluate_says_which_checkpoint_it_uses_when_the_newest_is_damaged(tmp_path: Path) -> None:
+    argv = ["train", "CartPole-v1", *TINY, "--timesteps", "512", "--checkpoint-every", "256"]
+    assert flatout(*argv, "--run-name", "a", "--quiet", cwd=tmp_path).returncode == 0
+    checkpoints = sorted((tmp_path / "runs" / "a" / "checkpoints").glob("step-*"))
+    with checkpoints[-1].open("r+b") as file:
+        file.truncate(3000)
+    done = flatout("evaluate", "a", "--episodes", "1", cwd=tmp_path)
+    assert done.returncode == 0
+    assert done.stderr.startswith("note: checkpoint 'runs/a/checkpoints/step-000000000512.flatout' is ")
+    assert done.stderr.endswith("; using step-000000000256.flatout\n")
+    with pytest.warns(UserWarning, match=r"using step-000000000256\.flatout"):
+        load(tmp_path / "runs" / "a")
 
 
 def start_and_wait(run: Path, *argv: str) -> subprocess.Popen[str]:

@@ -246,6 +246,25 @@ def test_file_factory_survives_a_process_that_never_saw_the_file(env_file: Path)
     assert pickle.loads(data)().observation_space == spaces.Discrete(5)
 
 
+def test_an_edited_file_is_new_code_for_new_factories_and_the_old_code_for_others(env_file: Path) -> None:
+    source = f"{env_file}:make_corridor"
+    before = env_factory(source)
+    env_file.write_text(env_file.read_text().replace("slope=2.0", "slope=3.0"))
+    after = env_factory(source)
+    sent = pickle.loads(pickle.dumps(before))
+    env_file.unlink()
+    for name in [name for name in sys.modules if name.startswith("flatout_file_")]:
+        del sys.modules[name]
+    assert [make().unwrapped.slope for make in (before, sent, after)] == [2.0, 2.0, 3.0]  # type: ignore[union-attr]
+
+
+def test_an_id_that_only_this_process_has_registered_can_be_made_in_another() -> None:
+    gym.register("OnlyHere-v0", entry_point=f"{__name__}:Steep", kwargs={"slope": 5.0})
+    data = pickle.dumps(env_factory("OnlyHere-v0"))
+    gym.registry.pop("OnlyHere-v0")
+    assert pickle.loads(data)().unwrapped.slope == 5.0
+
+
 def test_wrong_name_in_a_file_gets_the_nearest(env_file: Path) -> None:
     assert "has no 'make_corider'; did you mean 'make_corridor'" in refusal(f"{env_file}:make_corider")
     assert "has no 'zzz'; it has Corridor, make_corridor" in refusal(f"{env_file}:zzz")

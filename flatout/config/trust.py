@@ -1,0 +1,103 @@
+"""Which code a file may name: what this user's runs wrote into it, what the user typed, or what the user trusts.
+
+A config or checkpoint names an env, an algorithm and an executor, some of them as `module:NAME` or `file.py:NAME`. What
+flatout writes is signed with a key that only this user can read.
+"""
+
+from __future__ import annotations
+
+import hmac
+import importlib.util
+import json
+import os
+import stat
+import tempfile
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from flatout.device.machine import cache_folder
+from flatout.envs.loader import absolute, importable, is_file
+from flatout.errors import FlatoutError
+
+CODE = ("env", "algo", "executor")
+"""Settings that may name code."""
+SIGNATURE = "signature"
+KEY_BYTES = 32
+
+
+def signed(values: dict[str, Any]) -> dict[str, Any]:
+    """The settings with a signature, if they name code and there is a key."""
+    signature = _signature(values) if any(_is_code(values.get(name)) for name in CODE) else None
+    return values if signature is None else values | {SIGNATURE: signature}
+
+
+def require_trust(
+    values: Any, source: str, *, trust: bool, typed: Collection[Any] = (), names: Collection[str] = CODE
+) -> None:
+    """Raise unless all code that these settings of a file name was written by this user's runs, typed, or is trusted."""
+    if trust or not isinstance(values, dict):
+        return
+    named = {name: values.get(name) for name in CODE if name in names}
+    doubts = [name for name, value in named.items() if _is_code(value) and value not in typed]
+    given = values.get(SIGNATURE)
+    if not doubts or (isinstance(given, str) and hmac.compare_digest(given, _signature(values) or "")):
+        return
+    raise FlatoutError(
+        f"{source}: the {doubts[0]} '{named[doubts[0]]}' is code, and no run of yours wrote this file; "
+        "pass --trust (in Python trust=True) if you trust it"
+    )
+
+
+def _is_code(name: object) -> bool:
+    return isinstance(name, str) and ":" in name
+
+
+def _signature(values: Mapping[str, Any]) -> str | None:
+    """HMAC of the names, of what the env is called with, and of where their code is; None without a key."""
+    key = _key()
+    if key is None:
+        return None
+    facts = {name: values.get(name) for name in (*CODE, "env_kwargs")}
+    facts["places"] = [_place(str(values[name])) for name in CODE if _is_code(values.get(name))]
+    return hmac.new(key, json.dumps(facts, sort_keys=True, default=str).encode(), "sha256").hexdigest()
+
+
+def _place(name: str) -> str:
+    """The file or package of `file.py:NAME` or `module:NAME`; nothing is imported."""
+    if is_file(name):
+        return absolute(name)
+    with importable(name), suppress(ImportError, ValueError):  # ValueError: __main__
+        spec = importlib.util.find_spec(name.partition(":")[0].partition(".")[0])
+        return str(spec.origin) if spec else ""
+    return ""
+
+
+def _key() -> bytes | None:
+    """This user's key, made on first use; None if there is no private place for it."""
+    path = cache_folder() / "signing.key"
+    with suppress(OSError):
+        if not path.exists():
+            _make_key(path)
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+            about = os.fstat(file.fileno())
+            key = file.read()
+        private = stat.S_ISREG(about.st_mode) and about.st_uid == os.getuid() and not about.st_mode & 0o077
+        return key if private and len(key) == KEY_BYTES else None
+    return None
+
+
+def _make_key(path: Path) -> None:
+    """Write a new key that only this user can read; of two processes that do, one wins."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    number, part = tempfile.mkstemp(dir=path.parent)
+    try:
+        with os.fdopen(number, "wb") as file:
+            file.write(os.urandom(KEY_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+        with suppress(FileExistsError):
+            os.link(part, path)
+    finally:
+        os.unlink(part)
