@@ -75,7 +75,16 @@ def resume(argv: Sequence[str]) -> int:
 def _resume(path: Path, given: dict[str, Any], args: argparse.Namespace) -> int:
     folder = RunFolder.open(path)
     folder.claim()
+    try:
+        agent = _resumed(folder, given, args)
+    except BaseException:
+        folder.lock.release()
+        raise
+    return _learn(agent, args)
 
+
+def _resumed(folder: RunFolder, given: dict[str, Any], args: argparse.Namespace) -> Agent:
+    """The agent of a run's newest checkpoint, which goes on in the run's folder."""
     from flatout.agent import Agent
     from flatout.config.fields import replace
     from flatout.training.checkpoint import CheckpointFolder
@@ -91,11 +100,11 @@ def _resume(path: Path, given: dict[str, Any], args: argparse.Namespace) -> int:
     done = checkpoint.state["progress"]["env_steps"]
     if done >= changed.timesteps:
         raise FlatoutError(
-            f"run '{path.name}' is finished: {done:,} of {changed.timesteps:,} env steps; "
+            f"run '{folder.path.name}' is finished: {done:,} of {changed.timesteps:,} env steps; "
             "pass a larger --timesteps to continue it"
         )
     agent.resume_into(folder, skipped)
-    return _learn(agent, args)
+    return agent
 
 
 def _differs(before: Any, after: Any, name: str) -> bool:

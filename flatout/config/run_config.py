@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -128,11 +128,13 @@ class RunConfig:
 
     @staticmethod
     def from_json(data: Any, source: str) -> RunConfig:
-        """A complete config from what `to_json` gave."""
+        """A complete config from what `to_json` gave; settings of the run may be newer than the file."""
         values = _flatten(data, source)
         algorithm = _algorithm(values)
         others = set(algorithms.names()) - {algorithm.name}
+        newer = {field.name for field in fields(RunConfig) if field.default is not MISSING}
         missing = [f.name for f in all_fields(RunConfig) if f.name not in values and f.section not in others]
+        missing = [name for name in missing if name not in newer]
         if missing:
             raise FlatoutError(f"{source}: misses {', '.join(missing[:3])}; it is not a complete config")
         blank = Recipe(n_envs=256, algorithm=algorithm.config(), network=NetworkConfig())

@@ -92,6 +92,15 @@ def test_json_gives_the_same_config_back() -> None:
     assert RunConfig.from_json(before.to_json(), "test") == before
 
 
+def test_a_file_older_than_a_setting_is_read_and_one_without_an_essential_is_not() -> None:
+    data = json.loads(json.dumps(config().to_json()))
+    del data["step_timeout"]
+    assert RunConfig.from_json(data, "old").step_timeout == 60.0
+    del data["timesteps"]
+    with pytest.raises(FlatoutError, match="misses timesteps"):
+        RunConfig.from_json(data, "old")
+
+
 def test_env_kwargs_from_numpy_become_plain_json() -> None:
     given = {"a": np.float32(0.5), "b": np.arange(3), "c": np.bool_(True), "d": [np.int64(7)], "e": (1, None)}
     plain = config("CartPole-v1", env_kwargs=given).env_kwargs
