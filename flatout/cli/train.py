@@ -76,11 +76,9 @@ def _resume(path: Path, given: dict[str, Any], args: argparse.Namespace) -> int:
     folder = RunFolder.open(path)
     folder.claim()
     try:
-        agent = _resumed(folder, given, args)
-    except BaseException:
+        return _learn(_resumed(folder, given, args), args)
+    finally:
         folder.lock.release()
-        raise
-    return _learn(agent, args)
 
 
 def _resumed(folder: RunFolder, given: dict[str, Any], args: argparse.Namespace) -> Agent:

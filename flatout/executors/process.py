@@ -201,10 +201,9 @@ class ProcessExecutor(Executor):
         self._pool.ask_all(Command.MARK)
 
     def snapshot(self) -> dict[str, Array]:
-        """What `restore` needs to bring every env back to the last mark; empty if a worker hangs in a step."""
-        until = perf_counter() + SETTLE_SECONDS
-        while self._busy and perf_counter() < until:  # collecting was cut off
-            self._busy.difference_update(i for i, _ in self._pool.receive(self._busy))
+        """What `restore` needs to bring every env back to the last mark; empty if a worker fails or hangs in a step."""
+        if self._busy and self._pool.settle(self._busy, SETTLE_SECONDS):  # collecting was cut off
+            self._busy.clear()
         return {} if self._busy else self._pool.snapshot()
 
     def restore(self, snapshot: Mapping[str, Array]) -> list[int]:

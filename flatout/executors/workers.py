@@ -266,6 +266,20 @@ class WorkerPool:
         answers = self.ask(dict.fromkeys(range(len(self.shares)), message))
         return [answers[i] for i in range(len(self.shares))]
 
+    def settle(self, waiting: Iterable[int], seconds: float) -> bool:
+        """Whether these workers finish within so many seconds what they are doing; nobody is replaced."""
+        left, until = set(waiting), perf_counter() + seconds
+        while left and perf_counter() < until:
+            for i in self._ready(left, POLL_SECONDS):
+                try:
+                    is_done = self._children[i].connection.recv_bytes()[:1] == DONE
+                except (EOFError, OSError):
+                    is_done = False
+                if not is_done:
+                    return False
+                left = left - {i}
+        return not left
+
     def snapshot(self) -> dict[str, Array]:
         """One snapshot of the envs of all workers."""
         return merge_snapshots([pickle.loads(answer) for answer in self.ask_all(Command.SNAPSHOT)])
