@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
@@ -110,6 +111,7 @@ class Recorder:
         """`resume_at`: env steps at which the run is resumed; `about`: what progress.json says beside the progress;
         `metrics`: the algorithm's own metrics, for more columns of metrics.csv."""
         self._own_metrics = metrics
+        self._lock = threading.RLock()  # faults come from the thread that collects
         self._folder, self._sinks, self._resume_at = folder, sinks, resume_at
         self._about = dict(about or {})
         self._written_at = self._progress_at = float("-inf")
@@ -142,8 +144,9 @@ class Recorder:
     def write(self, progress: Progress) -> None:
         """Add a row and feed the sinks."""
         self._written_at = perf_counter()
-        for sink in self._sinks:
-            sink.write(progress)
+        with self._lock:
+            for sink in self._sinks:
+                sink.write(progress)
         if self._folder is not None:
             if self._metrics is None:
                 self._metrics = MetricsLog(self._folder.metrics, self._resume_at, self._own_metrics)
@@ -159,14 +162,16 @@ class Recorder:
 
     def note(self, note: str) -> None:
         """Pass a line on to the user."""
-        for sink in self._sinks:
-            sink.note(f"note: {note}")
+        with self._lock:
+            for sink in self._sinks:
+                sink.note(f"note: {note}")
 
-    def fault(self, note: str, traceback_text: str) -> None:
-        """Report an env or process that failed and was rebuilt; its traceback goes to faults.log."""
-        self.note(f"{note}; rebuilt, training goes on")
+    def fault(self, note: str, traceback_text: str, *, is_known: bool = False) -> None:
+        """Report an env or process that failed, unless the user knows; its traceback goes to faults.log."""
+        if not is_known:
+            self.note(note)
         if self._folder is not None:
-            with self._folder.faults.open("a") as file:
+            with self._lock, self._folder.faults.open("a") as file:
                 file.write(f"{datetime.now():%Y-%m-%d %H:%M:%S} {note}\n{traceback_text}")
 
     def close(self) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from flatout.collect.noise import ActionNoise
+from flatout.collect.ragged import Interrupted
 from flatout.envs.check import EnvInfo
 from flatout.envs.spaces import ObsLayout
 from flatout.executors.base import EnvSet, Episode, Executor, make_executor, step
@@ -55,8 +56,12 @@ def evaluate(
     seed: int,
     deterministic: bool = True,
     on_episode: Callable[[int], None] | None = None,
+    stop: Callable[[], bool] = lambda: False,
 ) -> Evaluation:
-    """Play `n_episodes` from new resets; each env plays a fixed share, so that short episodes are not favoured."""
+    """Play `n_episodes` from new resets; each env plays a fixed share, so that short episodes are not favoured.
+
+    Raises Interrupted when `stop` returns true.
+    """
     n_envs = executor.n_envs
     quota = [n_episodes // n_envs + (i < n_episodes % n_envs) for i in range(n_envs)]
     noise = ActionNoise(policy.action, executor.env_ids, seed)
@@ -64,6 +69,8 @@ def evaluate(
     episodes: list[Episode] = []
     t = 0
     while len(episodes) < n_episodes:
+        if stop():
+            raise Interrupted
         drawn = None if deterministic else noise.draw(t, 1)[0].to(policy.device)
         now = step(executor, env_actions(policy, now.obs, drawn))
         t += 1

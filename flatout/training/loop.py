@@ -25,20 +25,29 @@ def train(
     *,
     until: int,
     recorder: Recorder,
+    stop: StopRequest,
     checkpoints: CheckpointFolder | None = None,
     callback: Callback | None = None,
-    stop: StopRequest | None = None,
 ) -> str:
     """Iterate to `until` env steps, the target return or a stop; returns the run's status."""
     n_threads, already = torch.get_num_threads(), trainer.state.wall_seconds
     began = perf_counter() - already  # before the lanes' clocks, whose phases add up to the wall time
     trainer.begin_lanes(spans=recorder.traces)
     recorder.observe(lambda: trainer.pipeline.lanes, offset=already, device=str(trainer.policy.device))
-    stop = stop or StopRequest()
     try:
-        with stop.listening():
-            return _Loop(trainer, until, recorder, checkpoints, callback, began).run(stop)
+        return _Loop(trainer, until, recorder, checkpoints, callback, began, stop).run()
+    except BaseException as error:
+        if trainer.pipeline.is_broken or not isinstance(
+            error, Exception
+        ):  # a callback's error breaks nothing
+            trainer.cut_off()
+        if isinstance(error, Interrupted) or (isinstance(error, KeyboardInterrupt) and stop.requested):
+            return "stopped"
+        raise
     finally:
+        stop.saving = True
+        trainer.state.wall_seconds = perf_counter() - began
+        trainer.state.lanes = trainer.pipeline.read_lanes()
         torch.set_num_threads(n_threads)
 
 
@@ -52,20 +61,17 @@ class _Loop:
     _checkpoints: CheckpointFolder | None
     _callback: Callback | None
     _began: float
+    _stop: StopRequest
 
-    def run(self, stop: StopRequest) -> str:
+    def run(self) -> str:
         """Iterate to the end; returns the run's status."""
-        trainer, state = self._trainer, self._trainer.state
-        status, goes_on = "finished", True
+        trainer, state, stop = self._trainer, self._trainer.state, self._stop
         while state.env_steps < self._until:
             steps_before = state.env_steps
-            try:
-                metrics = trainer.pipeline.iterate(self._until, stop)
-            except Interrupted:
-                status = "stopped"
-                break
+            metrics = trainer.pipeline.iterate(self._until, stop)
             state.wall_seconds = perf_counter() - self._began
-            self._record_notes()
+            for note in trainer.pipeline.take_notes():
+                self._recorder.note(note)
             self._evaluate_if_due(steps_before, metrics)
             reached = self._reached_target()
             is_last = state.env_steps >= self._until or reached or stop.requested
@@ -75,20 +81,8 @@ class _Loop:
             if reached:
                 break
             if stop.requested or not goes_on:
-                status = "stopped"
-                break
-        state.wall_seconds = perf_counter() - self._began
-        state.lanes = trainer.pipeline.read_lanes()
-        return status
-
-    def _record_notes(self) -> None:
-        budget = self._trainer.budget
-        for note, traceback_text in zip(budget.notes, budget.tracebacks, strict=True):
-            self._recorder.fault(note, traceback_text)
-        budget.notes.clear()
-        budget.tracebacks.clear()
-        for note in self._trainer.pipeline.take_notes():
-            self._recorder.note(note)
+                return "stopped"
+        return "finished"
 
     def _reached_target(self) -> bool:
         state = self._trainer.state
@@ -135,7 +129,11 @@ class _Loop:
         if not _crossed(trainer.config.eval_every, steps_before, state.env_steps):
             return
         trainer.clock.enter(Phase.EVALUATE)
-        result = trainer.evaluate()
+        try:
+            with self._stop.interruptible():
+                result = trainer.evaluate(self._stop.now)
+        except Interrupted:  # the run is stopping
+            return
         metrics |= {"eval/mean_reward": result.return_mean, "eval/mean_ep_length": result.length_mean}
         self._save_if_best(result.return_mean)
 
