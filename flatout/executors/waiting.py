@@ -90,6 +90,7 @@ class WaitingExecutor(Executor):
         self._n_away = 0
         """How many envs were sent a command and have not answered."""
         self._n_steps = [0] * n_envs
+        self._is_closed = False
         self._ready: ReadyQueue[Outcome] = ReadyQueue(batch_size, batch_seconds)
         self._workers = workers()
         self._worker = EnvWorker(envs.factory, envs.obs, self._ready.put, awaits=self._workers.awaits)
@@ -191,6 +192,7 @@ class WaitingExecutor(Executor):
 
     def close(self) -> None:
         """Close every env; one that hangs is left behind."""
+        self._is_closed = True
         self._workers.close()
 
     def _start(self, env_indices: Iterable[int]) -> None:
@@ -248,7 +250,9 @@ class WaitingExecutor(Executor):
 
     def _replace(self, i: int, doing: Doing, error: BaseException) -> None:
         """Replace a lost env by a new one with its next seed, if that has not happened too often."""
-        if isinstance(error, EnvError) and doing != "constructor":  # a new env would break its spaces too
+        if self._is_closed or (
+            isinstance(error, EnvError) and doing != "constructor"
+        ):  # a new env would break its spaces too
             raise self._failure(i, doing, error) from error
         self._generations[i] += 1
         cause = str(error) if isinstance(error, FlatoutError) else one_line(error)
