@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 
 from flatout.cli.main import run
@@ -9,7 +10,11 @@ from flatout.cli.main import run
 
 def main() -> None:
     """Run the command and leave with its exit code."""
-    sys.exit(run(sys.argv[1:]))
+    code = run(sys.argv[1:])
+    # Everything is saved; an impatient Ctrl-C must not keep processes from being closed.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -207,7 +207,7 @@ class Chaos:
             self._corrupt_cache()
         self.outcome.n_runs += 1
         run = Run(self._words(), self._folder, self._mark)
-        learned_at, was_stopped = None, False
+        learned_at, n_stops = None, 0
         deadline = time.monotonic() + RUN_SECONDS
         while run.wait(0.02) is None:
             now = time.monotonic()
@@ -221,17 +221,17 @@ class Chaos:
                 learned_at = now
             if learned_at is not None and outside and now - learned_at >= outside[0][0]:
                 _, kind = outside.pop(0)
-                was_stopped |= self._inject(kind, run)
+                n_stops += self._inject(kind, run)
                 outside[:] = [(max(at - (now - learned_at), 0.0), what) for at, what in outside]
                 learned_at = now
-        return self._check_end(run, was_stopped)
+        return self._check_end(run, n_stops)
 
-    def _inject(self, kind: str, run: Run) -> bool:
-        """Do it; returns whether it asks the run to stop."""
+    def _inject(self, kind: str, run: Run) -> int:
+        """Do it; returns how many signals ask the run to stop."""
         group = run.process.pid
         if kind in ("kill worker", "stop worker", "kill fork server"):
             if not self._hit_worker(kind, run):
-                return False
+                return 0
         elif kind in ("full disk", "read-only"):
             self._hurt_disk(kind, run)
         elif kind == "second terminal":
@@ -251,7 +251,7 @@ class Chaos:
                         time.sleep(0.3)
                         os.kill(group, signal.SIGINT)
         self.outcome.faults.append(kind)
-        return kind in ("term group", "hup", "int", "int twice", "kill run")
+        return {"term group": 1, "hup": 1, "int": 1, "int twice": 2, "kill run": 1}.get(kind, 0)
 
     def _hit_worker(self, kind: str, run: Run) -> bool:
         servers = [p for p in marked(self._mark) if "forkserver" in " ".join(p.cmdline())]
@@ -303,7 +303,7 @@ class Chaos:
         if files:
             self.outcome.faults.append("corrupt cache")
 
-    def _check_end(self, run: Run, was_stopped: bool) -> bool:
+    def _check_end(self, run: Run, n_stops: int) -> bool:
         """What must hold after a process has ended; true when the run has finished."""
         code, errors = run.process.returncode, run.errors
         if "Traceback" in errors or "CHAOS" in errors:
@@ -312,7 +312,8 @@ class Chaos:
         summary: dict[str, Any] = {}
         with suppress(OSError, ValueError):
             summary = json.loads((self._run / "summary.json").read_text())
-        stopped = was_stopped and code in (-9, 129, 130, 143)
+        # A second signal may come when everything is saved and the handlers are those of Python again.
+        stopped = n_stops > 0 and code in (-9, 129, 130, 143, *((-1, -2, -15) if n_stops > 1 else ()))
         if code == 0:
             self._check_saved(summary)
             if summary.get("status") != "finished":
@@ -322,7 +323,7 @@ class Chaos:
             return self._check_refusal(errors)
         if not stopped:
             self._violated(f"ended with exit code {code} for no reason: {errors[-1000:]}")
-        elif code > 0 and summary.get("status") == "stopped":
+        elif code != -9 and summary.get("status") == "stopped":
             self._check_saved(summary)
         else:
             self._newest()

@@ -25,9 +25,9 @@ def check(rollout: Any) -> None:
         os._exit(99)
 
 
-def main() -> None:
+def run() -> None:
     """Run the command line."""
-    from flatout.cli.main import run
+    from flatout.__main__ import main
     from flatout.training.pipeline import Pipeline
 
     count: Any = Pipeline._count
@@ -37,8 +37,8 @@ def main() -> None:
         count(pipeline, collected)
 
     Pipeline._count = checked  # type: ignore[method-assign, assignment]
-    sys.exit(run(sys.argv[1:]))
+    main()
 
 
 if __name__ == "__main__":
-    main()
+    run()
