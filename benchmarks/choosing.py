@@ -61,8 +61,8 @@ class Forced(Trainer):
 
     forced: Settings
 
-    def _first_that_starts(self, ranked: list[Settings]) -> Any:
-        return super()._first_that_starts([self.forced])
+    def _first_that_starts(self, ranked: list[Settings], envs: Any) -> Any:
+        return super()._first_that_starts([self.forced], envs)
 
 
 def collecting(trainer: Trainer) -> tuple[Callable[[], int], Callable[[], None]]:
@@ -99,7 +99,6 @@ def open_trainer(source: Any, n_envs: int, forced: Settings | None) -> Trainer:
     options: Any = {"n_cores": os.cpu_count(), "n_steps": 10_000_000}
     kind = type("Way", (Forced,), {"forced": forced}) if forced else Trainer
     trainer: Trainer = kind(agent.config, info, agent.policy, **options)
-    trainer.start()
     return trainer
 
 

@@ -136,8 +136,6 @@ class Agent:
         self._trainer: Trainer | None = None
         self._folder: RunFolder | None = None
         self._resume_notes: list[str] = []
-        self._fresh_envs: list[int] = []
-        """Envs that started a new episode because they could not be restored."""
         self._n_predictions = 0
 
     @classmethod
@@ -208,7 +206,16 @@ class Agent:
     @gc_frozen()
     def run(self, total_timesteps: int | None, callback: Callback | None, progress_bar: bool) -> None:
         """The same as `learn`, but a signal that stops it is kept in `stop_signal` and not raised."""
-        trainer = self.trainer(total_timesteps)
+        early: list[tuple[str, str]] = []
+
+        def on_restart(note: str, traceback_text: str) -> None:
+            early.append((note, traceback_text))
+            if progress_bar:
+                SafeStream(sys.stderr).write(f"note: {note}\n")
+
+        trainer = self.trainer(total_timesteps, on_restart)
+        trainer.budget.listener = on_restart
+        trainer.recover()
         until = (
             self.config.timesteps if total_timesteps is None else trainer.state.env_steps + total_timesteps
         )
@@ -222,24 +229,28 @@ class Agent:
             logs = [metrics, TensorBoardWriter(folder.tensorboard, resume_at)]
         sinks = [display] if display is not None else []
         recorder = Recorder(folder, sinks, logs, about=identity(trainer, self.device))
+        for fault in early:
+            recorder.fault(*fault, is_known=True)
+        trainer.budget.listener = recorder.fault
         if display is not None:
             display.start(self.header())
         stop = StopRequest()
         startup = time() - self.began_at
-        try:
-            status = train(
-                trainer,
-                until=until,
-                recorder=recorder,
-                checkpoints=CheckpointFolder(folder.checkpoints) if folder is not None else None,
-                callback=callback,
-                stop=stop,
-            )
-        except BaseException as error:
-            status = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
-            self._finish(trainer, recorder, status, startup, " ".join(str(error).split()))
-            raise
-        self._finish(trainer, recorder, status, startup, None)
+        with stop.listening():
+            try:
+                status = train(
+                    trainer,
+                    until=until,
+                    recorder=recorder,
+                    checkpoints=CheckpointFolder(folder.checkpoints) if folder is not None else None,
+                    callback=callback,
+                    stop=stop,
+                )
+            except BaseException as error:
+                status = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
+                self._finish(trainer, recorder, status, startup, " ".join(str(error).split()))
+                raise
+            self._finish(trainer, recorder, status, startup, None)
         self.began_at = time()
         self.stop_signal = stop.signal
 
@@ -335,8 +346,7 @@ class Agent:
         ]
         if self._trainer is not None:
             plan = self._trainer.plan
-            where = " in subprocesses" if plan.in_subprocesses else ""
-            lines.append(f"executor {plan.executor}{where}: {self._trainer.plan_reason}")
+            lines.append(f"executor {plan.executor_name}: {self._trainer.plan_reason}")
             overlap = "on" if self._trainer.overlap else "off"
             lines.append(f"overlap {overlap}: {self._trainer.overlap_reason}")
             lines.append(f"updates: {self._trainer.learner.backend} backend")
@@ -348,11 +358,12 @@ class Agent:
         notes = [*(self._env.warnings if self._env else ()), *self._resume_notes]
         notes.append((self._folder and self._folder.lock.note) or "")
         notes += self._trainer.notes if self._trainer else []
-        if self._fresh_envs and self._env is not None and self._env.batched:
+        n_fresh = len(self._trainer.fresh_envs) if self._trainer else 0
+        if n_fresh and self._env is not None and self._env.batched:
             notes.append("a batched env cannot be restored: all its envs started new episodes")
-        elif self._fresh_envs:
+        elif n_fresh:
             notes.append(
-                f"{len(self._fresh_envs)} of {self.config.n_envs} envs could not be restored and started a new episode"
+                f"{n_fresh} of {self.config.n_envs} envs could not be restored and started a new episode"
             )
         preset, presets = self.config.preset, self.config.descriptor.presets
         if preset is not None and preset in presets:
@@ -380,22 +391,22 @@ class Agent:
             _refuse_other_n_envs(factory.name, info.n_envs, config.n_envs)
         return info, costs
 
-    def trainer(self, n_steps: int | None = None) -> Trainer:
+    def trainer(
+        self, n_steps: int | None = None, on_restart: Callable[[str, str], None] | None = None
+    ) -> Trainer:
         """The trainer, made on first use; `n_steps` is about how many env steps it will train for."""
         if self._trainer is None:
             self._require_trust("executor")
-            progress = self._checkpoint.state["progress"] if self._checkpoint is not None else {}
-            trainer = Trainer(
+            self._trainer = Trainer(
                 self.config,
                 self.env_info(timed=True),
                 self.policy,
                 n_cores=self.machine.cores,
                 n_steps=n_steps or self.config.timesteps,
-                overlapped=progress.get("overlapped"),
+                checkpoint=self._checkpoint,
                 costs=self._costs,
+                on_restart=on_restart,
             )
-            self._fresh_envs = trainer.start(self._checkpoint)
-            self._trainer = trainer
         return self._trainer
 
     def resume_into(self, folder: RunFolder, notes: list[str]) -> None:
@@ -422,6 +433,7 @@ class Agent:
         self.summary = summarize(
             trainer, status=status, device=self.device, startup_seconds=startup, error=error
         )
+        trainer.budget.listener = None
         recorder.close()
         self.summary |= recorder.figures()
         folder, self.is_saved = self._folder, True

@@ -50,9 +50,11 @@ class RestartBudget:
         self._times: deque[float] = deque()
         self.n_restarts = 0
         self.notes: list[str] = []
-        """What happened, one line each."""
+        """What happened, one line each, where nobody listens."""
         self.tracebacks: list[str] = []
         """For each note the traceback of the env's error, or an empty string."""
+        self.listener: Callable[[str, str], None] | None = None
+        """Called at once, in whatever thread, with each note and its traceback."""
 
     def spend(self, reason: str, traceback_text: str = "") -> None:
         """Count one restart, with its one-line reason; raises EnvError when there were too many."""
@@ -60,13 +62,21 @@ class RestartBudget:
         self._times.append(now)
         while self._times[0] < now - self._window_seconds:
             self._times.popleft()
-        if len(self._times) > self._max_restarts:
+        is_last = len(self._times) > self._max_restarts
+        if self.listener is not None:
+            self.listener(reason if is_last else f"{reason}; rebuilt, training goes on", traceback_text)
+        if is_last:
             window = self._window_seconds
             within = f" within {window:.0f} s" if math.isfinite(window) else ""
             raise EnvError(f"gave up after {self._max_restarts} restarts{within}; the last: {reason}")
         self.n_restarts += 1
-        self.notes.append(reason)
-        self.tracebacks.append(traceback_text)
+        if self.listener is None:
+            self.notes.append(reason)
+            self.tracebacks.append(traceback_text)
+
+    def renew(self) -> None:
+        """Allow as many restarts again, because the envs are made again."""
+        self._times.clear()
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,8 @@ REPLAY_SECONDS = 60.0
 class SerialExecutor(Executor):
     """Gymnasium envs in one process; observations are written in place, also to shared memory."""
 
+    steps_together = True
+
     def __init__(self, envs: EnvSet) -> None:
         n_envs = self.n_envs = len(envs.env_ids)
         self.env_ids = envs.env_ids
@@ -195,8 +197,9 @@ class SerialExecutor(Executor):
 
     def _rebuild(self, i: int, doing: str, error: Exception) -> None:
         """Replace an env that raised by a new one in a new episode, while the budget lasts."""
-        for obs, final in zip(self.current.obs, self.current.final_obs, strict=True):
-            final[i] = obs[i]
+        if doing == "step":
+            for obs, final in zip(self.current.obs, self.current.final_obs, strict=True):
+                final[i] = obs[i]
         while True:
             what = f"env {self.env_ids[i]} raised in {doing} at step {self._n_steps + 1}: {one_line(error)}"
             if _is_ours(error):  # its observation does not fit its space; a new env would do the same

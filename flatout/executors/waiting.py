@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
+import traceback
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from functools import partial
@@ -90,6 +91,7 @@ class WaitingExecutor(Executor):
         self._n_away = 0
         """How many envs were sent a command and have not answered."""
         self._n_steps = [0] * n_envs
+        self._is_closed = False
         self._ready: ReadyQueue[Outcome] = ReadyQueue(batch_size, batch_seconds)
         self._workers = workers()
         self._worker = EnvWorker(envs.factory, envs.obs, self._ready.put, awaits=self._workers.awaits)
@@ -191,6 +193,7 @@ class WaitingExecutor(Executor):
 
     def close(self) -> None:
         """Close every env; one that hangs is left behind."""
+        self._is_closed = True
         self._workers.close()
 
     def _start(self, env_indices: Iterable[int]) -> None:
@@ -248,12 +251,16 @@ class WaitingExecutor(Executor):
 
     def _replace(self, i: int, doing: Doing, error: BaseException) -> None:
         """Replace a lost env by a new one with its next seed, if that has not happened too often."""
-        if isinstance(error, EnvError) and doing != "constructor":  # a new env would break its spaces too
+        if self._is_closed or (
+            isinstance(error, EnvError) and doing != "constructor"
+        ):  # a new env would break its spaces too
             raise self._failure(i, doing, error) from error
         self._generations[i] += 1
         cause = str(error) if isinstance(error, FlatoutError) else one_line(error)
         try:
-            self.budget.spend(f"env {self.env_ids[i]} was rebuilt: {cause}")
+            self.budget.spend(
+                f"env {self.env_ids[i]} was rebuilt: {cause}", "".join(traceback.format_exception(error))
+            )
         except EnvError as storm:
             raise storm from error
         self._workers.abandon(i)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
@@ -125,6 +126,7 @@ class Recorder:
     ) -> None:
         """`about`: what progress.json says beside the progress."""
         self._folder, self._sinks, self._logs = folder, sinks, logs
+        self._lock = threading.RLock()  # faults come from the thread that collects
         self._about = dict(about or {})
         self._written_at = self._progress_at = self._row_at = float("-inf")
         self._unwritten: Progress | None = None
@@ -166,8 +168,9 @@ class Recorder:
     def write(self, progress: Progress) -> None:
         """Feed the sinks, and add a row if one is due."""
         self._written_at, self._unwritten = perf_counter(), progress
-        for sink in self._sinks:
-            sink.write(progress)
+        with self._lock:
+            for sink in self._sinks:
+                sink.write(progress)
         waited, evaluated = progress.seconds - self._row_at, "eval/mean_reward" in progress.metrics
         if evaluated or waited >= progress.seconds / ROWS:
             self._write_row()
@@ -216,14 +219,17 @@ class Recorder:
 
     def note(self, note: str) -> None:
         """Pass a line on to the user."""
-        for sink in self._sinks:
-            sink.note(f"note: {note}")
+        with self._lock:
+            for sink in self._sinks:
+                sink.note(f"note: {note}")
 
-    def fault(self, note: str, traceback_text: str) -> None:
-        """Report an env or process that failed and was rebuilt; its traceback goes to faults.log."""
-        self.note(f"{note}; rebuilt, training goes on")
-        if self._faults is not None:
-            self._faults.write(f"{datetime.now():%Y-%m-%d %H:%M:%S} {note}\n{traceback_text}".encode())
+    def fault(self, note: str, traceback_text: str, *, is_known: bool = False) -> None:
+        """Report an env or process that failed, unless the user knows; its traceback goes to faults.log."""
+        with self._lock:
+            if not is_known:
+                self.note(note)
+            if self._faults is not None:
+                self._faults.write(f"{datetime.now():%Y-%m-%d %H:%M:%S} {note}\n{traceback_text}".encode())
 
     def close(self) -> None:
         """Write the last row, close every file, report what is lost, and close the sinks."""

@@ -12,7 +12,6 @@ import torch
 
 from flatout.collect.ragged import Interrupted
 from flatout.errors import FlatoutError, one_line
-from flatout.executors.base import RestartBudget
 from flatout.runlog.recorder import Progress, Recorder
 from flatout.timing import Phase, busy_seconds, run_phases
 from flatout.training.checkpoint import CheckpointFolder
@@ -28,20 +27,29 @@ def train(
     *,
     until: int,
     recorder: Recorder,
+    stop: StopRequest,
     checkpoints: CheckpointFolder | None = None,
     callback: Callback | None = None,
-    stop: StopRequest | None = None,
 ) -> str:
     """Iterate to `until` env steps, the target return or a stop; returns the run's status."""
     n_threads, already = torch.get_num_threads(), trainer.state.wall_seconds
     began = perf_counter() - already  # before the lanes' clocks, whose phases add up to the wall time
     trainer.begin_lanes(spans=recorder.traces)
     recorder.observe(lambda: trainer.pipeline.lanes, offset=already, device=str(trainer.policy.device))
-    stop = stop or StopRequest()
     try:
-        with stop.listening():
-            return _Loop(trainer, until, recorder, checkpoints, callback, began).run(stop)
+        return _Loop(trainer, until, recorder, checkpoints, callback, began).run(stop)
+    except BaseException as error:
+        if trainer.pipeline.is_broken or not isinstance(
+            error, Exception
+        ):  # a callback's error breaks nothing
+            trainer.cut_off()
+        if isinstance(error, Interrupted) or (isinstance(error, KeyboardInterrupt) and stop.requested):
+            return "stopped"
+        raise
     finally:
+        stop.saving = True
+        trainer.state.wall_seconds = perf_counter() - began
+        trainer.state.lanes = trainer.pipeline.read_lanes()
         torch.set_num_threads(n_threads)
 
 
@@ -61,16 +69,12 @@ class _Loop:
     def run(self, stop: StopRequest) -> str:
         """Iterate to the end; returns the run's status."""
         trainer, state = self._trainer, self._trainer.state
-        status, goes_on = "finished", True
         while state.env_steps < self._until:
             steps_before = state.env_steps
-            try:
-                metrics = trainer.pipeline.iterate(self._until, stop)
-            except Interrupted:
-                status = "stopped"
-                break
+            metrics = trainer.pipeline.iterate(self._until, stop)
             state.wall_seconds = perf_counter() - self._began
-            self._record_notes()
+            for note in trainer.pipeline.take_notes():
+                self._recorder.note(note)
             self._evaluate_if_due(steps_before, metrics, stop)
             reached = self._reached_target()
             is_last = state.env_steps >= self._until or reached or stop.requested
@@ -80,22 +84,8 @@ class _Loop:
             if reached:
                 break
             if stop.requested or not goes_on:
-                status = "stopped"
-                break
-        state.wall_seconds = perf_counter() - self._began
-        state.lanes = trainer.pipeline.read_lanes()
-        return status
-
-    def _record_notes(self) -> None:
-        self._record_faults(self._trainer.budget)
-        for note in self._trainer.pipeline.take_notes():
-            self._recorder.note(note)
-
-    def _record_faults(self, budget: RestartBudget, where: str = "") -> None:
-        for note, traceback_text in zip(budget.notes, budget.tracebacks, strict=True):
-            self._recorder.fault(where + note, traceback_text)
-        budget.notes.clear()
-        budget.tracebacks.clear()
+                return "stopped"
+        return "finished"
 
     def _reached_target(self) -> bool:
         state = self._trainer.state
@@ -142,19 +132,16 @@ class _Loop:
         if not _crossed(trainer.config.eval_every, steps_before, state.env_steps):
             return
         trainer.clock.enter(Phase.EVALUATE)
-        stop.interruptible = True
         try:
-            result = trainer.evaluate(lambda: stop.requested)
+            with stop.interruptible():
+                result = trainer.evaluate(lambda: stop.requested)
         except Interrupted:
             return
         except Exception as error:  # the run is worth more than one evaluation
-            self._record_faults(trainer.eval_budget, "in evaluation: ")
             line = str(error) if isinstance(error, FlatoutError) else one_line(error)
-            self._recorder.fault(f"evaluation failed: {line}", "".join(format_exception(error)))
+            note = f"evaluation failed: {line}; training goes on"
+            self._recorder.fault(note, "".join(format_exception(error)))
             return
-        finally:
-            stop.interruptible = False
-        self._record_faults(trainer.eval_budget, "in evaluation: ")
         if result.n_cut != self._n_cut:
             self._n_cut, limit = result.n_cut, trainer.config.eval_max_steps
             if self._n_cut:

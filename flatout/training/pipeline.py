@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -31,6 +32,10 @@ KL_BOUND = 0.1
 """Largest KL divergence between the collecting and the learning policy at which lagged data is still useful."""
 FAR_IN_A_ROW = 3
 """Consecutive iterations beyond KL_BOUND that end the overlap. One large step, as in the first updates, does not."""
+CANCEL_SECONDS = 4.0
+"""How long a rollout that is collected in the background may take to stop before its collector is closed …"""
+CANCEL_LATER_SECONDS = 2.0
+"""… and if the collector was asked to stop before."""
 
 
 class TrainingDivergedError(FlatoutError):
@@ -78,16 +83,32 @@ class Pipeline(Generic[R]):
         self._collector, self._learner, self._state, self._clock = collector, learner, state, clock
         self.rollouts, self._lag = rollouts, lag
         self._n_transitions = rollouts[0].n_transitions
-        self._collect_threads, self._learn_threads = collect_threads, learn_threads
+        self._collect_threads, self.learn_threads = collect_threads, learn_threads
         self._background = _Background(collector) if lag else None
         self._bad_in_a_row = 0
         self.ready: CollectedRollout | None = None
         """The next rollout, if it was collected ahead."""
+        self.is_broken = False
+        """Whether an iteration has failed, so that the collector may be in the middle of a rollout."""
         self._notes: list[str] = []
         self._lanes_before: dict[str, dict[str, float]] = {}
 
     def iterate(self, total_steps: int, stop: StopRequest) -> dict[str, float]:
-        """Learn from one rollout, with lag 1 while the next is collected; returns the learner's metrics."""
+        """Learn from one rollout, with lag 1 while the next is collected; returns the learner's metrics.
+
+        Whatever it raises, no rollout is being collected afterwards, unless an env in this process hangs.
+        """
+        try:
+            return self._iterate(total_steps, stop)
+        except BaseException:
+            self.is_broken = True
+            seconds = CANCEL_LATER_SECONDS if stop.now() else CANCEL_SECONDS
+            if self._background is not None and not self._background.cancel(seconds):
+                with suppress(Exception):  # the thread may be using what is closed
+                    self._collector.close()
+            raise
+
+    def _iterate(self, total_steps: int, stop: StopRequest) -> dict[str, float]:
         state = self._state
         now, self.ready = self.ready or self._collect(stop), None
         rollout = self.rollouts[now.slot]
@@ -97,7 +118,7 @@ class Pipeline(Generic[R]):
         if background is not None:
             self._publish()
             background.start(self.rollouts[1 - now.slot], stop.now)
-        torch.set_num_threads(self._learn_threads)
+        torch.set_num_threads(self.learn_threads)
         metrics = self._learner.learn(
             rollout,
             iteration=state.iteration,
@@ -133,11 +154,19 @@ class Pipeline(Generic[R]):
 
     def _wait(self, collect: Callable[[], list[Episode]], stop: StopRequest) -> list[Episode]:
         self._clock.enter(Phase.WAIT)
-        stop.interruptible = True
-        try:
+        with stop.interruptible():
             return collect()
-        finally:
-            stop.interruptible = False
+
+    @property
+    def is_collecting(self) -> bool:
+        """Whether a rollout is being collected in the background."""
+        return self._background is not None and self._background.is_busy
+
+    def close(self) -> None:
+        """End the collecting thread and close the collector."""
+        if self._background is not None:
+            self._background.close()
+        self._collector.close()
 
     @property
     def lanes(self) -> list[Lane]:
@@ -229,29 +258,57 @@ class _Background(Generic[R]):
 
     def __init__(self, collector: Collects[R]) -> None:
         self._collector = collector
-        self._tasks: SimpleQueue[tuple[R, Callable[[], bool]]] = SimpleQueue()
+        self._tasks: SimpleQueue[tuple[R, Callable[[], bool]] | None] = SimpleQueue()
         self._results: SimpleQueue[list[Episode] | BaseException] = SimpleQueue()
+        self._cancelled = threading.Event()
         # A daemon thread, so that an env that blocks forever does not keep the program from exiting.
         self._thread = threading.Thread(target=self._work, name="flatout collecting", daemon=True)
+        self.is_busy = False
+        """Whether a rollout was started whose result nobody has taken."""
 
     def start(self, rollout: R, stop: Callable[[], bool]) -> None:
         """Start collecting."""
         if not self._thread.is_alive():
             self._thread.start()
+        self.is_busy = True
         self._tasks.put((rollout, stop))
 
     def result(self) -> list[Episode]:
         """Wait for the rollout: the episodes that ended; raises what the collector raised."""
         result = self._results.get()
+        self.is_busy = False
         if isinstance(result, BaseException):
             raise result
         return result
 
-    def _work(self) -> None:
-        while True:
-            rollout, stop = self._tasks.get()
+    def cancel(self, seconds: float) -> bool:
+        """Drop the rollout under way, if there is one; false if it does not stop within so many seconds."""
+        if self.is_busy:
+            self._cancelled.set()
             try:
-                self._results.put(self._collector.collect(rollout, stop))
+                self._results.get(timeout=seconds)
+            except Empty:
+                return False
+            self._cancelled.clear()
+            self.is_busy = False
+        return True
+
+    def close(self) -> None:
+        """End the thread; one in which an env hangs is left behind."""
+        self.cancel(0.0)
+        self._tasks.put(None)
+        if self._thread.is_alive() and not self.is_busy:
+            self._thread.join()
+
+    def _work(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            rollout, stop = task
+            try:
+                self._results.put(self._collector.collect(rollout, self._or_cancelled(stop)))
             except BaseException as error:
                 self._results.put(error)
-            del rollout, stop
+            del task, rollout, stop
+
+    def _or_cancelled(self, stop: Callable[[], bool]) -> Callable[[], bool]:
+        is_cancelled = self._cancelled.is_set
+        return lambda: is_cancelled() or stop()

@@ -1,6 +1,6 @@
-"""Ctrl-C and SIGTERM as a request to stop: the current iteration is finished if that takes seconds, else cut off.
+"""SIGINT, SIGTERM and SIGHUP as a request to stop: the iteration is finished if that takes seconds, else cut off.
 
-A second signal does not wait: it raises KeyboardInterrupt.
+A second signal does not wait: it raises KeyboardInterrupt. While the run is being saved only a third SIGINT does.
 """
 
 from __future__ import annotations
@@ -9,10 +9,12 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from queue import Empty, SimpleQueue
 from types import FrameType
 
 from flatout.collect.ragged import Interrupted
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 GRACE_SECONDS = 3.0
 """How long the current iteration may go on after the first signal."""
 BLOCKED_SECONDS = 5.0
@@ -24,37 +26,79 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
-        self.requested = False
-        """Whether to stop after this iteration."""
+        self.saving = False
+        """Whether the run has ended and is being saved."""
         self._grace_is_over = threading.Event()
         self.now = self._grace_is_over.is_set
         """Call it: whether to stop in the middle of this iteration."""
-        self.interruptible = False
-        """Set it around code, such as an env's step, that `Interrupted` may cut off."""
+        self._interruptible = False
+        self._n_signals = 0
+        self._is_alarm = False
+        self._listens: SimpleQueue[bool] = SimpleQueue()  # its put() may be called in a signal handler
+        """True when the first signal has come, False when nobody listens any more."""
+
+    @property
+    def requested(self) -> bool:
+        """Whether to stop after this iteration."""
+        return self.signal is not None
 
     @contextmanager
-    def listening(self) -> Iterator[None]:
-        """Handle SIGINT and SIGTERM meanwhile, where that is possible (in the main thread)."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        numbers = (signal.SIGINT, signal.SIGTERM)
-        before = {number: signal.signal(number, self._on_signal) for number in numbers}
-        before[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._on_alarm)
+    def interruptible(self) -> Iterator[None]:
+        """Let `Interrupted` cut this off, such as an env's step, when it blocks for too long."""
+        self._interruptible = True
         try:
             yield
         finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
+            self._interruptible = False
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Handle the signals meanwhile, where that is possible (in the main thread)."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        # A handler of C code (None) could not be restored. SIGHUP stays ignored under nohup.
+        before = {n: handler for n in SIGNALS if (handler := signal.getsignal(n)) is not None}
+        if before.get(signal.SIGHUP) == signal.SIG_IGN:
+            del before[signal.SIGHUP]
+        # A thread and not a timer of the process, which may be in use.
+        watch = threading.Thread(
+            target=self._watch, args=(threading.get_ident(),), name="flatout stopping", daemon=True
+        )
+        watch.start()
+        try:
+            for number in before:
+                signal.signal(number, self._on_signal)
+            yield
+        finally:
+            self.saving = True
+            self._listens.put(False)
+            watch.join()  # before the handlers are restored, to which it must not send a signal
             for number, handler in before.items():
                 signal.signal(number, handler)
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
-        if self.requested:
+        if self._is_alarm:
+            self._is_alarm = False
+            if self._interruptible:
+                raise Interrupted
+            return
+        self._n_signals += 1
+        if self.signal is None:
+            self.signal = signal.Signals(number)
+            self._listens.put(True)
+        elif not self.saving or (number == signal.SIGINT and self._n_signals > 2):
             raise KeyboardInterrupt
-        self.signal, self.requested = signal.Signals(number), True
-        signal.setitimer(signal.ITIMER_REAL, GRACE_SECONDS, BLOCKED_SECONDS - GRACE_SECONDS)
 
-    def _on_alarm(self, _: int, __: FrameType | None) -> None:
-        if self.now() and self.interruptible:
-            raise Interrupted
-        self._grace_is_over.set()
+    def _watch(self, thread_id: int) -> None:
+        """After the first signal: end the grace period in time, then interrupt the thread while it is blocked."""
+        listens, seconds = self._listens.get(), GRACE_SECONDS
+        while listens:
+            try:
+                listens = self._listens.get(timeout=seconds)
+            except Empty:
+                if self.now() and self._interruptible and self.signal is not None:
+                    self._is_alarm = True
+                    signal.pthread_kill(thread_id, self.signal)
+                self._grace_is_over.set()
+                seconds = BLOCKED_SECONDS - GRACE_SECONDS

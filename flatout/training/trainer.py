@@ -6,6 +6,8 @@ import copy
 import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 
@@ -21,11 +23,10 @@ from flatout.config.run_config import RunConfig
 from flatout.device.accelerator import choose_precision, use_matmul_precision
 from flatout.device.machine import free_memory, torch_threads
 from flatout.envs.check import EnvInfo
-from flatout.envs.spaces import space_to_json
+from flatout.envs.spaces import Array, space_to_json
 from flatout.errors import FlatoutError, one_line
 from flatout.executors.base import EXECUTORS, EnvSet, Executor, RestartBudget, make_executor
 from flatout.learning.compile import Compilation, Recipe
-from flatout.learning.learner import Learner
 from flatout.models.policy import Policy
 from flatout.perf.costs import Costs, Settings
 from flatout.perf.planner import UpdateProbe, faster_device, plan_run
@@ -55,17 +56,21 @@ class Trainer:
         *,
         n_cores: int,
         n_steps: int,
-        overlapped: bool | None = None,
+        checkpoint: Checkpoint | None = None,
         costs: Costs | None = None,
+        on_restart: Callable[[str, str], None] | None = None,
     ) -> None:
-        """`overlapped`: how the run began, if it is resumed. `costs`: of the env's steps, if they were timed."""
-        self.config, self._env, self.policy = config, env, policy
+        """`checkpoint`: where to go on. `costs`: of the env's steps, if they were timed.
+
+        `on_restart` gets a note and a traceback when an env or worker is replaced.
+        """
+        self.config, self._env, self.policy, self._n_cores = config, env, policy, n_cores
         self.clock = PhaseClock()
         self.state = TrainState()
         self.notes: list[str] = []
-        self.budget, self.eval_budget = RestartBudget(), RestartBudget()
-        n_params = policy.n_params
-        self.precision = choose_precision(config.precision, policy.device, n_params)
+        self.budget = RestartBudget()
+        self.budget.listener = on_restart
+        self.precision = choose_precision(config.precision, policy.device, policy.n_params)
         if policy.device.type == "cuda":
             use_matmul_precision(self.precision)
         self.learner = config.descriptor.make_learner(
@@ -83,16 +88,33 @@ class Trainer:
         if config.eval_every and env.factory.is_instance:
             self.notes.append(EVAL_IN_PLACE)
         probe = UpdateProbe(config, policy, self.learner, self.precision)
-        decision = plan_run(probe, env, n_cores, n_steps, overlapped, costs)
+        before = checkpoint.state["progress"] if checkpoint is not None else {}
+        decision = plan_run(probe, env, n_cores, n_steps, before.get("overlapped"), costs)
         self.overlap, self.overlap_reason = decision.overlap, decision.overlap_reason
         self.measured = decision.measured
         """Measurements before the run, in seconds: an env's step, launching an update; None if it was not measured."""
         self.state.overlapped = self.overlap
-        self.plan, self.collector, rollouts = self._first_that_starts(decision.ways)
+        self._eval_executor: Executor | None = None
+        self.fresh_envs: list[int] = []
+        """Envs that began a new episode because they could not be restored."""
+        self._cut_off: Mapping[str, Array] | None = None
+        """After a run that was cut off: what brings its envs back; the collector is not used any more."""
+        self._open(decision.ways, None if checkpoint is None else _arrays("envs.", checkpoint.tensors))
         self.plan_reason = decision.reasons.get(self.plan, "")
+        self._speed_up_updates(self.pipeline.learn_threads)
+        self._close_learner = weakref.finalize(self, self.learner.close)
+        if checkpoint is not None:
+            self._load(checkpoint)
+
+    def _open(self, ranked: list[Settings], envs: Mapping[str, Array] | None) -> None:
+        """Start the envs, at a snapshot if there is one, and connect them with the learner."""
+        config, n_cores = self.config, self._n_cores
+        self.plan, self.collector, rollouts = self._first_that_starts(ranked, envs)
         n_beside = self.plan.n_collectors if self.overlap and self.plan.in_subprocesses else 0
         learn_threads = self.learner.threads(n_cores, n_beside)
-        collect_threads = learn_threads if self.overlap else torch_threads(n_params, config.n_envs, n_cores)
+        collect_threads = learn_threads
+        if not self.overlap:
+            collect_threads = torch_threads(self.policy.n_params, config.n_envs, n_cores)
         self.pipeline: Pipeline[Any] = Pipeline(
             self.collector,
             self.learner,
@@ -103,9 +125,7 @@ class Trainer:
             collect_threads=collect_threads,
             learn_threads=learn_threads,
         )
-        self._speed_up_updates(learn_threads)
-        self._finalizer = weakref.finalize(self, _close, self.collector, self.learner)
-        self._eval_executor: Executor | None = None
+        self._close_pipeline = weakref.finalize(self, self.pipeline.close)
 
     def _speed_up_updates(self, n_threads: int) -> None:
         """A CUDA graph, a compiled update, or neither, as the settings say."""
@@ -122,19 +142,36 @@ class Trainer:
         self.learner.compilation = Compilation(recipe, wait=config.compile == "on")
 
     def _first_that_starts(
-        self, ranked: list[Settings]
+        self, ranked: list[Settings], envs: Mapping[str, Array] | None
     ) -> tuple[Settings, Collects[Any], Sequence[SizedRollout]]:
-        """Build the best plan; if it cannot start, note that and build the next."""
+        """Build the best plan and start its envs; if it cannot start, note that and try the next."""
         for plan, following in zip_longest(ranked, ranked[1:]):
+            self.budget.renew()
             try:
-                return plan, *self._make_collector(plan)
+                return plan, *self._start(plan, envs)
             except Exception as error:
                 if following is None:
                     raise
-                self.notes.append(
-                    f"executor {plan.executor} could not start ({one_line(error)}); using {following.executor}"
-                )
+                name, why = plan.executor_name, one_line(error)
+                self.notes.append(f"executor {name} could not start ({why}); using {following.executor_name}")
         raise FlatoutError(f"--executor {self.config.executor} cannot run this env; use --executor auto")
+
+    def _start(
+        self, plan: Settings, envs: Mapping[str, Array] | None
+    ) -> tuple[Collects[Any], Sequence[SizedRollout]]:
+        """The collector of a plan, with its envs reset or restored to a snapshot, and the rollouts it fills."""
+        collector, rollouts = self._make_collector(plan)
+        try:
+            # Snapshots of batched envs do not say how to replay an env; only batched envs can restore them.
+            if envs and ("ages" in envs or plan.executor not in EXECUTORS or self._env.batched):
+                self.fresh_envs = collector.restore(envs)
+            else:
+                collector.reset()
+                self.fresh_envs = [] if envs is None else list(range(self.config.n_envs))
+        except BaseException:
+            collector.close()
+            raise
+        return collector, rollouts
 
     def _make_collector(self, plan: Settings) -> tuple[Collects[Any], Sequence[SizedRollout]]:
         """The collector of a plan, and the rollouts it fills."""
@@ -191,21 +228,15 @@ class Trainer:
         slots = range(n_slots)
         return collector, [Rollout.alloc(policy.obs, policy.action, n_steps, config.n_envs) for _ in slots]
 
-    def start(self, checkpoint: Checkpoint | None = None) -> list[int]:
-        """Reset the envs, or restore a checkpoint; returns the envs that began a new episode."""
-        if checkpoint is None:
-            self.collector.reset()
-            return []
-        tensors = checkpoint.tensors
-        self.learner.load_state(tensors)
+    def _load(self, checkpoint: Checkpoint) -> None:
+        """Go on with the learner and the counts of a checkpoint."""
+        self.learner.load_state(checkpoint.tensors)
         saved = self.state
         saved.load(checkpoint.state["progress"])
         saved.overlapped = self.overlap
         self.learner.n_updates = saved.n_updates
-        self.collector.n_steps = saved.env_steps // self.config.n_envs
         ahead = checkpoint.state.get("ready")
-        if ahead is not None and self.pipeline.restore_rollout(_named("ready.", tensors), ahead):
-            self.collector.n_steps += self.config.algorithm.n_steps
+        self._go_on(None if ahead is None else (_named("ready.", checkpoint.tensors), ahead))
         replay = checkpoint.replay
         if isinstance(replay, SavedArrays) and (problem := replay.problem()) is not None:
             self.notes.append(f"{problem}; the run goes on without it")
@@ -213,17 +244,33 @@ class Trainer:
         if replay is not None and int(replay["env_steps"][0]) != saved.env_steps:
             replay = None  # it belongs to another checkpoint that had this name
         self.learner.restore_replay(replay, saved.env_steps)
-        envs = {name: t.numpy() for name, t in _named("envs.", tensors).items()}
-        # Snapshots of batched envs do not say how to replay an env; only batched envs can restore them.
-        if not envs or ("ages" not in envs and self.plan.executor in EXECUTORS and not self._env.batched):
-            self.collector.reset()
-            return list(range(self.config.n_envs))
-        return self.collector.restore(envs)
+
+    def _go_on(self, ahead: tuple[Mapping[str, torch.Tensor], Mapping[str, Any]] | None) -> None:
+        """Continue the exploration noise after the steps so far, and with the rollout that was collected ahead."""
+        self.collector.n_steps = self.state.env_steps // self.config.n_envs
+        if ahead is not None and self.pipeline.restore_rollout(*ahead):
+            self.collector.n_steps += self.config.algorithm.n_steps
+
+    def cut_off(self) -> None:
+        """Leave the envs as they are, because a run was cut off: in the middle of a step, or hanging."""
+        self._cut_off = {}
+        if not self.pipeline.is_collecting:
+            with suppress(Exception):  # workers that were interrupted may be gone or give another answer
+                self._cut_off = self.collector.snapshot()
+
+    def recover(self) -> None:
+        """After a run that was cut off: make new envs, at the end of the last whole rollout if they can be replayed."""
+        if self._cut_off is not None:
+            ahead = self.pipeline.saved_rollout()
+            self._close_pipeline()
+            self._open([self.plan], self._cut_off)
+            self._go_on(ahead)
+            self._cut_off = None
 
     def checkpoint(self) -> Checkpoint:
         """The state after the last whole iteration."""
         tensors = {name: tensor.detach().cpu() for name, tensor in self.learner.state().items()}
-        snapshot = self.collector.snapshot()
+        snapshot = self.collector.snapshot() if self._cut_off is None else self._cut_off
         self.state.lanes = self.pipeline.read_lanes()
         tensors |= {f"envs.{name}": torch.from_numpy(array) for name, array in snapshot.items()}
         self.state.oom_backoffs = self.learner.n_backoffs
@@ -264,9 +311,10 @@ class Trainer:
         try:
             if self._eval_executor is None:
                 n_envs = min(n_episodes, MAX_EVAL_ENVS)
-                self.eval_budget = RestartBudget(window_seconds=math.inf)
+                budget = RestartBudget(window_seconds=math.inf)
+                budget.listener = partial(_in_evaluation, self.budget)
                 self._eval_executor = eval_executor(
-                    self._env, self.policy, n_envs, seed, self.plan, self.eval_budget, config.step_timeout
+                    self._env, self.policy, n_envs, seed, self.plan, budget, config.step_timeout
                 )
             result = evaluate(
                 self._eval_executor,
@@ -280,18 +328,21 @@ class Trainer:
             self._close_evaluation()
             if isinstance(error, Exception):
                 self.after_evaluation()
+            elif self._env.factory.is_instance:
+                self.cut_off()
             raise
         self.after_evaluation()
         return result
 
     def after_evaluation(self) -> None:
         """Begin new episodes if evaluation has used the training envs."""
-        if self._env.factory.is_instance:
+        if self._env.factory.is_instance and self._cut_off is None:
             self.collector.reset()
 
     def close(self) -> None:
         """Close every env; this also happens when the trainer is garbage-collected."""
-        self._finalizer()
+        self._close_pipeline()
+        self._close_learner()
         self._close_evaluation()
 
     def _close_evaluation(self) -> None:
@@ -300,9 +351,14 @@ class Trainer:
             self._eval_executor = None
 
 
-def _close(collector: Collects[Any], learner: Learner[Any]) -> None:
-    collector.close()
-    learner.close()
+def _in_evaluation(budget: RestartBudget, note: str, traceback_text: str) -> None:
+    """Tell the listener of the run's budget about an env of the evaluation."""
+    if budget.listener is not None:
+        budget.listener(f"in evaluation: {note}", traceback_text)
+
+
+def _arrays(prefix: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, Array]:
+    return {name: tensor.numpy() for name, tensor in _named(prefix, tensors).items()}
 
 
 def _named(prefix: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
