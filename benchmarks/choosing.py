@@ -61,7 +61,7 @@ class Forced(Trainer):
 
     forced: Settings
 
-    def _first_that_starts(self, ranked: list[Settings], envs: Any = None) -> Any:
+    def _first_that_starts(self, ranked: list[Settings], envs: Any) -> Any:
         return super()._first_that_starts([self.forced], envs)
 
 

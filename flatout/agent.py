@@ -346,8 +346,7 @@ class Agent:
         ]
         if self._trainer is not None:
             plan = self._trainer.plan
-            where = " in subprocesses" if plan.in_subprocesses else ""
-            lines.append(f"executor {plan.executor}{where}: {self._trainer.plan_reason}")
+            lines.append(f"executor {plan.executor_name}: {self._trainer.plan_reason}")
             overlap = "on" if self._trainer.overlap else "off"
             lines.append(f"overlap {overlap}: {self._trainer.overlap_reason}")
             lines.append(f"updates: {self._trainer.learner.backend} backend")
@@ -404,8 +403,8 @@ class Agent:
                 self.policy,
                 n_cores=self.machine.cores,
                 n_steps=n_steps or self.config.timesteps,
-                costs=self._costs,
                 checkpoint=self._checkpoint,
+                costs=self._costs,
                 on_restart=on_restart,
             )
         return self._trainer
@@ -434,8 +433,8 @@ class Agent:
         self.summary = summarize(
             trainer, status=status, device=self.device, startup_seconds=startup, error=error
         )
-        recorder.close()
         trainer.budget.listener = None
+        recorder.close()
         self.summary |= recorder.figures()
         folder, self.is_saved = self._folder, True
         if folder is None:

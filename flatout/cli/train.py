@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -119,9 +120,10 @@ def _learn(agent: Agent, args: argparse.Namespace) -> int:
     """Learn to the configured total, print the report, and return the exit code."""
     agent.began_at = psutil.Process().create_time()  # start-up includes the imports
     agent.run(None, None, progress_bar=not args.quiet)
-    if not args.quiet:
+    terminal_is_gone = agent.stop_signal == signal.SIGHUP
+    if not args.quiet and not terminal_is_gone:
         print(agent.report())
-    if args.json:
+    if args.json and not terminal_is_gone:
         print(json.dumps(agent.summary))
     return 128 + agent.stop_signal if agent.stop_signal is not None else int(not agent.is_saved)
 

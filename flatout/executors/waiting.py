@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
+import traceback
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from functools import partial
@@ -257,7 +258,9 @@ class WaitingExecutor(Executor):
         self._generations[i] += 1
         cause = str(error) if isinstance(error, FlatoutError) else one_line(error)
         try:
-            self.budget.spend(f"env {self.env_ids[i]} was rebuilt: {cause}")
+            self.budget.spend(
+                f"env {self.env_ids[i]} was rebuilt: {cause}", "".join(traceback.format_exception(error))
+            )
         except EnvError as storm:
             raise storm from error
         self._workers.abandon(i)

@@ -150,6 +150,11 @@ class Settings:
     """Evaluation and checkpoints, per iteration."""
 
     @property
+    def executor_name(self) -> str:
+        """The executor, and where its collectors run."""
+        return f"{self.executor} in subprocesses" if self.in_subprocesses else self.executor
+
+    @property
     def total_batch(self) -> int:
         """Transitions in one rollout."""
         return self.n_envs * self.n_steps

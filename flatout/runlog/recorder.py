@@ -125,8 +125,8 @@ class Recorder:
         about: Mapping[str, object] | None = None,
     ) -> None:
         """`about`: what progress.json says beside the progress."""
-        self._lock = threading.RLock()  # faults come from the thread that collects
         self._folder, self._sinks, self._logs = folder, sinks, logs
+        self._lock = threading.RLock()  # faults come from the thread that collects
         self._about = dict(about or {})
         self._written_at = self._progress_at = self._row_at = float("-inf")
         self._unwritten: Progress | None = None
@@ -225,10 +225,10 @@ class Recorder:
 
     def fault(self, note: str, traceback_text: str, *, is_known: bool = False) -> None:
         """Report an env or process that failed, unless the user knows; its traceback goes to faults.log."""
-        if not is_known:
-            self.note(note)
-        if self._faults is not None:
-            with self._lock:
+        with self._lock:
+            if not is_known:
+                self.note(note)
+            if self._faults is not None:
                 self._faults.write(f"{datetime.now():%Y-%m-%d %H:%M:%S} {note}\n{traceback_text}".encode())
 
     def close(self) -> None:

@@ -37,7 +37,7 @@ def train(
     trainer.begin_lanes(spans=recorder.traces)
     recorder.observe(lambda: trainer.pipeline.lanes, offset=already, device=str(trainer.policy.device))
     try:
-        return _Loop(trainer, until, recorder, checkpoints, callback, began, stop).run()
+        return _Loop(trainer, until, recorder, checkpoints, callback, began).run(stop)
     except BaseException as error:
         if trainer.pipeline.is_broken or not isinstance(
             error, Exception
@@ -63,20 +63,19 @@ class _Loop:
     _checkpoints: CheckpointFolder | None
     _callback: Callback | None
     _began: float
-    _stop: StopRequest
     _n_cut: int = 0
     """Episodes that were cut in the last evaluation."""
 
-    def run(self) -> str:
+    def run(self, stop: StopRequest) -> str:
         """Iterate to the end; returns the run's status."""
-        trainer, state, stop = self._trainer, self._trainer.state, self._stop
+        trainer, state = self._trainer, self._trainer.state
         while state.env_steps < self._until:
             steps_before = state.env_steps
             metrics = trainer.pipeline.iterate(self._until, stop)
             state.wall_seconds = perf_counter() - self._began
             for note in trainer.pipeline.take_notes():
                 self._recorder.note(note)
-            self._evaluate_if_due(steps_before, metrics)
+            self._evaluate_if_due(steps_before, metrics, stop)
             reached = self._reached_target()
             is_last = state.env_steps >= self._until or reached or stop.requested
             goes_on = self._record(metrics, always=is_last or "eval/mean_reward" in metrics)
@@ -128,21 +127,20 @@ class _Loop:
             learner_busy=busy_seconds(lanes) / wall,
         )
 
-    def _evaluate_if_due(self, steps_before: int, metrics: dict[str, float]) -> None:
+    def _evaluate_if_due(self, steps_before: int, metrics: dict[str, float], stop: StopRequest) -> None:
         trainer, state = self._trainer, self._trainer.state
         if not _crossed(trainer.config.eval_every, steps_before, state.env_steps):
             return
         trainer.clock.enter(Phase.EVALUATE)
         try:
-            with self._stop.interruptible():
-                result = trainer.evaluate(lambda: self._stop.requested)
-        except Interrupted:  # the run is stopping
+            with stop.interruptible():
+                result = trainer.evaluate(lambda: stop.requested)
+        except Interrupted:
             return
         except Exception as error:  # the run is worth more than one evaluation
             line = str(error) if isinstance(error, FlatoutError) else one_line(error)
-            self._recorder.fault(
-                f"evaluation failed: {line}; training goes on", "".join(format_exception(error))
-            )
+            note = f"evaluation failed: {line}; training goes on"
+            self._recorder.fault(note, "".join(format_exception(error)))
             return
         if result.n_cut != self._n_cut:
             self._n_cut, limit = result.n_cut, trainer.config.eval_max_steps

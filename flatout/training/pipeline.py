@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, Protocol, TypeVar
@@ -103,7 +104,8 @@ class Pipeline(Generic[R]):
             self.is_broken = True
             seconds = CANCEL_LATER_SECONDS if stop.now() else CANCEL_SECONDS
             if self._background is not None and not self._background.cancel(seconds):
-                self._collector.close()
+                with suppress(Exception):  # the thread may be using what is closed
+                    self._collector.close()
             raise
 
     def _iterate(self, total_steps: int, stop: StopRequest) -> dict[str, float]:

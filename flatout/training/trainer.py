@@ -7,6 +7,7 @@ import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 
@@ -55,11 +56,11 @@ class Trainer:
         *,
         n_cores: int,
         n_steps: int,
-        costs: Costs | None = None,
         checkpoint: Checkpoint | None = None,
+        costs: Costs | None = None,
         on_restart: Callable[[str, str], None] | None = None,
     ) -> None:
-        """`costs`: of the env's steps, if they were timed; `checkpoint`: where to go on.
+        """`checkpoint`: where to go on. `costs`: of the env's steps, if they were timed.
 
         `on_restart` gets a note and a traceback when an env or worker is replaced.
         """
@@ -105,10 +106,10 @@ class Trainer:
         if checkpoint is not None:
             self._load(checkpoint)
 
-    def _open(self, plans: list[Settings], envs: Mapping[str, Array] | None) -> None:
+    def _open(self, ranked: list[Settings], envs: Mapping[str, Array] | None) -> None:
         """Start the envs, at a snapshot if there is one, and connect them with the learner."""
         config, n_cores = self.config, self._n_cores
-        self.plan, self.collector, rollouts = self._first_that_starts(plans, envs)
+        self.plan, self.collector, rollouts = self._first_that_starts(ranked, envs)
         n_beside = self.plan.n_collectors if self.overlap and self.plan.in_subprocesses else 0
         learn_threads = self.learner.threads(n_cores, n_beside)
         collect_threads = learn_threads
@@ -141,7 +142,7 @@ class Trainer:
         self.learner.compilation = Compilation(recipe, wait=config.compile == "on")
 
     def _first_that_starts(
-        self, ranked: list[Settings], envs: Mapping[str, Array] | None = None
+        self, ranked: list[Settings], envs: Mapping[str, Array] | None
     ) -> tuple[Settings, Collects[Any], Sequence[SizedRollout]]:
         """Build the best plan and start its envs; if it cannot start, note that and try the next."""
         for plan, following in zip_longest(ranked, ranked[1:]):
@@ -151,9 +152,8 @@ class Trainer:
             except Exception as error:
                 if following is None:
                     raise
-                self.notes.append(
-                    f"executor {plan.executor} could not start ({one_line(error)}); using {following.executor}"
-                )
+                name, why = plan.executor_name, one_line(error)
+                self.notes.append(f"executor {name} could not start ({why}); using {following.executor_name}")
         raise FlatoutError(f"--executor {self.config.executor} cannot run this env; use --executor auto")
 
     def _start(
@@ -312,8 +312,7 @@ class Trainer:
             if self._eval_executor is None:
                 n_envs = min(n_episodes, MAX_EVAL_ENVS)
                 budget = RestartBudget(window_seconds=math.inf)
-                if (tell := self.budget.listener) is not None:
-                    budget.listener = lambda note, text: tell(f"in evaluation: {note}", text)
+                budget.listener = partial(_in_evaluation, self.budget)
                 self._eval_executor = eval_executor(
                     self._env, self.policy, n_envs, seed, self.plan, budget, config.step_timeout
                 )
@@ -329,16 +328,11 @@ class Trainer:
             self._close_evaluation()
             if isinstance(error, Exception):
                 self.after_evaluation()
-            elif self._env.factory.is_instance:  # it may be in the middle of a step
+            elif self._env.factory.is_instance:
                 self.cut_off()
             raise
         self.after_evaluation()
         return result
-
-    def _close_evaluation(self) -> None:
-        if self._eval_executor is not None:
-            self._eval_executor.close()
-            self._eval_executor = None
 
     def after_evaluation(self) -> None:
         """Begin new episodes if evaluation has used the training envs."""
@@ -350,6 +344,17 @@ class Trainer:
         self._close_pipeline()
         self._close_learner()
         self._close_evaluation()
+
+    def _close_evaluation(self) -> None:
+        if self._eval_executor is not None:
+            self._eval_executor.close()
+            self._eval_executor = None
+
+
+def _in_evaluation(budget: RestartBudget, note: str, traceback_text: str) -> None:
+    """Tell the listener of the run's budget about an env of the evaluation."""
+    if budget.listener is not None:
+        budget.listener(f"in evaluation: {note}", traceback_text)
 
 
 def _arrays(prefix: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, Array]:
