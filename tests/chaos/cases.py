@@ -297,7 +297,8 @@ class Chaos:
 
     def _corrupt_cache(self) -> None:
         rng = random.Random(self._case.seed)
-        files = sorted(path for path in (self._folder / "cache").rglob("*") if path.is_file())
+        found = (self._folder / "cache").rglob("*")
+        files = sorted(path for path in found if path.is_file() and path.name != "signing.key")
         for path in rng.sample(files, min(len(files), 3)):
             os.truncate(path, path.stat().st_size // 2)
         if files:
