@@ -219,8 +219,11 @@ class Chaos:
                 return False
             if learned_at is None and run.has_learned(self._run):
                 learned_at = now
+                (self._faults / "armed").touch()
             if learned_at is not None and outside and now - learned_at >= outside[0][0]:
                 _, kind = outside.pop(0)
+                if kind == "second terminal" and n_stops:  # it may be the only one by now
+                    continue
                 n_stops += self._inject(kind, run)
                 outside[:] = [(max(at - (now - learned_at), 0.0), what) for at, what in outside]
                 learned_at = now

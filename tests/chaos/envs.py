@@ -1,5 +1,7 @@
 """Envs that misbehave on a schedule: a folder with one file for each fault, claimed by the env that reaches its step.
 
+Steps count from the time when the file `armed` is there, so that nothing happens while an env is tried out.
+
 An observation is (episode, step), so that a transition that spans a lost step shows.
 """
 
@@ -30,10 +32,15 @@ class Faults:
         names = [path.name for path in self._folder.glob("*@*") if not path.name.startswith("done")]
         self._at = sorted((int(name.partition("@")[2].partition("-")[0]), name) for name in names)
         self._n_steps = 0
+        self._armed = False
 
     def next_kind(self) -> str | None:
         """Count a step; the kind of a fault that is due and that nobody else has claimed."""
         self._n_steps += 1
+        if not self._armed:
+            if self._n_steps % 20 == 0 and (self._folder / "armed").exists():
+                self._armed, self._n_steps = True, 0
+            return None
         while self._at and self._at[0][0] <= self._n_steps:
             _, name = self._at.pop(0)
             try:
