@@ -115,12 +115,13 @@ class Collector(LocalCollector):
         """The policy of the next rollout, where envs may start it ahead."""
         self._to_env, self._all = model.action.to_env, np.arange(executor.n_envs)
         self._noise = ActionNoise(model.action, executor.env_ids, seed, exploration)
-        self._ragged = RaggedCollection(executor, model, self._noise, self._act, clock)
+        self._ragged: RaggedCollection | None = None
+        """Made when it is first needed."""
 
     def collect(self, rollout: Rollout, stop: Callable[[], bool] = lambda: False) -> list[Episode]:
         clock, executor = self._clock, self.executor
         clock.enter(ACT)
-        if self._ragged.next is not None:
+        if self._ragged is not None and self._ragged.next is not None:
             episodes = self._ragged.finish_next(rollout, stop)
         else:
             episodes = self._collect_together(rollout, stop)
@@ -146,7 +147,8 @@ class Collector(LocalCollector):
             now = executor.recv()
             clock.enter(STORE)
             if len(now.env_indices) < executor.n_envs or now.restarted:
-                return episodes + self._ragged.take_over(rollout, actor, noise, self.n_steps, t, now, stop)
+                ragged = self._own_pace()
+                return episodes + ragged.take_over(rollout, actor, noise, self.n_steps, t, now, stop)
             _store(rollout, t, now)
             episodes += now.ended
             if stop():
@@ -166,7 +168,7 @@ class Collector(LocalCollector):
     def publish(self) -> None:
         """Act with the learner's current parameters."""
         ragged = self._ragged
-        if ragged.next is not None or ragged.offered is not None:  # its policy was published by offer_next
+        if ragged is not None and (ragged.next or ragged.offered):  # its policy was published by offer_next
             assert self._spare is not None, "offer_next has made it"
             self._policy, self._spare, ragged.offered = self._spare, self._policy, None
         elif self._source is not None:
@@ -181,14 +183,25 @@ class Collector(LocalCollector):
             self._spare = _Policy(model, make_actor(model, self.executor.n_envs, self._device))
         copy_parameters(self._source, self._spare.model)
         self._spare.actor.bind()
-        self._ragged.offered = rollout, self._spare.actor
+        self._own_pace().offered = rollout, self._spare.actor
+
+    def _own_pace(self) -> RaggedCollection:
+        """What collects with each env at its own pace."""
+        if self._ragged is None:
+            model = self._policy.model
+            self._ragged = RaggedCollection(self.executor, model, self._noise, self._act, self._clock)
+        return self._ragged
 
     def reset(self) -> None:
-        self._ragged.discard_next()
+        self._discard_next()
         self.executor.reset()
 
+    def _discard_next(self) -> None:
+        if self._ragged is not None:
+            self._ragged.discard_next()
+
     def restore(self, snapshot: Mapping[str, Array]) -> list[int]:
-        self._ragged.discard_next()
+        self._discard_next()
         return self.executor.restore(snapshot)
 
 

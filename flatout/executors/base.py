@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
+from importlib import import_module
 from time import perf_counter
 from typing import Any, Protocol, TypeAlias, TypeVar
 
@@ -222,7 +223,11 @@ def check_kind(kind: str, flag: str = "executor", known: Sequence[str] = tuple(E
 def executor_class(kind: str) -> Callable[..., Executor]:
     """What makes executors of this kind."""
     check_kind(kind)
-    found: Callable[..., Executor] = load_object(EXECUTORS.get(kind, kind), "executor")
+    if kind in EXECUTORS:
+        module, _, name = EXECUTORS[kind].partition(":")
+        found: Callable[..., Executor] = getattr(import_module(module), name)
+    else:
+        found = load_object(kind, "executor")
     return found
 
 

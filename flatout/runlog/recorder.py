@@ -127,7 +127,7 @@ class Recorder:
         """`about`: what progress.json says beside the progress."""
         self._folder, self._sinks, self._logs = folder, sinks, logs
         self._lock = threading.RLock()  # faults come from the thread that collects
-        self._about = dict(about or {})
+        self._about = {**(about or {}), **this_process()}
         self._written_at = self._progress_at = self._row_at = float("-inf")
         self._unwritten: Progress | None = None
         """The newest figures, if they are not a row yet."""
@@ -190,7 +190,7 @@ class Recorder:
         if self._written_at - self._progress_at >= PROGRESS_SECONDS:
             self._progress_at = self._written_at
             now = asdict(progress)
-            now |= {"wall_seconds": now.pop("seconds"), "updated": time(), **this_process()}
+            now |= {"wall_seconds": now.pop("seconds"), "updated": time()}
             now["gpu"] = self._sampler.gpu if self._sampler is not None else None
             try:
                 write_json(folder.progress, self._about | now | {"status": "running"})
