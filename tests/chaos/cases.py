@@ -43,7 +43,7 @@ ENDING = ("nan", "shape")
 """Faults of envs that end a run with one line."""
 OUTSIDE = ("term group", "int", "int twice", "hup", "kill run", "full disk", "read-only", "second terminal")
 ON_WORKERS = ("kill worker", "stop worker", "kill fork server")
-STEPS, RUN_SECONDS, STEP_TIMEOUT = 60_000, 90.0, 1.5
+STEPS, RUN_SECONDS, STEP_TIMEOUT = 30_000, 120.0, 1.5
 
 
 @dataclass
@@ -69,12 +69,12 @@ class Case:
         kinds += ["exit", "die", "segfault"] if self.executor in ISOLATED else []
         if kinds:
             self.inside = [
-                f"{rng.choice(kinds)}@{rng.randrange(20, 1500)}-{i}" for i in range(rng.randrange(2, 6))
+                f"{rng.choice(kinds)}@{rng.randrange(20, 1500)}-{i}" for i in range(rng.randrange(3, 7))
             ]
         if kinds and rng.random() < 0.15:
             self.inside.append(f"{rng.choice(ENDING)}@{rng.randrange(500, 1500)}-end")
         outside = [*OUTSIDE, *(ON_WORKERS * 2 if self.executor in ISOLATED else ())]
-        times = sorted(rng.uniform(0.0, 4.0) for _ in range(rng.randrange(2, 5)))
+        times = sorted(rng.uniform(0.0, 4.0) for _ in range(rng.randrange(3, 7)))
         self.outside = [(at, rng.choice(outside)) for at in times]
         self.corrupt_cache = rng.random() < 0.2
 
@@ -197,7 +197,7 @@ class Chaos:
         sizes = ["--n-envs", "8", "--n-steps", "32", "--timesteps", str(STEPS), "--network-arch", "16"]
         words = ["train", f"{ENVS}:{cls}", "--algo", self._case.algo, *flags, *sizes]
         words += ["--overlap", self._case.overlap, "--env-kwargs", json.dumps(kwargs)]
-        words += ["--seed", str(self._case.seed), "--checkpoint-every", "2000", "--eval-every", "20000"]
+        words += ["--seed", str(self._case.seed), "--checkpoint-every", "2000", "--eval-every", "10000"]
         words += ["--eval-episodes", "2", "--step-timeout", str(STEP_TIMEOUT)]
         return [*words, "--run-name", "r", "--runs-dir", str(self._runs), "--overwrite"]
 
