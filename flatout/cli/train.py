@@ -120,6 +120,8 @@ def _learn(agent: Agent, args: argparse.Namespace) -> int:
     """Learn to the configured total, print the report, and return the exit code."""
     agent.began_at = psutil.Process().create_time()  # start-up includes the imports
     agent.run(None, None, progress_bar=not args.quiet)
+    if agent.stop_signal is not None:  # all is saved: a second one must not disturb the exit
+        signal.signal(agent.stop_signal, signal.SIG_IGN)
     terminal_is_gone = agent.stop_signal == signal.SIGHUP
     if not args.quiet and not terminal_is_gone:
         print(agent.report())

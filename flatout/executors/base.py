@@ -65,7 +65,8 @@ class RestartBudget:
             self._times.popleft()
         is_last = len(self._times) > self._max_restarts
         if self.listener is not None:
-            self.listener(reason if is_last else f"{reason}; rebuilt, training goes on", traceback_text)
+            follows = "too many restarts" if is_last else "rebuilt, training goes on"
+            self.listener(f"{reason}; {follows}", traceback_text)
         if is_last:
             window = self._window_seconds
             within = f" within {window:.0f} s" if math.isfinite(window) else ""

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from flatout.collect.collector import Collector
 from flatout.collect.subprocess import CollectorJob, SubprocessCollectors
 from flatout.envs.make import env_factory
 from flatout.envs.spaces import ActionLayout, ObsLayout
-from flatout.executors.base import EnvSet
+from flatout.executors.base import EnvSet, RestartBudget, make_executor
 from flatout.executors.process import ProcessExecutor
 from flatout.executors.serial import SerialExecutor
 from flatout.models.config import NetworkConfig
@@ -123,11 +124,17 @@ def test_a_lost_collector_is_rebuilt_and_no_transition_mixes_episodes(fault: str
         assert "with envs" in collectors.budget.notes[0]
 
 
-def test_a_worker_lost_in_a_ragged_rollout_leaves_only_complete_transitions(tmp_path: Path) -> None:
-    job, model = job_for(partial(Once, str(tmp_path / "flag"), "die in step", at_step=33), 6)
-    action = job.envs.action
+@pytest.mark.parametrize(
+    ("kind", "fault"), [("process", "die in step"), ("serial", "raise in step"), ("serial", "raise in reset")]
+)
+def test_an_env_lost_in_a_rollout_leaves_only_complete_transitions(
+    kind: str, fault: str, tmp_path: Path
+) -> None:
+    job, model = job_for(partial(Once, str(tmp_path / "flag"), fault, at_step=33), 6)
+    action, budget = job.envs.action, RestartBudget()
     assert action is not None
-    executor = ProcessExecutor(job.envs, n_workers=3, step_timeout=10)
+    envs = replace(job.envs, budget=budget)
+    executor = make_executor(kind, envs, n_workers=3, step_timeout=10)
     try:
         executor.reset()
         collector = Collector(executor, model, device=torch.device("cpu"), seed=1, clock=PhaseClock())
@@ -135,7 +142,7 @@ def test_a_worker_lost_in_a_ragged_rollout_leaves_only_complete_transitions(tmp_
         for _ in range(4):
             collector.collect(rollout)
             assert_whole(rollout)
-        assert executor.budget.n_restarts == 1
+        assert budget.n_restarts == 1
     finally:
         executor.close()
 

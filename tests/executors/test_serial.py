@@ -249,6 +249,32 @@ def test_an_env_that_raises_is_rebuilt_while_the_budget_lasts() -> None:
     assert "KeyError" in budget.tracebacks[0]
 
 
+def test_an_env_that_raises_in_reset_keeps_the_last_observation_of_the_episode_before() -> None:
+    class Bad(Counter):
+        n_made = 0
+
+        def __init__(self) -> None:
+            super().__init__(length=3)
+            Bad.n_made += 1
+            self._fails = Bad.n_made == 2
+
+        def reset(self, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+            if self._fails and self._buffer[0] == 3:
+                raise KeyError("speed")
+            return super().reset(**kwargs)
+
+    budget = RestartBudget()
+    envs = SerialExecutor(EnvSet(Bad, ObsLayout(Counter.observation_space), IDS, seed=0, budget=budget))
+    envs.reset()
+    for _ in range(3):
+        now = step(envs, np.zeros(3, np.int64))
+    assert budget.n_restarts == 1
+    assert now.restarted == []
+    assert [episode.length for episode in now.ended] == [3, 3, 3]
+    assert now.final_obs[0][:, 0].tolist() == [3, 3, 3]
+    assert now.obs[0][:, 0].tolist() == [0, 0, 0]
+
+
 def test_an_env_with_a_wrong_shape_is_not_rebuilt() -> None:
     class Wide(Counter):
         def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
