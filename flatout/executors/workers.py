@@ -91,6 +91,7 @@ class ChildProcess:
             del self._args
             theirs.close()
             read_end.close()
+        self.pid: int = self._process.pid
         # Also at exit, before multiprocessing sends its children SIGTERM and waits for them.
         self._finalize = Finalize(self, _free, (self._process, self.connection, lifeline), exitpriority=10)
 
@@ -108,11 +109,6 @@ class ChildProcess:
                 if not n_tries:
                     raise
                 sleep(POLL_SECONDS)
-
-    @property
-    def pid(self) -> int:
-        """Its process id."""
-        return self._process.pid or 0
 
     def cause_of_death(self) -> str:
         """Why it ended without an answer: a signal's name or an exit code."""

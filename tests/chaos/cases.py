@@ -206,6 +206,7 @@ class Chaos:
         if self._case.corrupt_cache and self.outcome.n_runs == 1:
             self._corrupt_cache()
         self.outcome.n_runs += 1
+        (self._faults / "armed").unlink(missing_ok=True)
         run = Run(self._words(), self._folder, self._mark)
         learned_at, n_stops = None, 0
         deadline = time.monotonic() + RUN_SECONDS
