@@ -17,6 +17,7 @@ import torch
 
 from flatout.config.run_config import RunConfig
 from flatout.device.machine import remembered
+from flatout.device.shared import no_processes
 from flatout.envs.check import EnvInfo
 from flatout.learning.compile import Recipe, cached_path, load
 from flatout.learning.learner import TINY_BATCH, Learner
@@ -232,7 +233,7 @@ def _plan_untimed(request: Request, settings: Settings, fault: str) -> Decision:
     """How to run envs that failed when their steps were timed: in workers, which survive that, unless asked otherwise."""
     executor = request.executor
     if executor == "auto":
-        executor = "process" if settings.n_envs > 1 else "serial"
+        executor = "process" if settings.n_envs > 1 and not no_processes() else "serial"
     overlap = request.overlap
     if overlap == "auto":
         overlap = "on" if request.began_overlapped else "off"
