@@ -19,7 +19,7 @@ from flatout.config.run_config import RunConfig
 from flatout.device.machine import remembered
 from flatout.device.shared import no_processes
 from flatout.envs.check import EnvInfo
-from flatout.learning.compile import Recipe, cached_path, load
+from flatout.learning.compile import Recipe, cached_path, is_available, load
 from flatout.learning.learner import TINY_BATCH, Learner
 from flatout.models.actor import make_actor
 from flatout.models.policy import Policy
@@ -111,7 +111,7 @@ class UpdateProbe:
         backend = self.learner.update.backend
         if backend != "eager" or self.config.compile == "off" or self.policy.device.type != "cpu":
             return backend
-        return "compiled" if self._compiled_path(n_threads).exists() else "eager"
+        return "compiled" if is_available() and self._compiled_path(n_threads).exists() else "eager"
 
     def _compiled_path(self, n_threads: int) -> Path:
         spec = self.config.learner_spec(self.policy.obs, self.policy.action)
