@@ -18,11 +18,11 @@ import torch.utils.tensorboard
 from numba import njit
 njit(lambda x: x + 1)(1)  # what Numba and torch import later is theirs
 
-# What a request to stop uses is left: flatout/training/stop.py.
+# SIGHUP and pthread_kill are left: flatout/training/stop.py needs them.
 WINDOWS = {
     os: "memfd_create getuid geteuid getpgrp killpg setpgid register_at_fork pread pwrite O_NOFOLLOW O_DIRECTORY fork",
     select: "poll",
-    signal: "pthread_sigmask sigwait",
+    signal: "pthread_sigmask sigwait SIGALRM setitimer ITIMER_REAL",
 }
 MACOS = {os: "memfd_create sched_getaffinity"}
 
