@@ -21,6 +21,7 @@ from flatout.collect.noise import ActionNoise
 from flatout.config.fields import replace as replace_fields
 from flatout.config.run_config import RunConfig, preset_note, read_file, resolve
 from flatout.config.trust import require_trust
+from flatout.device import private
 from flatout.device.accelerator import resolve_device
 from flatout.device.machine import gc_frozen, machine, usable_cores
 from flatout.envs.check import EnvInfo
@@ -357,7 +358,7 @@ class Agent:
     def _notes(self) -> list[str]:
         notes = [*(self._env.warnings if self._env else ()), *self._resume_notes]
         notes.append((self._folder and self._folder.lock.note) or "")
-        notes += self._trainer.notes if self._trainer else []
+        notes += [*private.notes, *(self._trainer.notes if self._trainer else ())]
         n_fresh = len(self._trainer.fresh_envs) if self._trainer else 0
         if n_fresh and self._env is not None and self._env.batched:
             notes.append("a batched env cannot be restored: all its envs started new episodes")

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
-from numba.core import cgutils
 from numba.extending import intrinsic
 
 from flatout.device.jit import compiled
@@ -37,11 +36,10 @@ def _prefetch(_typing: Any, array: Any, place: Any) -> Any:
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         data = context.make_array(signature.args[0])(context, builder, args[0]).data
-        address = builder.bitcast(builder.gep(data, [args[1]]), cgutils.voidptr_t)
-        word = ir.IntType(32)
-        kind = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, word, word, word])
-        insert: Any = cgutils.get_or_insert_function
-        call = insert(builder.module, kind, "llvm.prefetch.p0")
+        pointer, word = ir.IntType(8).as_pointer(), ir.IntType(32)
+        address = builder.bitcast(builder.gep(data, [args[1]]), pointer)
+        kind = ir.FunctionType(ir.VoidType(), [pointer, word, word, word])
+        call = builder.module.declare_intrinsic("llvm.prefetch.p0", (), kind)
         builder.call(call, [address, word(0), word(3), word(1)])  # to read, to keep, data
         return context.get_dummy_value()
 

@@ -25,6 +25,7 @@ CODE = ("env", "algo", "executor")
 """Settings that may name code."""
 SIGNATURE = "signature"
 KEY_BYTES = 32
+READ_PRIVATE = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
 
 
 def signed(values: dict[str, Any]) -> dict[str, Any]:
@@ -80,10 +81,12 @@ def _key() -> bytes | None:
     with suppress(OSError):
         if not path.exists():
             _make_key(path)
-        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+        with os.fdopen(os.open(path, READ_PRIVATE), "rb") as file:
             about = os.fstat(file.fileno())
             key = file.read()
-        private = stat.S_ISREG(about.st_mode) and about.st_uid == os.getuid() and not about.st_mode & 0o077
+        private = stat.S_ISREG(about.st_mode)
+        if hasattr(os, "getuid"):  # elsewhere the user's folder is private by itself
+            private = private and about.st_uid == os.getuid() and not about.st_mode & 0o077
         return key if private and len(key) == KEY_BYTES else None
     return None
 

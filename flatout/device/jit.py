@@ -13,8 +13,11 @@ from types import FunctionType
 from typing import Any, TypeVar, cast
 
 from numba import njit
-from numba.core.caching import FunctionCache, IndexDataCacheFile
 
+from flatout.device.private import find
+
+FunctionCache: Any = find("numba.core.caching.FunctionCache") or object
+IndexDataCacheFile: Any = find("numba.core.caching.IndexDataCacheFile") or object
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -28,12 +31,14 @@ def compiled(function: Function, *, nogil: bool = True, contract: bool = False) 
     if contract:
         options["fastmath"] = {"contract"}
     dispatcher = njit(**options)(function)
-    with suppress(Exception):  # no folder can be written: compiled in each process
+    with suppress(
+        Exception
+    ):  # no folder can be written, or Numba's cache is another one: compiled in each process
         dispatcher._cache = _Cache(function)
     return cast(Function, dispatcher)
 
 
-class _Cache(FunctionCache):
+class _Cache(FunctionCache):  # type: ignore[misc]
     """Numba's cache of a function, read and written without raising."""
 
     stamp: str
@@ -61,7 +66,7 @@ class _Cache(FunctionCache):
             super().save_overload(sig, data)
 
 
-class _HashedFile(IndexDataCacheFile):
+class _HashedFile(IndexDataCacheFile):  # type: ignore[misc]
     """Numba's files, each entry with its hash: damaged machine code must not be run."""
 
     def save(self, key: Any, data: Any) -> None:

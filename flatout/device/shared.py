@@ -9,12 +9,22 @@ from __future__ import annotations
 import math
 import mmap
 import os
+import select
+import signal
+import sys
 from collections.abc import Mapping
-from multiprocessing import reduction
+from multiprocessing import get_all_start_methods, reduction
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+
+from flatout.errors import FlatoutError
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 Array: TypeAlias = npt.NDArray[Any]
 Spec: TypeAlias = Mapping[str, tuple[tuple[int, ...], Any]]
@@ -22,10 +32,28 @@ Spec: TypeAlias = Mapping[str, tuple[tuple[int, ...], Any]]
 ALIGNMENT = 64
 
 
+def no_processes() -> str:
+    """Why this platform cannot have worker processes, in one line; empty if it can."""
+    needed = {
+        "memfd_create": os,
+        "F_SETSIG": fcntl,
+        "poll": select,
+        "pthread_sigmask": signal,
+        "SIGHUP": signal,
+        "killpg": os,
+    }
+    missing = [name for name, module in needed.items() if not hasattr(module, name)]
+    if "forkserver" not in get_all_start_methods():
+        missing.append("fork server")
+    return f"worker processes need Linux: {sys.platform} has no {', '.join(missing)}" if missing else ""
+
+
 class SharedArrays:
     """Named arrays in one shared block. Pickled while a child process starts, it is the same memory in the child."""
 
     def __init__(self, spec: Spec) -> None:
+        if reason := no_processes():
+            raise FlatoutError(reason)
         self._spec = {name: (shape, np.dtype(dtype).str) for name, (shape, dtype) in spec.items()}
         fd = os.memfd_create("flatout", os.MFD_CLOEXEC)
         os.ftruncate(fd, max(self._layout()[1], 1))

@@ -10,7 +10,6 @@ SIGTERM and SIGHUP: the run decides when they end, and the kernel ends them if t
 
 from __future__ import annotations
 
-import fcntl
 import os
 import pickle
 import select
@@ -33,7 +32,7 @@ from typing import Any
 import cloudpickle
 import numpy as np
 
-from flatout.device.shared import SharedArrays
+from flatout.device.shared import SharedArrays, no_processes
 from flatout.envs.spaces import Array
 from flatout.errors import EnvError, FlatoutError
 from flatout.executors.base import NOT_IN_ENV, Executor, RestartBudget
@@ -47,7 +46,7 @@ CLOSE_SECONDS = 3.0
 """How long workers may take to close their envs before they are killed."""
 MAX_IN_VAIN = 5
 """Replacements of one worker in a row, without an answer in between, that end the run."""
-IGNORED_SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+IGNORED_SIGNALS = [s for s in signal.Signals if s.name in ("SIGINT", "SIGTERM", "SIGHUP")]
 """Signals that may be sent to all processes of a run at once."""
 DONE, FAILED, HOPELESS = b"D", b"!", b"#"
 """First byte of an answer. After an error a new worker may succeed (FAILED) or would fail as well (HOPELESS)."""
@@ -80,6 +79,8 @@ class ChildProcess:
         context: str = "forkserver",
     ) -> None:
         """`shared` is pickled while the child starts; `timeout`: seconds that a message may take to be sent or read."""
+        if reason := no_processes():
+            raise FlatoutError(reason)
         self.connection, theirs = _context().Pipe()
         if timeout:
             _limit_transfers(self.connection, timeout)
@@ -424,6 +425,8 @@ def _report_failure(connection: Connection, error: Exception) -> None:
 
 def _die_with(lifeline: int) -> None:
     """Have the kernel end this process group when the parent's end of the lifeline closes, even in a hung C call."""
+    import fcntl
+
     fcntl.fcntl(
         lifeline, fcntl.F_SETSIG, signal.SIGKILL
     )  # others would wait until a stopped process is continued

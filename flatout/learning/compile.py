@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from flatout.device.machine import cache_folder
+from flatout.device.private import find, notes
 from flatout.errors import FlatoutError
 from flatout.executors.workers import ChildProcess
 from flatout.learning.learner import Learner
@@ -40,6 +41,10 @@ WORTH_SECONDS = 90.0
 MAX_SECONDS = 600.0
 STALE_SECONDS = 3600.0
 N_HASH = 32
+PASSING = (
+    "torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors",
+    "torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs",
+)
 
 
 class MakesLearner(Protocol):
@@ -108,6 +113,11 @@ _capsule = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p,
 """PyTorch passes tensors to and from C in PyCapsules."""
 
 
+def is_available() -> bool:
+    """Whether this PyTorch can pass tensors to a library."""
+    return None not in map(find, PASSING)
+
+
 def load(path: Path) -> Step:
     """A cached library as a step."""
     # Not by torch's own loader: it holds the GIL for the whole call, which would block a collector in this process.
@@ -122,8 +132,7 @@ def load(path: Path) -> Step:
         raise FlatoutError("the compiled update cannot be loaded")
     n_out = n_outputs.value
     Outputs = ctypes.c_void_p * n_out
-    own = torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors
-    give_back = torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs
+    own, give_back = map(find, PASSING)
 
     def step(*groups: Sequence[Tensor]) -> Sequence[Tensor]:
         tensors = [tensor for group in groups for tensor in group]
@@ -142,8 +151,10 @@ def load(path: Path) -> Step:
 
 def compile_to(path: Path, update: Update[Any], batch: Any) -> None:
     """Trace and compile the step, and write the library to `path` atomically."""
-    from torch.fx.experimental.proxy_tensor import make_fx
-
+    make_fx = find("torch.fx.experimental.proxy_tensor.make_fx")
+    aoti_compile = find("torch._inductor.aoti_compile_and_package")
+    if make_fx is None or aoti_compile is None:
+        raise FlatoutError(notes[-1])
     groups, pure = update.inputs(batch), update.pure(batch)
     inputs = tuple(tensor.detach().clone() for group in groups for tensor in group)
 
@@ -164,7 +175,7 @@ def compile_to(path: Path, update: Update[Any], batch: Any) -> None:
             exported = torch.export.export(traced, inputs, strict=False)
             # Keep the compiler's working files out of the cache.
             os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder / "work"))
-            torch._inductor.aoti_compile_and_package(exported, package_path=str(folder / "update.pt2"))
+            aoti_compile(exported, package_path=str(folder / "update.pt2"))
         library = _library_in(folder / "update.pt2")
         (folder / "library").write_bytes(library + sha256(library).digest())
         os.replace(folder / "library", path)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from flatout.device.jit import compiled
+from flatout.device.private import find
 from flatout.envs.spaces import Array
 from flatout.learning.update import BETA1, BETA2, EPSILON, Batch, Update
 from flatout.models.kernel import tanh
@@ -32,6 +33,9 @@ NO_MASK = np.zeros((0, 1), np.bool_)
 _KEEP1, _KEEP2 = np.float32(1 - BETA1), np.float32(1 - BETA2)
 _EPSILON = np.float32(EPSILON)
 _ZERO, _ONE = np.float32(0), np.float32(1)
+
+_relu_backward = find("torch.ops.aten.threshold_backward.grad_input")
+_tanh_backward = find("torch.ops.aten.tanh_backward.grad_input")
 
 Layer = tuple[Tensor, Tensor]
 """Weight and bias."""
@@ -106,9 +110,14 @@ class FusedMLP:
 
     def _activation_backward(self, grad: Tensor, output: Tensor) -> None:
         if self._is_relu:
-            torch.ops.aten.threshold_backward.grad_input(grad, output, 0, grad_input=grad)
+            if _relu_backward is None:
+                grad.masked_fill_(output <= 0, 0)
+            else:
+                _relu_backward(grad, output, 0, grad_input=grad)
+        elif _tanh_backward is None:
+            grad.mul_(1 - output * output)
         else:
-            torch.ops.aten.tanh_backward.grad_input(grad, output, grad_input=grad)
+            _tanh_backward(grad, output, grad_input=grad)
 
 
 class FusedBackend(ABC, Generic[Batch]):

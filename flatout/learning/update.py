@@ -18,7 +18,8 @@ from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 import torch
 from torch import Tensor, nn
 
-from flatout.models.params import FlatParams
+from flatout.device.private import find
+from flatout.models.params import FlatParams, copy_all
 
 BETA1, BETA2, EPSILON = 0.9, 0.999, 1e-5
 """Adam's constants."""
@@ -26,6 +27,7 @@ ADAM: dict[str, Any] = {"beta1": BETA1, "beta2": BETA2, "eps": EPSILON}
 ADAM |= {"weight_decay": 0.0, "amsgrad": False, "maximize": False}
 FIRST_SCALE, GROWTH_STEPS = 2.0**14, 1000
 """Loss scale for fp16: halved when gradients overflow, doubled after so many good steps."""
+_fused_adam = find("torch._fused_adam_")
 WARM_UPS = 3
 """Steps before a graph is captured."""
 
@@ -160,11 +162,14 @@ class Update(Generic[Batch]):
         """The step as it is defined."""
         grad, metrics, samples = self._gradient(batch, self._params.tensors, self._loss, self.coefficient)
         with torch.no_grad():
-            taken, clip_scale, counters = self._check(self._state, grad, metrics)
-            divisor, skipped = 1 / clip_scale, 1 - taken
-            # From here on everything happens in place: nothing can run out of memory.
-            self._adam_in_place(grad, divisor, skipped, counters[0])
-            torch._foreach_copy_(self._state[3:9], counters)
+            if _fused_adam is None:
+                copy_all(self._state[:9], self._advance(self._state, self.learning_rate, grad, metrics))
+            else:
+                taken, clip_scale, counters = self._check(self._state, grad, metrics)
+                divisor, skipped = 1 / clip_scale, 1 - taken
+                # From here on everything happens in place: nothing can run out of memory.
+                self._adam_in_place(grad, divisor, skipped, counters[0])
+                copy_all(self._state[3:9], counters)
             for values in samples:
                 n = min(len(values), len(self.sample_output))
                 self.sample_output[:n] = values[:n]
@@ -173,7 +178,7 @@ class Update(Generic[Batch]):
         """`adam` in one pass over the parameters."""
         options = ADAM | {"lr": self.step_size, "grad_scale": divisor, "found_inf": skipped}
         flat = self._params.flat
-        torch._fused_adam_([flat], [grad], [self.momentum], [self.variance], [], [n_steps], **options)
+        _fused_adam([flat], [grad], [self.momentum], [self.variance], [], [n_steps], **options)
 
     def loss(self, batch: Batch) -> Tensor:
         """The mean loss of a prepared minibatch."""
@@ -188,7 +193,7 @@ class Update(Generic[Batch]):
     @torch.no_grad()
     def commit(self, state: Sequence[Tensor]) -> None:
         """Make a computed state the current one; in place, so that nothing here can run out of memory."""
-        torch._foreach_copy_(self._state, list(state))
+        copy_all(self._state, list(state))
 
     @contextmanager
     def preserving_state(self) -> Iterator[None]:
@@ -333,7 +338,7 @@ class GraphBackend(Generic[Batch]):
                 update.commit(update.next_state(own))
 
     def step(self, batch: Batch) -> None:
-        torch._foreach_copy_(self._inputs, batch.tensors())
+        copy_all(self._inputs, batch.tensors())
         self._graph.replay()
 
 

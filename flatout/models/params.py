@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from flatout.device.private import find
+
 ALIGNMENT = 16
 """Views begin at multiples of 64 bytes, like separate tensors; kernels round differently by alignment."""
+
+
+def _copy_one_by_one(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)
+
+
+copy_all: Callable[[Sequence[Tensor], Sequence[Tensor]], None] = (
+    find("torch._foreach_copy_") or _copy_one_by_one
+)
+"""Copies tensors into tensors."""
 
 
 class FlatParams:
@@ -55,7 +68,7 @@ class ParamBlock:
     @torch.no_grad()
     def publish(self, version: int) -> None:
         """Write the model into the block, while nobody reads it."""
-        torch._foreach_copy_(self._views, [tensor.detach() for tensor in self._tensors])
+        copy_all(self._views, [tensor.detach() for tensor in self._tensors])
         self._version[0] = version
 
     def adopt(self) -> None:

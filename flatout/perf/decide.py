@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
+from flatout.device.shared import no_processes
 from flatout.errors import FlatoutError
 from flatout.perf.costs import MAX_WAITING_WORKERS, START_SECONDS, WORKERS_PER_CORE, WORTH, Costs, Settings
 from flatout.perf.simulate import FEW_ENV_STEPS, collect_seconds, iteration_seconds, lockstep_seconds
@@ -74,6 +75,9 @@ def decide(
 
     `costs`: None if nothing was measured. `with_updates` measures updates too; it is called only if they matter.
     """
+    if (request.executor == "process" or request.n_collectors) and (missing := no_processes()):
+        asked = "--n-collectors" if request.n_collectors else "--executor process"
+        raise FlatoutError(f"{asked} is not available here: {missing}; use --executor auto, serial or thread")
     known = costs or Costs(wait=(0.0,), compute=(0.0,))
     speeds = _Speeds(known, with_updates)
     lockstep = _possible(request, replace(settings, overlap=False), known)
@@ -105,7 +109,7 @@ def decide(
     ways = list(dict.fromkeys(ways))
     reasons = {way: _reason(way, request, known, speeds) for way in ways}
     if ways[:1] == [settings.in_one_process] and request.executor == "auto":
-        reasons[ways[0]] += "; more processes would not pay"
+        reasons[ways[0]] += f"; {no_processes() or 'more processes would not pay'}"
     return Decision(ways=ways, reasons=reasons, overlap=overlap, overlap_reason=reason)
 
 
@@ -178,7 +182,7 @@ def candidates(costs: Costs, settings: Settings) -> Iterator[Settings]:
         yield plain
     if costs.waits:
         yield replace(plain, executor="thread", n_workers=n_envs)
-    if not costs.picklable or n_envs == 1 or (n_cores == 1 and not costs.waits):
+    if not costs.picklable or n_envs == 1 or (n_cores == 1 and not costs.waits) or no_processes():
         return
     if n_cores > 1 and not settings.on_device:
         sizes = {n_cores - 1, n_cores} if settings.overlap else {n_cores}

@@ -17,8 +17,9 @@ import torch
 
 from flatout.config.run_config import RunConfig
 from flatout.device.machine import remembered
+from flatout.device.shared import no_processes
 from flatout.envs.check import EnvInfo
-from flatout.learning.compile import Recipe, cached_path, load
+from flatout.learning.compile import Recipe, cached_path, is_available, load
 from flatout.learning.learner import TINY_BATCH, Learner
 from flatout.models.actor import make_actor
 from flatout.models.policy import Policy
@@ -110,7 +111,7 @@ class UpdateProbe:
         backend = self.learner.update.backend
         if backend != "eager" or self.config.compile == "off" or self.policy.device.type != "cpu":
             return backend
-        return "compiled" if self._compiled_path(n_threads).exists() else "eager"
+        return "compiled" if is_available() and self._compiled_path(n_threads).exists() else "eager"
 
     def _compiled_path(self, n_threads: int) -> Path:
         spec = self.config.learner_spec(self.policy.obs, self.policy.action)
@@ -232,7 +233,7 @@ def _plan_untimed(request: Request, settings: Settings, fault: str) -> Decision:
     """How to run envs that failed when their steps were timed: in workers, which survive that, unless asked otherwise."""
     executor = request.executor
     if executor == "auto":
-        executor = "process" if settings.n_envs > 1 else "serial"
+        executor = "process" if settings.n_envs > 1 and not no_processes() else "serial"
     overlap = request.overlap
     if overlap == "auto":
         overlap = "on" if request.began_overlapped else "off"

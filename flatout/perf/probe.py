@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import statistics
 from collections.abc import Callable
 from itertools import count
@@ -19,6 +18,11 @@ from flatout.envs.spaces import ActionLayout, Array
 from flatout.envs.wrappers import blocking
 from flatout.perf.costs import Costs, Settings
 from flatout.perf.decide import Request, decide
+
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None  # type: ignore[assignment]
 
 QUICK_SECONDS = 100e-6
 """Steps below this are timed many at once."""

@@ -6,11 +6,11 @@ be sent to another one or that raise there, since an env may need something that
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from time import perf_counter
 from typing import Any, TypeAlias
@@ -124,7 +124,7 @@ def _in_child(factory: EnvFactory, work: Work, timeout: float) -> tuple[list[Any
 
 def _context() -> str:
     """A fork server, if one runs, forks in milliseconds; starting it takes longer than starting one interpreter."""
-    server = getattr(forkserver, "_forkserver", None)
+    server = getattr(sys.modules.get("multiprocessing.forkserver"), "_forkserver", None)
     return "forkserver" if getattr(server, "_forkserver_pid", None) else "spawn"
 
 

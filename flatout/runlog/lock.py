@@ -10,7 +10,6 @@ import errno
 import json
 import os
 import platform
-import sys
 from contextlib import suppress
 from pathlib import Path
 from time import sleep
@@ -35,11 +34,11 @@ if hasattr(os, "register_at_fork"):
 
 
 def try_lock(descriptor: int, *, shared: bool = False) -> bool | None:
-    """Whether the lock was free and is taken now; None where files cannot be locked, as on some network file systems."""
-    if sys.platform == "win32":
+    """Whether the lock was free and is taken now; None where files cannot be locked, as on Windows or some network disks."""
+    try:
+        import fcntl
+    except ImportError:  # Windows
         return None
-    import fcntl
-
     try:
         fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except OSError as error:
@@ -76,10 +75,10 @@ class RunLock:
         self._descriptor = descriptor
         _held.add(descriptor)
         if taken is None:
-            self.note = "this file system has no locks: make sure that no other process trains in this folder"
+            self.note = "files cannot be locked here: make sure that no other process trains in this folder"
         with suppress(OSError):  # a full disk: the lock holds without a name
             os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, json.dumps(this_process()).encode(), 0)
+            os.write(descriptor, json.dumps(this_process()).encode())
 
     def release(self) -> None:
         """Give the lock back, if it is held."""

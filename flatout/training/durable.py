@@ -43,12 +43,13 @@ def replacing(path: Path) -> Iterator[Path]:
         os.replace(part, path)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
-        os.close(descriptor)
+        if descriptor is not None:
+            os.close(descriptor)
     _fsync(path.parent)
 
 
-def _new_locked_folder(parent: Path) -> tuple[Path, int]:
-    """A new folder, locked while its writer lives.
+def _new_locked_folder(parent: Path) -> tuple[Path, int | None]:
+    """A new folder, locked while its writer lives, and the lock's descriptor; None where folders cannot be opened.
 
     A folder, because safetensors writes to a temporary file of its own naming, which `sweep` could not recognise
     after a kill.
@@ -61,6 +62,8 @@ def _new_locked_folder(parent: Path) -> tuple[Path, int]:
             descriptor = os.open(folder, os.O_RDONLY)
         except FileNotFoundError:
             continue
+        except PermissionError:  # Windows opens no folders
+            return folder, None
         # On a file system without locks saving works, and nothing is swept.
         if try_lock(descriptor) is not False and folder.exists():
             return folder, descriptor
@@ -76,8 +79,8 @@ def sweep(folder: Path) -> None:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[int]:
-    descriptor = os.open(path, os.O_RDONLY)
+def _opened(path: Path, flags: int = os.O_RDONLY) -> Iterator[int]:
+    descriptor = os.open(path, flags)
     try:
         yield descriptor
     finally:
@@ -85,13 +88,14 @@ def _opened(path: Path) -> Iterator[int]:
 
 
 def _fsync(path: Path) -> None:
-    with _opened(path) as descriptor:
-        try:
+    try:
+        # Windows syncs only what is open for writing.
+        with _opened(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY) as descriptor:
             os.fsync(descriptor)
-        except OSError as error:
-            # Some network file systems refuse to sync a folder, with EINVAL.
-            if error.errno != errno.EINVAL or not path.is_dir():
-                raise
+    except OSError as error:
+        # Some network file systems refuse to sync a folder (EINVAL), and Windows to open one (EACCES).
+        if error.errno not in (errno.EINVAL, errno.EACCES) or not path.is_dir():
+            raise
 
 
 def write_arrays(path: Path, arrays: Mapping[str, Array]) -> dict[str, int]:

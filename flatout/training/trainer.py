@@ -26,7 +26,7 @@ from flatout.envs.check import EnvInfo
 from flatout.envs.spaces import Array, space_to_json
 from flatout.errors import FlatoutError, one_line
 from flatout.executors.base import EXECUTORS, EnvSet, Executor, RestartBudget, make_executor
-from flatout.learning.compile import Compilation, Recipe
+from flatout.learning.compile import Compilation, Recipe, is_available
 from flatout.models.policy import Policy
 from flatout.perf.costs import Costs, Settings
 from flatout.perf.planner import UpdateProbe, faster_device, plan_run
@@ -135,7 +135,7 @@ class Trainer:
         if device == "cuda":
             self.learner.capture = True
             return
-        if self.learner.update.backend == "fused":
+        if self.learner.update.backend == "fused" or not is_available():
             return
         spec = config.learner_spec(self.policy.obs, self.policy.action)
         recipe = Recipe(spec=spec, device=device, precision=self.precision, n_threads=n_threads)

@@ -156,7 +156,8 @@ def _leave_child() -> None:
             sys.stdout, sys.stderr = display._streams_before
 
 
-os.register_at_fork(after_in_child=_leave_child)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_child)
 
 
 def _is_terminal(stream: TextIO | None) -> bool:
