@@ -22,7 +22,7 @@ njit(lambda x: x + 1)(1)  # what Numba and torch import later is theirs
 WINDOWS = {
     os: "memfd_create getuid geteuid getpgrp killpg setpgid register_at_fork pread pwrite O_NOFOLLOW O_DIRECTORY fork",
     select: "poll",
-    signal: "pthread_sigmask sigwait SIGALRM setitimer ITIMER_REAL",
+    signal: "SIGHUP pthread_kill pthread_sigmask sigwait SIGALRM setitimer ITIMER_REAL",
 }
 MACOS = {os: "memfd_create sched_getaffinity"}
 

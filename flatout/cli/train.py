@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -118,15 +117,19 @@ def _add_output_flags(parser: cli.Parser) -> None:
 
 def _learn(agent: Agent, args: argparse.Namespace) -> int:
     """Learn to the configured total, print the report, and return the exit code."""
+    from flatout.training.stop import ignoring_signals
+
     agent.began_at = psutil.Process().create_time()  # start-up includes the imports
-    agent.run(None, None, progress_bar=not args.quiet)
-    if agent.stop_signal is not None:  # all is saved: a second one must not disturb the exit
-        signal.signal(agent.stop_signal, signal.SIG_IGN)
-    terminal_is_gone = agent.stop_signal == signal.SIGHUP
-    if not args.quiet and not terminal_is_gone:
-        print(agent.report())
-    if args.json and not terminal_is_gone:
-        print(json.dumps(agent.summary))
+    try:
+        agent.run(None, None, progress_bar=not args.quiet)
+        terminal_is_gone = agent.stop_signal is not None and agent.stop_signal.name == "SIGHUP"
+        if not args.quiet and not terminal_is_gone:
+            print(agent.report())
+        if args.json and not terminal_is_gone:
+            print(json.dumps(agent.summary))
+    finally:
+        with ignoring_signals():
+            agent.close()
     return 128 + agent.stop_signal if agent.stop_signal is not None else int(not agent.is_saved)
 
 

@@ -5,6 +5,7 @@ A second signal does not wait: it raises KeyboardInterrupt. While the run is bei
 
 from __future__ import annotations
 
+import _thread
 import signal
 import threading
 from collections.abc import Iterator
@@ -14,11 +15,26 @@ from types import FrameType
 
 from flatout.collect.ragged import Interrupted
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+HANGUP = getattr(signal, "SIGHUP", None)  # not on Windows
+SIGNALS = [number for number in (signal.SIGINT, signal.SIGTERM, HANGUP) if number is not None]
 GRACE_SECONDS = 3.0
 """How long the current iteration may go on after the first signal."""
 BLOCKED_SECONDS = 5.0
 """After this, an env that blocks in its step is interrupted."""
+
+
+@contextmanager
+def ignoring_signals() -> Iterator[None]:
+    """Ignore the signals meanwhile: everything is saved, and an impatient Ctrl-C must not disturb closing."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {n: signal.signal(n, signal.SIG_IGN) for n in SIGNALS if signal.getsignal(n) is not None}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class StopRequest:
@@ -59,8 +75,8 @@ class StopRequest:
             return
         # A handler of C code (None) could not be restored. SIGHUP stays ignored under nohup.
         before = {n: handler for n in SIGNALS if (handler := signal.getsignal(n)) is not None}
-        if before.get(signal.SIGHUP) == signal.SIG_IGN:
-            del before[signal.SIGHUP]
+        if HANGUP is not None and before.get(HANGUP) == signal.SIG_IGN:
+            del before[HANGUP]
         # A thread and not a timer of the process, which may be in use.
         watch = threading.Thread(
             target=self._watch, args=(threading.get_ident(),), name="flatout stopping", daemon=True
@@ -99,6 +115,9 @@ class StopRequest:
             except Empty:
                 if self.now() and self._interruptible and self.signal is not None:
                     self._is_alarm = True
-                    signal.pthread_kill(thread_id, self.signal)
+                    if hasattr(signal, "pthread_kill"):
+                        signal.pthread_kill(thread_id, self.signal)
+                    else:
+                        _thread.interrupt_main(self.signal)  # Windows
                 self._grace_is_over.set()
                 seconds = BLOCKED_SECONDS - GRACE_SECONDS
