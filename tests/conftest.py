@@ -1,4 +1,4 @@
-"""Tests do not depend on earlier runs, nor on how pytest was started: a cache folder of their own, Ctrl-C not ignored."""
+"""Tests do not depend on earlier runs, nor on how pytest was started: a cache folder of their own, no signal ignored."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import signal
 import tempfile
 
 os.environ["FLATOUT_CACHE"] = tempfile.mkdtemp(prefix="flatout-tests-")
-# A shell's background job has SIGINT ignored, and the children of the tests would inherit that.
+# A shell's background job has SIGINT ignored, one under nohup SIGHUP, and the children of the tests would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)

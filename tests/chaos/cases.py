@@ -144,6 +144,8 @@ class Run:
         except subprocess.TimeoutExpired:
             return None
         self._reader.join(5)
+        assert self.process.stderr is not None
+        self.process.stderr.close()
         return code
 
 
@@ -217,6 +219,7 @@ class Chaos:
                 for process in marked(self._mark):
                     with suppress(psutil.Error):
                         process.kill()
+                run.wait(10)
                 return False
             if learned_at is None and run.has_learned(self._run):
                 learned_at = now
