@@ -348,7 +348,10 @@ def test_observations_are_in_their_space(obs: str, compiled: bool) -> None:
             "snake: starve_after is 'soon'; it must be a whole number from 1 to 1,000,000",
         ),
         ({"wrap": "no"}, "snake: wrap is 'no'; it must be true or false"),
-        ({"death_reward": float("nan")}, "snake: death_reward is nan; it must be a number from"),
+        (
+            {"death_reward": float("nan")},
+            "--env-kwargs is {'death_reward': nan}; it must be a JSON object, with finite numbers",
+        ),
         ({"colour": 1}, "snake takes no 'colour'; it takes height, width"),
     ],
 )
