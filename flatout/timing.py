@@ -179,7 +179,7 @@ class DeviceClock:
     """
 
     def __init__(self, make_event: Callable[[], Any]) -> None:
-        """`make_event` makes a timing event, such as `torch.cuda.Event(enable_timing=True)`."""
+        """`make_event` makes an event of the device that keeps its time."""
         self.lane = "device"
         self.spans: deque[Span] = deque(maxlen=MAX_WAITING)
         self.n_spans = 0

@@ -93,10 +93,11 @@ def test_a_captured_step_learns_like_the_update_and_sees_new_weights() -> None:
     batch = plain.example_batch(32)
     for learner in learners:
         learner.update.begin(1e-3, 0.2)
-    captured.update.use(GraphBackend(captured.update, batch))
+    graph = GraphBackend(captured.update, batch, torch.arange(32, device=device).repeat(5, 1))
+    graph.begin()
     for i in range(5):
-        for learner in learners:
-            learner.update.step(batch)
+        plain.update.step(batch)
+        graph.replay()
         torch.testing.assert_close(captured.params.flat, plain.params.flat)
         if i == 2:  # what others change in place is seen by the next replay
             for learner in learners:

@@ -11,7 +11,7 @@ from typing import Any
 from flatout.advice.short_benchmark import TINY, measure
 from flatout.agent import Agent
 from flatout.config.fields import flag
-from flatout.device.accelerator import card_teraflops
+from flatout.device.cards import card
 from flatout.device.machine import usable_memory
 from flatout.envs.make import EnvSource
 from flatout.errors import FlatoutError, did_you_mean
@@ -173,7 +173,7 @@ def parse_what_if(text: str) -> dict[str, str]:
                 "write it as cores=32,n_envs=256"
             )
         if name == "gpu":
-            card_teraflops(value)
+            card(value)
         elif not _is_positive(value):
             raise FlatoutError(f"--what-if {name}={value}: it must be a number above 0")
         wishes[name] = value
@@ -198,7 +198,7 @@ def answer(case: Case, wishes: dict[str, str]) -> dict[str, Any]:
         wait, compute = (tuple(s * factor for s in times) for times in (costs.wait, costs.compute))
         costs = replace(costs, wait=wait, compute=compute)
     if "gpu" in wishes:
-        costs, settings = on_card(costs, settings, card_teraflops(wishes["gpu"]))
+        costs, settings = on_card(costs, settings, card(wishes["gpu"]).fp32)
     way = replace(case, costs=costs, settings=settings).decision("auto").ways[0]
     forecast = simulate(costs, way)
     scale = case.steps_per_second / case.now.steps_per_second

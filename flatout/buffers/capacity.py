@@ -67,7 +67,7 @@ def fitting_capacity(
     free = free_memory(device) if free_bytes is None else free_bytes
     fits = int(free * (1 - SPARED)) // bytes_each
     if capacity > fits:
-        where = "on the device" if device.type == "cuda" else "in memory"
+        where = "on the device" if device.type != "cpu" else "in memory"
         raise FlatoutError(
             f"buffer size {text!r} is {capacity:,} transitions of {bytes_each:,} bytes, {_amount(capacity * bytes_each)}; "
             f"{_amount(free)} are free {where}: use at most {fits:,} transitions ({_amount(fits * bytes_each)})"

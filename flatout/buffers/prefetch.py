@@ -15,6 +15,7 @@ from torch import Tensor
 
 from flatout.buffers.batch import ReplayBatch
 from flatout.buffers.replay import Sampler
+from flatout.device.accelerator import current_stream, has_streams, new_stream, use_device
 from flatout.device.machine import usable_cores
 
 Result = TypeVar("Result")
@@ -41,7 +42,7 @@ class Prefetch:
         self._buffers = deque((alloc(), alloc()) if alloc is not None else (None, None))
         self._requested: Future[ReplayBatch] | None = None
         self._updates: deque[Future[None]] = deque()
-        self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._copies = new_stream(device) if has_streams(device) else None
         in_thread = usable_cores() > 1 if background is None else background
         self._thread = ThreadPoolExecutor(1, "flatout-prefetch") if in_thread else None
 
@@ -58,7 +59,7 @@ class Prefetch:
         requested, self._requested = self._requested, None
         batch = requested.result()
         if self._copies is not None:
-            now = torch.cuda.current_stream(self._device)
+            now = current_stream(self._device)
             for tensor in batch.tensors():
                 tensor.record_stream(now)
         return batch
@@ -88,7 +89,8 @@ class Prefetch:
         batch = self._sampler.sample(self._size, beta, out)
         if self._copies is None:
             return batch if batch.index.device == self._device else batch.to(self._device)
-        with torch.cuda.stream(self._copies):
+        use_device(self._device)
+        with self._copies:
             sent = batch.to(self._device)
         self._copies.synchronize()  # waits in this thread, not in the learner's
         return sent

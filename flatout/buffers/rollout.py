@@ -5,6 +5,7 @@ In RAM, NumPy arrays and torch tensors share their memory, so neither side copie
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
@@ -14,43 +15,96 @@ import torch
 from torch import Tensor
 
 from flatout.buffers.batch import torch_dtype
+from flatout.device.accelerator import (
+    current_stream,
+    has_streams,
+    new_event,
+    new_stream,
+    pinned_like,
+    use_device,
+)
 from flatout.device.shared import Spec
 from flatout.envs.spaces import ActionLayout, Array, ObsLayout
 
 
 class Staging:
-    """Copies a rollout's arrays to the learner's device; on the CPU the learner reads the rollout's own memory.
+    """Copies rollouts to the learner's device; on the CPU the learner reads the rollout's own memory.
 
-    For CUDA, every array has two pinned copies, used in turn: one may still be in transfer while the other is filled.
+    On an accelerator there is room for one rollout, and the copies have a stream of their own: the thread that collects
+    can `stage` the next rollout while the learner still trains on samples made of the one before.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._pinned: list[dict[int, Tensor]] = [{}, {}]
-        self._sent: list[torch.cuda.Event | None] = [None, None]
-        self._turn = 0
+        self._turn = threading.Condition()
+        self._staged: tuple[Rollout, Transitions] | None = None
+        self._in_use = False
+        """Whether the learner has taken a rollout and not released it."""
+        self._pinned: list[Tensor] = []
+        self._there: list[Tensor] = []
+        self._tail: list[Tensor] = []
+        """Tensors of the staged rollout whose size differs from rollout to rollout."""
+        if has_streams(device):
+            self._copies = new_stream(device)
+            self._sent, self._read = new_event(device), new_event(device)
+            self._was_sent = self._was_read = False
 
-    def to_device(self, arrays: Sequence[Array]) -> list[Tensor]:
-        """The arrays as tensors on the device; on CUDA the copies may still be in transfer, in stream order."""
-        if self.device.type != "cuda":
-            return [torch.from_numpy(array).to(self.device) for array in arrays]
-        self._turn ^= 1
-        sent = self._sent[self._turn]
-        if sent is not None:
-            sent.synchronize()  # two rollouts ago: long done
-        out = [self._send(i, array) for i, array in enumerate(arrays)]
-        event = torch.cuda.Event()
-        event.record()
-        self._sent[self._turn] = event
-        return out
+    def stage(self, rollout: Rollout, stop: Callable[[], bool]) -> None:
+        """Begin to copy a rollout as soon as the learner has released the one before, unless stopped."""
+        if not has_streams(self.device):
+            return
+        use_device(self.device)
+        with self._turn:
+            while self._in_use and not stop():
+                self._turn.wait(0.02)
+            if not self._in_use:
+                self._staged = rollout, self._send(rollout)
 
-    def _send(self, i: int, array: Array) -> Tensor:
-        pinned = self._pinned[self._turn].get(i)
-        if pinned is None or pinned.shape != array.shape:
-            pinned = torch.empty(array.shape, dtype=torch_dtype(array.dtype), pin_memory=True)
-            self._pinned[self._turn][i] = pinned
-        pinned.copy_(torch.from_numpy(array))
-        return pinned.to(self.device, non_blocking=True)
+    def take(self, rollout: Rollout) -> Transitions:
+        """The rollout on the device, for work in the current stream; copied now if it was not staged."""
+        if not has_streams(self.device):
+            arrays = [torch.from_numpy(x).to(self.device) for x in (*rollout.columns, *rollout.obs)]
+            index, final_obs = rollout.final_steps()
+            finals = tuple(torch.from_numpy(x).to(self.device) for x in final_obs)
+            return _transitions(arrays, finals, torch.from_numpy(index).to(self.device))
+        with self._turn:
+            if self._staged is None or self._staged[0] is not rollout:
+                self._staged = rollout, self._send(rollout)
+            data, self._staged, self._in_use = self._staged[1], None, True
+        now = current_stream(self.device)
+        now.wait_event(self._sent)
+        for tensor in self._tail:
+            tensor.record_stream(now)
+        return data
+
+    def release(self) -> None:
+        """Allow the next rollout to be staged once the work launched so far is done."""
+        if has_streams(self.device):
+            with self._turn:
+                self._read.record(current_stream(self.device))
+                self._was_read, self._in_use = True, False
+                self._turn.notify()
+
+    def _send(self, rollout: Rollout) -> Transitions:
+        arrays = (*rollout.columns, *rollout.obs)
+        index, final_obs = rollout.final_steps()
+        if not self._there:
+            self._there = [torch.empty_like(torch.from_numpy(x), device=self.device) for x in arrays]
+            self._pinned = [pinned_like(x) for x in arrays]
+        if self._was_sent and not self._sent.query():
+            self._sent.synchronize()  # the copies of the rollout before still read the pinned memory
+        for pinned, array in zip(self._pinned, arrays, strict=True):
+            np.copyto(pinned.numpy(), array)
+        tail = [torch.from_numpy(x).pin_memory() for x in (index, *final_obs)]
+        with self._copies:
+            if self._was_read:
+                self._copies.wait_event(self._read)
+            for there, pinned in zip(self._there, self._pinned, strict=True):
+                there.copy_(pinned, non_blocking=True)
+            self._tail = [x.to(self.device, non_blocking=True) for x in tail]
+        self._sent.record(self._copies)
+        self._was_sent = True
+        return _transitions(self._there, tuple(self._tail[1:]), self._tail[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +186,7 @@ class _Fields(Generic[Values]):
         return self.n_steps * self.n_envs
 
 
-def _transitions(sent: list[Tensor], final_obs: tuple[Tensor, ...], index: Tensor) -> Transitions:
+def _transitions(sent: Sequence[Tensor], final_obs: tuple[Tensor, ...], index: Tensor) -> Transitions:
     action, log_prob, reward, terminated, truncated, *obs = sent
     obs_tn, last_obs = tuple(x[:-1] for x in obs), tuple(x[-1] for x in obs)
     return Transitions(
@@ -155,11 +209,13 @@ class Rollout(_Fields[Array]):
 
     def tensors(self, staging: Staging) -> Transitions:
         """The rollout as tensors on the staging's device."""
+        return staging.take(self)
+
+    def final_steps(self) -> tuple[Array, list[Array]]:
+        """Where episodes were truncated and not terminated, t · N + n, and their last observations."""
         index = np.flatnonzero(self.truncated & ~self.terminated)
         t, n = np.divmod(index, self.n_envs)
-        sent, device = staging.to_device([*self.columns, *self.obs]), staging.device
-        final_obs = tuple(torch.from_numpy(x[t, n]).to(device) for x in self.final_obs)
-        return _transitions(sent, final_obs, torch.from_numpy(index).to(device))
+        return index, [x[t, n] for x in self.final_obs]
 
 
 class TensorRollout(_Fields[Tensor]):
@@ -183,12 +239,16 @@ class TensorRollout(_Fields[Tensor]):
         ]
         """In RAM: observations, actions and log-probabilities of each time step, as NumPy views."""
         self._host: Rollout | None = None
+        self.n_cut: int | None = None
+        """Number of episodes that were truncated and not terminated, where the collector has read it."""
 
     def tensors(self, staging: Staging) -> Transitions:
         """The rollout as tensors on the staging's device; nothing is copied if it is the same device."""
-        # Only the device knows how many episodes were truncated: one host sync per rollout.
-        device = staging.device
-        index = (self.truncated & ~self.terminated).view(-1).nonzero().squeeze(1)
+        device, cut = staging.device, (self.truncated & ~self.terminated).view(-1)
+        if self.n_cut is None:  # only the device knows: a host sync
+            index = cut.nonzero().squeeze(1)
+        else:
+            index = cut.nonzero_static(size=self.n_cut).squeeze(1)
         sent = [x.to(device) for x in (*self.columns, *self.obs)]
         final_obs = tuple(x.flatten(0, 1)[index].to(device) for x in self.final_obs)
         return _transitions(sent, final_obs, index.to(device))

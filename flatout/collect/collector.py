@@ -7,7 +7,8 @@ env at its own pace. T: time steps, N: envs.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -17,10 +18,12 @@ import torch
 from flatout.buffers.rollout import Rollout
 from flatout.collect.noise import NO_EXPLORATION, ActionNoise, Exploration
 from flatout.collect.ragged import Interrupted, RaggedCollection
+from flatout.device.accelerator import has_streams, new_stream, use_device
 from flatout.envs.spaces import Array, ObsArrays
 from flatout.executors.base import Episode, Executor, Step
 from flatout.models.actor import Actor, make_actor
-from flatout.models.policy import PolicyNet, copy_parameters
+from flatout.models.params import ParamCopy, floats
+from flatout.models.policy import PolicyNet
 from flatout.timing import ACT, ENV, STORE, Lane, Phase, PhaseClock
 
 R_contra = TypeVar("R_contra", contravariant=True)
@@ -64,10 +67,19 @@ class Collects(Protocol[R_contra]):
 class LocalCollector:
     """What collectors in this process do alike."""
 
-    def __init__(self, executor: Any, clock: PhaseClock) -> None:
-        self.executor, self._clock = executor, clock
+    def __init__(self, executor: Any, clock: PhaseClock, device: torch.device) -> None:
+        self.executor, self._clock, self._device = executor, clock, device
+        self._stream = new_stream(device, urgent=True) if has_streams(device) else None
+        """The stream for acting, so that it never waits for updates that are queued."""
         self.n_steps = 0
         """Steps each env has taken for finished rollouts: the position in its noise stream."""
+
+    def on_stream(self) -> AbstractContextManager[Any]:
+        """Inside it, this thread launches into the collector's stream."""
+        if self._stream is None:
+            return nullcontext()
+        use_device(self._device)
+        return self._stream
 
     @property
     def lanes(self) -> list[Lane]:
@@ -89,6 +101,14 @@ class LocalCollector:
 class _Policy:
     model: PolicyNet
     actor: Actor
+    copy: ParamCopy | None
+    """Brings the learner's parameters; None: the model is the learner's own."""
+
+    def bind(self) -> None:
+        """Act with the parameters that were published, in the current stream."""
+        if self.copy is not None:
+            self.copy.finish()
+        self.actor.bind()
 
 
 class Collector(LocalCollector):
@@ -108,9 +128,9 @@ class Collector(LocalCollector):
         exploration: Exploration = NO_EXPLORATION,
     ) -> None:
         """`model` acts; if there is a `source`, `publish` copies its parameters to `model`."""
-        super().__init__(executor, clock)
-        self.model, self._head, self._source, self._device = model, model.head, source, device
-        self._policy = _Policy(model, make_actor(model, executor.n_envs, device))
+        super().__init__(executor, clock, device)
+        self.model, self._head, self._source = model, model.head, source
+        self._policy = self._acting(model)
         self._spare: _Policy | None = None
         """The policy of the next rollout, where envs may start it ahead."""
         self._to_env, self._all = model.action.to_env, np.arange(executor.n_envs)
@@ -121,49 +141,70 @@ class Collector(LocalCollector):
     def collect(self, rollout: Rollout, stop: Callable[[], bool] = lambda: False) -> list[Episode]:
         clock, executor = self._clock, self.executor
         clock.enter(ACT)
-        if self._ragged is not None and self._ragged.next is not None:
-            episodes = self._ragged.finish_next(rollout, stop)
-        else:
-            episodes = self._collect_together(rollout, stop)
-        self.n_steps += rollout.n_steps
-        executor.mark()
+        with self.on_stream():
+            if self._ragged is not None and self._ragged.next is not None:
+                episodes = self._ragged.finish_next(rollout, stop)
+                self.n_steps += rollout.n_steps
+                executor.mark()
+            else:
+                (episodes,) = take_turns(self.steps(rollout, stop))
         clock.enter(Phase.SLOT)
         clock.cut()
         return episodes
 
-    def _collect_together(self, rollout: Rollout, stop: Callable[[], bool]) -> list[Episode]:
-        """Step all envs together, for as long as they come back together."""
+    def steps(self, rollout: Rollout, stop: Callable[[], bool]) -> Steps:
+        """Fill the rollout, and pause each time that the policy begins to act: others may use the time that it takes.
+
+        Envs step together, for as long as they come back together.
+        """
         clock, executor, actor = self._clock, self.executor, self._policy.actor
         noise = self._noise.draw(self.n_steps, rollout.n_steps).numpy()
-        actor.bind()
+        self._policy.bind()
         for out, obs in zip(rollout.obs, executor.current.obs, strict=True):
             out[0] = obs
         episodes: list[Episode] = []
         for t in range(rollout.n_steps):
-            obs_t = tuple([obs[t] for obs in rollout.obs])
-            actions = self._act(actor, obs_t, noise[t], rollout.action[t], rollout.log_prob[t])
+            action, log_prob = rollout.action[t], rollout.log_prob[t]
+            actor.begin(tuple([obs[t] for obs in rollout.obs]), noise[t], action, log_prob)
+            yield
+            actor.finish()
+            actions = self._for_envs(action)
             clock.enter(ENV)
             executor.send(actions, self._all)
             now = executor.recv()
             clock.enter(STORE)
             if len(now.env_indices) < executor.n_envs or now.restarted:
                 ragged = self._own_pace()
-                return episodes + ragged.take_over(rollout, actor, noise, self.n_steps, t, now, stop)
+                episodes += ragged.take_over(rollout, actor, noise, self.n_steps, t, now, stop)
+                break
             _store(rollout, t, now)
             episodes += now.ended
             if stop():
                 raise Interrupted
             clock.enter(ACT)
+        self.n_steps += rollout.n_steps
+        executor.mark()
         return episodes
 
     def _act(
         self, actor: Actor, obs: ObsArrays, noise: Array, action_out: Array, log_prob_out: Array
     ) -> Array:
         """Sample actions, keep them with their log-probabilities, and return them in the env's own units."""
-        actor.act(obs, noise, action_out, log_prob_out)
+        actor.begin(obs, noise, action_out, log_prob_out)
+        actor.finish()
+        return self._for_envs(action_out)
+
+    def _for_envs(self, actions: Array) -> Array:
         if self._head.squashes:
-            action_out = self._head.squash(torch.from_numpy(action_out)).numpy()
-        return self._to_env(action_out)
+            actions = self._head.squash(torch.from_numpy(actions)).numpy()
+        return self._to_env(actions)
+
+    def _acting(self, model: PolicyNet) -> _Policy:
+        """A policy that acts with this model."""
+        with self.on_stream():
+            actor = make_actor(model, self.executor.n_envs, self._device)
+        source = self._source
+        return _Policy(model, actor, None if source is None else ParamCopy(source, floats(model)))
 
     def publish(self) -> None:
         """Act with the learner's current parameters."""
@@ -171,18 +212,19 @@ class Collector(LocalCollector):
         if ragged is not None and (ragged.next or ragged.offered):  # its policy was published by offer_next
             assert self._spare is not None, "offer_next has made it"
             self._policy, self._spare, ragged.offered = self._spare, self._policy, None
-        elif self._source is not None:
-            copy_parameters(self._source, self._policy.model)
+        elif self._policy.copy is not None:
+            self._policy.copy.begin()
 
     def offer_next(self, rollout: Rollout) -> None:
         """Let envs that wait start this rollout, if the acting policy has its own copy of the parameters."""
         if self._source is None or not self.executor.waits:
             return
         if self._spare is None:
-            model = copy.deepcopy(self._policy.model)
-            self._spare = _Policy(model, make_actor(model, self.executor.n_envs, self._device))
-        copy_parameters(self._source, self._spare.model)
-        self._spare.actor.bind()
+            self._spare = self._acting(copy.deepcopy(self._policy.model))
+        assert self._spare.copy is not None, "it has a source"
+        self._spare.copy.begin()
+        with self.on_stream():
+            self._spare.bind()
         self._own_pace().offered = rollout, self._spare.actor
 
     def _own_pace(self) -> RaggedCollection:
@@ -203,6 +245,23 @@ class Collector(LocalCollector):
     def restore(self, snapshot: Mapping[str, Array]) -> list[int]:
         self._discard_next()
         return self.executor.restore(snapshot)
+
+
+Steps = Generator[None, None, list[Episode]]
+"""Collects a rollout, pausing while the policy acts; returns the episodes that ended."""
+
+
+def take_turns(*groups: Steps) -> list[list[Episode]]:
+    """Run them in turn to their ends; what each returns."""
+    results: dict[int, list[Episode]] = {}
+    while len(results) < len(groups):
+        for i, group in enumerate(groups):
+            if i not in results:
+                try:
+                    next(group)
+                except StopIteration as end:
+                    results[i] = end.value
+    return [results[i] for i in range(len(groups))]
 
 
 def _store(rollout: Rollout, t: int, now: Step) -> None:

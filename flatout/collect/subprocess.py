@@ -100,7 +100,8 @@ class SubprocessCollectors:
         self.rollouts = shared_rollouts(self._shared)
         """One that is filled and, if there are two, one that the learner trains on meanwhile."""
         self._block = ParamBlock(model, self._shared["params"], self._shared["version"])
-        self._block.publish(0)
+        self._block.begin()
+        self._block.finish(0)
         self.version = 0
         self.n_steps = 0
         self._given_up = False
@@ -131,7 +132,7 @@ class SubprocessCollectors:
     def publish(self) -> None:
         """Collect the next rollout with the model's current parameters; no collector may be collecting."""
         self.version += 1
-        self._block.publish(self.version)
+        self._block.begin()
 
     def offer_next(self, rollout: Rollout) -> None:
         """Nothing: all envs are done at the same time."""
@@ -141,6 +142,7 @@ class SubprocessCollectors:
 
     def collect(self, rollout: Rollout, stop: Callable[[], bool] = lambda: False) -> list[Episode]:
         """Have every collector fill its columns with the model last published; returns the episodes that ended."""
+        self._block.finish(self.version)
         slot = next(k for k, shared in enumerate(self.rollouts) if shared is rollout)
         message = Command.COLLECT + struct.pack("<qq?", self.n_steps, slot, self._traced)
         try:

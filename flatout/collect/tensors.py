@@ -24,7 +24,8 @@ from flatout.executors.base import EnvSet, Episode
 from flatout.executors.batched import BatchedExecutor
 from flatout.executors.tensors import TensorExecutor, open_batched
 from flatout.models.actor import KernelActor, is_small
-from flatout.models.policy import PolicyNet, copy_parameters
+from flatout.models.params import ParamCopy, floats
+from flatout.models.policy import PolicyNet
 from flatout.timing import ACT, ENV, STORE, Phase, PhaseClock
 
 KERNEL_ROWS = 512
@@ -107,8 +108,8 @@ class TensorCollector(LocalCollector):
         source: PolicyNet | None = None,
         exploration: Exploration = NO_EXPLORATION,
     ) -> None:
-        super().__init__(executor, clock)
-        self._model, self._source = model, source
+        super().__init__(executor, clock, executor.device)
+        self._model, self._copy = model, None if source is None else ParamCopy(source, floats(model))
         self._actions = TensorActions(model.action, executor.device)
         self._noise = DeviceNoise(model.action, executor.n_envs, seed, executor.device, exploration)
         small = executor.n_envs <= KERNEL_ROWS and is_small(model, executor.device)
@@ -117,8 +118,8 @@ class TensorCollector(LocalCollector):
         self._lengths = torch.zeros(executor.n_envs, dtype=torch.int64, device=executor.device)
 
     def publish(self) -> None:
-        if self._source is not None:
-            copy_parameters(self._source, self._model)
+        if self._copy is not None:
+            self._copy.begin()
 
     def offer_next(self, rollout: TensorRollout) -> None:
         """Nothing: all envs are done at the same time."""
@@ -181,7 +182,7 @@ class TensorCollector(LocalCollector):
 
         def act_compiled(t: int) -> None:
             obs, action, log_prob = places[t]
-            actor.act(obs, given[t], action, log_prob)
+            actor.begin(obs, given[t], action, log_prob)
 
         return act_compiled
 

@@ -1,78 +1,233 @@
-"""CUDA devices: which are there, which one a name means, their free memory and number formats; data sheets of common cards.
+"""Accelerators: the only file that knows what kinds of them there are.
 
+Everything here is written for `torch.accelerator`, so CUDA, ROCm (`cuda` in torch), XPU and MPS are devices alike, and so
+is any other backend that torch knows. What a kind cannot do is asked here: `has_streams`, `can_capture`, `choose_precision`.
 Torch is imported inside functions, so that a command line parses without it.
 """
 
 from __future__ import annotations
 
+import gc
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from flatout.errors import FlatoutError, did_you_mean
 
 if TYPE_CHECKING:
     import torch
 
-_MEANT = {"gpu": "cuda", "nvidia": "cuda", "cuda0": "cuda:0", "cuda1": "cuda:1"}
+KINDS = ("cuda", "xpu", "mps")
+"""The kinds of accelerators that users name."""
+_MEANT = {"gpu": "cuda", "nvidia": "cuda", "rocm": "cuda", "hip": "cuda", "intel": "xpu", "metal": "mps"}
 LARGE_NETWORK = 1_000_000
 """Parameters from which 16-bit forward passes are worth the conversions."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gpu:
-    """One CUDA device."""
+    """One accelerator."""
 
     name: str
     """The driver's name, such as `NVIDIA GeForce RTX 4070`."""
     memory_bytes: int
+    """0: not known."""
     compute_capability: str
-    """Such as `8.9`; decides which number formats the device supports."""
+    """For CUDA, such as `8.9`; decides which number formats the device supports. Else empty."""
+    kind: str = "cuda"
+    """Torch's name of its kind."""
 
 
-def cuda_devices() -> list[Gpu]:
-    """The CUDA devices torch can use; empty without a CUDA build or a driver."""
+def is_accelerator(device: torch.device) -> bool:
+    """Whether a device is anything but the host's processor."""
+    return device.type not in ("cpu", "meta")
+
+
+def accelerators() -> list[Gpu]:
+    """The accelerators that torch can use, in its order; empty without a build or a driver for them."""
     import torch
 
-    if not torch.cuda.is_available():
+    current = torch.accelerator.current_accelerator(check_available=True)
+    if current is None:
         return []
-    found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    return [
-        Gpu(name=it.name, memory_bytes=it.total_memory, compute_capability=f"{it.major}.{it.minor}")
-        for it in found
-    ]
+    return [_describe(torch.device(current.type, i)) for i in range(torch.accelerator.device_count())]
+
+
+def _describe(device: torch.device) -> Gpu:
+    import torch
+
+    module: Any = getattr(torch, device.type, None)
+    properties: Any = None
+    if hasattr(module, "get_device_properties"):
+        properties = module.get_device_properties(device)
+    capability = f"{properties.major}.{properties.minor}" if device.type == "cuda" else ""
+    return Gpu(
+        name=getattr(properties, "name", device.type),
+        memory_bytes=getattr(properties, "total_memory", 0) or _total_memory(device),
+        compute_capability=capability,
+        kind=device.type,
+    )
+
+
+def _total_memory(device: torch.device) -> int:
+    import torch
+
+    try:
+        return int(torch.accelerator.get_memory_info(device)[1])
+    except (RuntimeError, NotImplementedError):
+        return 0
 
 
 def resolve_device(text: str, gpus: Sequence[Gpu] | None = None) -> str:
-    """Turn `auto`, `cpu`, `cuda` or `cuda:N` into a device that exists; `gpus` defaults to torch's devices."""
+    """Turn `auto`, `cpu`, `cuda`, `cuda:N`, `xpu:N`, `mps` into a device that exists; `gpus` defaults to torch's."""
     name = text.strip().lower()
     if name == "cpu":
         return name
-    index = re.fullmatch(r"cuda(?::(\d+))?", name)
-    if name != "auto" and index is None:
-        hint = did_you_mean(name, ("auto", "cpu", "cuda"))
-        if name in _MEANT:
-            hint = f"; did you mean {_MEANT[name]!r}?"
-        raise FlatoutError(f"--device {text!r}: no such device{hint} (auto, cpu, cuda or cuda:N)")
     if gpus is None:
-        gpus = cuda_devices()
-    if index is None:
-        return "cuda" if gpus else "cpu"
-    if not gpus:
-        raise FlatoutError(f"--device {name}: no CUDA device found; {_torch_build()}; use --device cpu")
-    if index[1] is not None and int(index[1]) >= len(gpus):
-        there = ", ".join(f"cuda:{nth} ({gpu.name})" for nth, gpu in enumerate(gpus))
-        raise FlatoutError(f"--device {name}: this machine has {there}")
+        gpus = accelerators()
+    there = gpus[0].kind if gpus else ""
+    named = re.fullmatch(r"([a-z]+)(?::(\d+))?", name)
+    if name == "auto":
+        return there or "cpu"
+    if named is None or named[1] not in (*KINDS, there):
+        raise FlatoutError(
+            f"--device {text!r}: no such device{_hint(name)} (auto, cpu, cuda or cuda:N, xpu, mps)"
+        )
+    kind, index = named[1], named[2]
+    if kind != there:
+        raise FlatoutError(f"--device {name}: no {kind.upper()} device found; {_torch_build(there)}")
+    if index is not None and int(index) >= len(gpus):
+        found = ", ".join(f"{kind}:{nth} ({gpu.name})" for nth, gpu in enumerate(gpus))
+        raise FlatoutError(f"--device {name}: this machine has {found}")
     return name
 
 
-def _torch_build() -> str:
+def _hint(name: str) -> str:
+    kind = name.rstrip("0123456789")
+    if kind in (*_MEANT, *KINDS):
+        meant, index = _MEANT.get(kind, kind), name[len(kind) :]
+        return f"; did you mean {meant + (':' + index if index else '')!r}?"
+    return did_you_mean(name, ("auto", "cpu", *KINDS))
+
+
+def _torch_build(there: str) -> str:
     import torch
 
+    if there:
+        return f"this machine has {there}; use --device {there}"
     if torch.version.cuda is None:
-        return f"this torch build ({torch.__version__}) has no CUDA"
-    return f"this torch build ({torch.__version__}, CUDA {torch.version.cuda}) sees no usable driver"
+        return f"this torch build ({torch.__version__}) has no CUDA; use --device cpu"
+    return f"this torch build ({torch.__version__}, CUDA {torch.version.cuda}) sees no usable driver; use --device cpu"
+
+
+def use_device(device: torch.device) -> None:
+    """Make `device` the current one of this thread; every thread that launches work begins with this."""
+    import torch
+
+    if has_streams(device):
+        torch.accelerator.set_device_index(device.index or 0)
+
+
+def has_streams(device: torch.device) -> bool:
+    """Whether work and copies can be put into several streams, with copies from and to pinned memory."""
+    return is_accelerator(device) and device.type != "mps"
+
+
+def can_capture(device: torch.device) -> bool:
+    """Whether launches can be captured as a graph."""
+    return has_streams(device)
+
+
+def new_stream(device: torch.device, *, urgent: bool = False) -> torch.Stream:
+    """A stream; the device runs the kernels of an urgent one before those that wait in others."""
+    import torch
+
+    return torch.Stream(device, priority=-1 if urgent else 0)
+
+
+def current_stream(device: torch.device) -> torch.Stream:
+    """The stream that this thread launches into."""
+    import torch
+
+    return torch.accelerator.current_stream(device)
+
+
+def new_event(device: torch.device, *, timed: bool = False) -> torch.Event:
+    """An event to be recorded in a stream."""
+    import torch
+
+    return torch.Event(device, enable_timing=timed)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done all its work; nothing on the CPU. For timing."""
+    import torch
+
+    if is_accelerator(device):
+        torch.accelerator.synchronize(device)
+
+
+def pinned_like(array: Any) -> torch.Tensor:
+    """A tensor in pinned memory of the shape and type of a NumPy array."""
+    import torch
+
+    like = torch.from_numpy(array)
+    return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
+
+
+class Graph:
+    """Launches that were captured once; `replay` launches all of them at once, on the same memory.
+
+    `work` runs `n_warm_ups` times before it is captured, on the stream of the capture. Other threads may use the device
+    meanwhile. What `work` reads must stay where it is; what it returns is filled by every replay.
+    """
+
+    def __init__(self, work: Callable[[], Any], device: torch.device, n_warm_ups: int = 1) -> None:
+        import torch
+
+        stream, now = new_stream(device), current_stream(device)
+        stream.wait_stream(now)
+        self._graph = torch.accelerator.Graph(capture_error_mode="thread_local")
+        with stream:
+            for _ in range(n_warm_ups):
+                work()
+            # Not `with graph`: that would empty the caches of other threads too.
+            self._graph.capture_begin()
+            try:
+                self.result = work()
+            finally:
+                self._graph.capture_end()
+        now.wait_stream(stream)
+
+    def replay(self) -> None:
+        """Launch everything, in the current stream."""
+        self._graph.replay()
+
+
+def free_device_memory(device: torch.device) -> int:
+    """Free bytes on an accelerator."""
+    import torch
+
+    return int(torch.accelerator.get_memory_info(device)[0])
+
+
+def release_memory(device: torch.device) -> None:
+    """Give back memory that is cached but not used."""
+    import torch
+
+    gc.collect()
+    if has_streams(device):
+        torch.accelerator.empty_cache()
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error means that the memory of the device or the host is exhausted."""
+    import torch
+
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "not enough memory" in str(error)
 
 
 def choose_precision(wanted: str, device: torch.device, n_params: int) -> str:
@@ -83,7 +238,7 @@ def choose_precision(wanted: str, device: torch.device, n_params: int) -> str:
     """
     import torch
 
-    if device.type == "cuda":
+    if device.type == "cuda" and torch.version.hip is None:
         return precision_for_capability(wanted, torch.cuda.get_device_capability(device), n_params)
     if wanted in ("tf32", "fp16"):
         raise FlatoutError(
@@ -107,31 +262,9 @@ def precision_for_capability(wanted: str, capability: tuple[int, int], n_params:
 
 
 def use_matmul_precision(precision: str) -> None:
-    """Allow TF32 in float32 matrix products for tf32 and bf16, forbid it otherwise."""
+    """Allow TF32 in float32 matrix products and convolutions for tf32 and bf16, forbid it otherwise."""
     import torch
 
-    torch.set_float32_matmul_precision("high" if precision in ("tf32", "bf16") else "highest")
-
-
-TERAFLOPS = {
-    "t4": 8.1,
-    "rtx3060": 12.7,
-    "rtx3070": 20.3,
-    "rtx3080": 29.8,
-    "rtx3090": 35.6,
-    "rtx4070": 29.1,
-    "rtx4090": 82.6,
-    "rtx5080": 56.3,
-    "a100": 19.5,
-    "h100": 66.9,
-}
-"""Peak single precision by data sheet, for `--what-if gpu=NAME`: cards that this machine does not have."""
-
-
-def card_teraflops(name: str) -> float:
-    """A card's peak; case, spaces, hyphens and a leading `nvidia` do not matter."""
-    key = name.lower().replace(" ", "").replace("-", "").replace("_", "").removeprefix("nvidia")
-    if key not in TERAFLOPS:
-        known = ", ".join(TERAFLOPS)
-        raise FlatoutError(f"--what-if gpu={name}: unknown card{did_you_mean(key, TERAFLOPS)} ({known})")
-    return TERAFLOPS[key]
+    allowed = precision in ("tf32", "bf16")
+    torch.set_float32_matmul_precision("high" if allowed else "highest")
+    torch.backends.cudnn.allow_tf32 = allowed

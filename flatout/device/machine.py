@@ -18,7 +18,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from flatout.device.accelerator import Gpu, cuda_devices
+from flatout.device.accelerator import Gpu, accelerators, free_device_memory, is_accelerator
 
 _CGROUPS = Path("/sys/fs/cgroup")
 SMALL_WORK = 100_000_000
@@ -43,7 +43,7 @@ class Machine:
     versions: dict[str, str | None]
     """Python and the packages that influence results; None if not installed."""
     gpus: tuple[Gpu, ...]
-    """CUDA devices in torch's order."""
+    """Accelerators in torch's order."""
 
     def to_json(self) -> dict[str, Any]:
         """The fields as plain values for system.json."""
@@ -63,7 +63,7 @@ def machine() -> Machine:
             "python": platform.python_version(),
             **{name: _version(name) for name in ("flatout", "torch", "gymnasium", "numpy")},
         },
-        gpus=tuple(cuda_devices()),
+        gpus=tuple(accelerators()),
     )
 
 
@@ -100,11 +100,7 @@ def usable_memory(cgroups: Path = _CGROUPS, membership: Path = Path("/proc/self/
 
 def free_memory(device: Any) -> int:
     """Free bytes on a torch device; on the host, what this process may still use."""
-    if device.type != "cuda":
-        return usable_memory()[1]
-    import torch
-
-    return int(torch.cuda.mem_get_info(device)[0])
+    return free_device_memory(device) if is_accelerator(device) else usable_memory()[1]
 
 
 def wait_without_spinning() -> None:

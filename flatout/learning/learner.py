@@ -15,13 +15,14 @@ from typing import Any, ClassVar, Generic, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from flatout.buffers.rollout import Learnable, Staging
+from flatout.buffers.rollout import Learnable, Rollout, Staging
+from flatout.device.accelerator import is_accelerator, is_out_of_memory
 from flatout.device.machine import torch_threads
 from flatout.envs.spaces import Array
 from flatout.learning.normalize import RewardScaler, RunningMoments
 from flatout.learning.rollouts import Transitions
 from flatout.learning.update import Backend, Batch, GraphBackend, PartSize, Update, in_parts
-from flatout.models.params import FlatParams
+from flatout.models.params import FlatParams, copy_all
 from flatout.models.policy import PolicyNet
 from flatout.timing import DeviceClock, Phase, PhaseClock
 
@@ -33,6 +34,10 @@ SHARE_OF_FREE = 0.5
 """Fraction of the free memory that one part's activations may take; the rest is for gradients and copies."""
 VISIT_SECONDS = 0.2
 """How often to ask for a compiled update; an iteration of few steps is far shorter."""
+
+
+PassOver = Callable[[Any, torch.Generator, Callable[[], bool]], bool]
+"""(samples, generator that shuffles, stop) → whether it was stopped: one pass over all minibatches."""
 
 
 class Compiles(Protocol):
@@ -81,8 +86,13 @@ class Learner(ABC, Generic[Batch]):
         self.notes: list[str] = []
         self._clock = clock
         self._staging = Staging(self.device)
-        self._value_parts = PartSize(n_envs * config.n_steps)
+        self._value_parts = PartSize(n_envs * config.n_steps, self.device)
         self._n_epochs = config.epochs
+        self._samples: Batch | None = None
+        """On an accelerator: memory for a rollout's samples, allocated once …"""
+        self._order: Tensor | None = None
+        """… and for the order of all its epochs."""
+        self._graph: GraphBackend[Batch] | None = None
         self.compilation: Compiles | None = None
         """Brings a compiled update in; None: no compilation."""
         self._visit_at = 0.0
@@ -90,7 +100,7 @@ class Learner(ABC, Generic[Batch]):
         self.device_clock: DeviceClock | None = None
         """Times phases on the device; None on the CPU, where the host's clock does."""
         self.capture = False
-        """Whether to capture the step as a CUDA graph."""
+        """Whether to capture the step as a graph."""
         self._obs_moments = {
             i: RunningMoments(tuple(model.get_buffer(f"obs_mean_{i}").shape), self.device)
             for i in model.vector_indices
@@ -129,6 +139,15 @@ class Learner(ABC, Generic[Batch]):
         """Called after a rollout's updates; returns metrics besides the loss's."""
         return {}
 
+    def stage(self, rollout: Learnable, stop: Callable[[], bool]) -> None:
+        """Begin to copy a rollout to the device, while the one before is learned from; called by another thread."""
+        if isinstance(rollout, Rollout):
+            try:
+                self._staging.stage(rollout, stop)
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise  # out of memory: `learn` copies it
+
     def learn(
         self,
         rollout: Learnable,
@@ -140,24 +159,42 @@ class Learner(ABC, Generic[Batch]):
     ) -> dict[str, float]:
         """Learn from one rollout; `progress` in [0, 1] drives the schedules. Returns the metrics."""
         self._enter(Phase.STAGE)
-        data = rollout.tensors(self._staging)
-        if self._reward_scaler is not None:
-            ended = data.terminated_tn | data.truncated_tn
-            data = replace(data, reward_tn=self._reward_scaler.scale(data.reward_tn, ended))
-        self._enter(Phase.ADVANTAGE)
-        with torch.no_grad():
-            batch = self._value_parts.attempt(lambda: self.samples(data, lag))
+        shuffle = torch.Generator().manual_seed(self.seed * 1_000_003 + iteration)
+        try:
+            batch = self._batch_of(self._value_parts.attempt(lambda: rollout.tensors(self._staging)), lag)
+        finally:
+            self._staging.release()
         # Before a compiled step is compared: at a clip range of 0 rounding alone would decide about gradients.
         self._begin(progress)
         self._prepare_backend(lambda: batch.take(slice(0, self.config.batch_size)), progress)
         self._enter(Phase.UPDATE)
-        shuffle = torch.Generator(self.device).manual_seed(self.seed * 1_000_003 + iteration)
+        pass_over = self._pass_over if self._graph is None else self._replayed(self._graph, shuffle)
         for _ in range(self._n_epochs):
-            if stop() or self._pass_over(batch, shuffle, stop) or self.update.has_stopped():
+            if stop() or pass_over(batch, shuffle, stop) or self.update.has_stopped():
                 break
             self.epoch_ended()
-        self._update_obs_statistics(data.flat_obs())
+        self._set_obs_statistics()
         return self._end(self.after_updates(batch, progress))
+
+    @torch.no_grad()
+    def _batch_of(self, data: Transitions, lag: int) -> Batch:
+        """The samples of a rollout; on an accelerator in memory of their own, so that the rollout's is free again."""
+        if self._reward_scaler is not None:
+            ended = data.terminated_tn | data.truncated_tn
+            data = replace(data, reward_tn=self._reward_scaler.scale(data.reward_tn, ended))
+        self._enter(Phase.ADVANTAGE)
+        batch = self._value_parts.attempt(lambda: self._kept(self.samples(data, lag)))
+        self._merge_obs_statistics(data.flat_obs())
+        return batch
+
+    def _kept(self, batch: Batch) -> Batch:
+        if not is_accelerator(self.device):
+            return batch
+        if self._samples is None:
+            self._samples = batch.like([tensor.clone() for tensor in batch.tensors()])
+        else:
+            copy_all(self._samples.tensors(), batch.tensors())
+        return self._samples
 
     def _begin(self, progress: float) -> None:
         """Before a rollout's updates."""
@@ -168,13 +205,37 @@ class Learner(ABC, Generic[Batch]):
     def _pass_over(self, batch: Batch, shuffle: torch.Generator, stop: Callable[[], bool]) -> bool:
         """One pass over shuffled minibatches; true when `stop` ended it early."""
         n, size = len(batch), self.update.batch_size
+        order = torch.randperm(n, generator=shuffle)
         # Shuffled once, then sliced: one gather per epoch instead of one per minibatch.
-        shuffled = batch.take(torch.randperm(n, generator=shuffle, device=self.device))
+        shuffled = self._value_parts.attempt(lambda: batch.take(order.to(self.device)))
         for start in range(0, n, size):
             self.update.step(shuffled.take(slice(start, start + size)))
             if stop():
                 return True
         return False
+
+    def _replayed(self, graph: GraphBackend[Batch], shuffle: torch.Generator) -> PassOver:
+        """`_pass_over` by replays of a graph, with the order of all epochs sent to the device at once."""
+        assert self._order is not None, "the graph reads it"
+        n_minibatches = len(self._order) // self._n_epochs
+        self._draw_order(shuffle)
+        graph.begin()
+
+        def pass_over(_batch: Batch, _shuffle: torch.Generator, stop: Callable[[], bool]) -> bool:
+            for _ in range(n_minibatches):
+                graph.replay()
+                if stop():
+                    return True
+            return False
+
+        return pass_over
+
+    def _draw_order(self, shuffle: torch.Generator) -> None:
+        """Shuffle the samples for every epoch, and send the order to the device."""
+        assert self._order is not None, "it is allocated before"
+        n = self._order.numel() // self._n_epochs
+        drawn = torch.cat([torch.randperm(n, generator=shuffle) for _ in range(self._n_epochs)])
+        self._order.copy_(drawn.view(self._order.shape).pin_memory(), non_blocking=True)
 
     def values(self, obs: tuple[Tensor, ...]) -> Tensor:
         """Values of many observations, in parts that fit into memory."""
@@ -247,7 +308,7 @@ class Learner(ABC, Generic[Batch]):
             self.device_clock.enter(phase)
 
     def _prepare_backend(self, example: Callable[[], Batch], progress: float) -> None:
-        """Bring in the compiled update or the CUDA graph, if it is time; called between rollouts."""
+        """Bring in the compiled update or the graph, if it is time; called between rollouts."""
         if self.update.backend != "eager":
             return
         if self.compilation is not None and perf_counter() >= self._visit_at:
@@ -258,10 +319,22 @@ class Learner(ABC, Generic[Batch]):
             self._visit_at = perf_counter() + VISIT_SECONDS
         if self.capture:
             try:
-                self.update.use(GraphBackend(self.update, example()))
+                self.update.parts.attempt(self._capture)
             except RuntimeError as error:
                 self.capture = False
-                self.notes.append(f"learning without a CUDA graph: {str(error).splitlines()[0]}")
+                self.notes.append(f"learning without a graph: {str(error).splitlines()[0]}")
+
+    def _capture(self) -> None:
+        """Capture the step, for whole minibatches of a rollout's samples."""
+        samples, size = self._samples, self.update.batch_size
+        assert samples is not None, "there is a rollout to learn from"
+        if len(samples) % size:
+            raise RuntimeError(f"a rollout is no multiple of the batch size {size}")
+        self._order = torch.zeros(
+            (len(samples) // size * self._n_epochs, size), dtype=torch.int64, device=self.device
+        )
+        self._graph = GraphBackend(self.update, samples, self._order)
+        self.update.backend = self._graph.name
 
     def fit_into(self, free_bytes: int) -> None:
         """Split minibatches into parts from the start where a whole one would not fit into this much memory."""
@@ -289,23 +362,28 @@ class Learner(ABC, Generic[Batch]):
             source.clear()
         return notes
 
-    def _update_obs_statistics(self, obs: Sequence[Tensor]) -> None:
-        """Merge these observations into the statistics that normalize them, after the updates."""
+    @torch.no_grad()
+    def _merge_obs_statistics(self, obs: Sequence[Tensor]) -> None:
+        """Merge these observations into the statistics."""
+        for i, moments in self._obs_moments.items():
+            moments.merge(obs[i])
+
+    def _set_obs_statistics(self) -> None:
+        """Normalize with the current statistics from now on; called after the updates."""
         # A rollout is learned from with the statistics it was collected with.
         with torch.no_grad():
             for i, moments in self._obs_moments.items():
-                moments.merge(obs[i])
                 self.model.get_buffer(f"obs_mean_{i}").copy_(moments.mean)
                 self.model.get_buffer(f"obs_scale_{i}").copy_((moments.var + 1e-8).rsqrt())
 
     def _end(self, more: Mapping[str, Tensor | float]) -> dict[str, float]:
-        """Means of the update's metrics, and `more`: the only read from the device in an iteration."""
+        """Means of the update's metrics, and `more` unless it is NaN: the only read from the device in an iteration."""
         update, on_device = self.update, {k: v for k, v in more.items() if isinstance(v, Tensor)}
         tail = torch.stack([*on_device.values(), update.n_taken, update.n_bad])
         values = torch.cat([update.metrics / update.n_taken.clamp(min=1), tail]).tolist()
         names = (*self.METRICS, "train/grad_norm", *on_device, "train/n_taken", "train/nan_skips")
         metrics = {k: v for k, v in more.items() if not isinstance(v, Tensor)}
-        metrics |= dict(zip(names, values, strict=True))
+        metrics |= {k: v for k, v in zip(names, values, strict=True) if v == v or k not in on_device}
         self.n_updates += int(metrics["train/n_taken"])
         if self.device_clock is not None:
             self.device_clock.enter(Phase.IDLE)

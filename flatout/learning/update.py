@@ -1,15 +1,14 @@
 """One optimizer step on a minibatch: gradient of a loss, clipping to a norm, Adam; and the backends that compute it.
 
 `Update.step` has one meaning. The eager backend here defines it: autograd, operation by operation. The others compute
-the same faster, for minibatches of `batch_size`, and tests hold them equal to it: `GraphBackend` here, compiled code
-(compile.py), and code written out for small networks on the CPU (fused.py). A step changes nothing until all memory
+the same faster, for minibatches of `batch_size`, and tests hold them equal to it: `GraphBackend` here for accelerators,
+compiled code (compile.py), and code written out for small networks on the CPU (fused.py). A step changes nothing until all memory
 that it needs is allocated, so one that runs out of memory can be repeated in smaller parts. Nothing is read back to the
 host: a step that must not happen (loss or gradient not finite, KL limit exceeded) is skipped on the device.
 """
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -18,6 +17,7 @@ from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 import torch
 from torch import Tensor, nn
 
+from flatout.device.accelerator import Graph, is_accelerator, is_out_of_memory, release_memory
 from flatout.device.private import find
 from flatout.models.params import FlatParams, copy_all
 
@@ -28,7 +28,7 @@ ADAM |= {"weight_decay": 0.0, "amsgrad": False, "maximize": False}
 FIRST_SCALE, GROWTH_STEPS = 2.0**14, 1000
 """Loss scale for fp16: halved when gradients overflow, doubled after so many good steps."""
 _fused_adam = find("torch._fused_adam_")
-WARM_UPS = 3
+WARM_UPS = 2
 """Steps before a graph is captured."""
 
 
@@ -109,7 +109,7 @@ class Update(Generic[Batch]):
         self.batch_size, self.autocast = batch_size, autocast
         flat = params.flat
         self.device = flat.device
-        self.parts = PartSize(batch_size)
+        self.parts = PartSize(batch_size, flat.device)
         """How many samples of a minibatch are differentiated at once."""
         self.momentum, self.variance = torch.zeros_like(flat), torch.zeros_like(flat)
         scalar = partial(torch.full, (), device=flat.device)
@@ -145,8 +145,11 @@ class Update(Generic[Batch]):
             tensor.zero_()
 
     def has_stopped(self) -> bool:
-        """Whether the KL limit was exceeded, so that further steps would change nothing; a host sync if there is one."""
-        return self.kl_limit is not None and bool(self.stopped)
+        """Whether the KL limit was exceeded, so that further steps would change nothing.
+
+        On an accelerator asking would wait for all steps launched so far, so it is not asked there.
+        """
+        return self.kl_limit is not None and not is_accelerator(self.device) and bool(self.stopped)
 
     def step(self, batch: Batch) -> None:
         """Learn from one minibatch; eagerly if its size is another one, or in parts after out-of-memory."""
@@ -315,30 +318,33 @@ def adam(
 
 
 class GraphBackend(Generic[Batch]):
-    """The step captured as a CUDA graph: one launch instead of hundreds, for minibatches shaped like `example`.
+    """Steps captured as a graph: a replay gathers the next minibatch, learns from it and moves on, in one launch.
 
-    A graph reads and writes fixed addresses. Minibatches are copied into the captured one; the update's state and
-    settings and the model's buffers are only ever changed in place, so every replay sees their current values.
+    A graph reads and writes fixed addresses. `samples` and `order` are written in place before the first replay; the
+    update's state and settings and the model's buffers are only ever changed in place too.
     """
 
     name = "graph"
 
-    def __init__(self, update: Update[Batch], example: Batch) -> None:
-        self._inputs = [tensor.clone() for tensor in example.tensors()]
-        own = example.like(self._inputs)
-        stream = torch.cuda.Stream()
-        self._graph = torch.cuda.CUDAGraph()
-        with update.preserving_state():
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                for _ in range(WARM_UPS):
-                    update.commit(update.next_state(own))
-            torch.cuda.current_stream().wait_stream(stream)
-            with torch.cuda.graph(self._graph):
-                update.commit(update.next_state(own))
+    def __init__(self, update: Update[Batch], samples: Batch, order: Tensor) -> None:
+        """`order`: indices of samples, a row for each minibatch."""
+        self._cursor = torch.zeros(1, dtype=torch.int64, device=update.device)
+        """The next row of `order`."""
 
-    def step(self, batch: Batch) -> None:
-        copy_all(self._inputs, batch.tensors())
+        def step() -> None:
+            index = order.index_select(0, self._cursor).view(-1)
+            update.commit(update.next_state(samples.take(index)))
+            self._cursor.add_(1)
+
+        with update.preserving_state():
+            self._graph = Graph(step, update.device, WARM_UPS)
+
+    def begin(self) -> None:
+        """Start with the first row."""
+        self._cursor.zero_()
+
+    def replay(self) -> None:
+        """Learn from the next minibatch."""
         self._graph.replay()
 
 
@@ -357,8 +363,8 @@ class _Loss(nn.Module):
 class PartSize:
     """How many samples are processed at once; shrinks when memory runs out."""
 
-    def __init__(self, n_rows: int) -> None:
-        self.n_rows = n_rows
+    def __init__(self, n_rows: int, device: torch.device) -> None:
+        self.n_rows, self._device = n_rows, device
         self.n_backoffs = 0
         self.notes: list[str] = []
         """One line for each time memory ran out."""
@@ -381,9 +387,7 @@ class PartSize:
             self.notes.append(
                 f"out of memory with {before} samples at once; continuing with {self.n_rows}, same result ({reason})"
             )
-            gc.collect()
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
+            release_memory(self._device)
 
 
 def in_parts(function: Callable[[slice], Tensor], n_rows: int, size: int) -> Tensor:
@@ -391,10 +395,3 @@ def in_parts(function: Callable[[slice], Tensor], n_rows: int, size: int) -> Ten
     if size >= n_rows:
         return function(slice(None))
     return torch.cat([function(slice(i, i + size)) for i in range(0, n_rows, size)])
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error means that the memory of the device or the host is exhausted."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and "not enough memory" in str(error)

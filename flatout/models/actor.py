@@ -6,12 +6,16 @@ network and device alone, so every collector of a run computes the same.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from itertools import accumulate
 from typing import Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from flatout.device.accelerator import Graph, can_capture, current_stream, has_streams, new_event
 from flatout.envs.spaces import Array, ObsArrays
 from flatout.models.heads import GaussianHead, GreedyHead
 from flatout.models.policy import OBS_CLIP, Policy, PolicyNet
@@ -21,6 +25,8 @@ SMALL_NETWORK = 100_000
 BLOCK = 8
 """In torch the policy acts on multiples of this many observations. Matrix kernels round differently for different
 batch sizes; in whole blocks a result does not depend on the rest of the batch, nor on how envs are split."""
+ALIGNMENT = 64
+"""Bytes; where arrays begin that are copied together."""
 BRIEF_WORK = 1_000_000
 """Weights × observations that take about ten microseconds."""
 
@@ -31,13 +37,18 @@ class Actor(Protocol):
     def bind(self) -> None:
         """Take the model's current parameters; once per rollout."""
 
-    def act(self, obs: ObsArrays, noise: Array, action_out: Array, log_prob_out: Array) -> None:
-        """Write the actions drawn with the given noise, before squashing, and their log-probabilities."""
+    def begin(self, obs: ObsArrays, noise: Array, action_out: Array, log_prob_out: Array) -> None:
+        """Draw actions with the given noise, before squashing, and their log-probabilities."""
+
+    def finish(self) -> None:
+        """Wait until they are written."""
 
 
 def make_actor(model: PolicyNet, max_batch: int, device: torch.device) -> Actor:
     """The fastest actor for batches of up to `max_batch` observations."""
-    return KernelActor(model) if is_small(model, device) else TorchActor(model, max_batch, device)
+    if is_small(model, device):
+        return KernelActor(model)
+    return (DeviceActor if has_streams(device) else TorchActor)(model, max_batch, device)
 
 
 def is_small(model: PolicyNet, device: torch.device) -> bool:
@@ -60,7 +71,7 @@ class TorchActor:
         """Does nothing: it acts with the model's own parameters."""
 
     @torch.inference_mode()
-    def act(self, obs: ObsArrays, noise: Array, action_out: Array, log_prob_out: Array) -> None:
+    def begin(self, obs: ObsArrays, noise: Array, action_out: Array, log_prob_out: Array) -> None:
         n = len(noise)
         for buffer, array in zip(self._obs, obs, strict=True):
             buffer[:n] = torch.from_numpy(array)
@@ -69,6 +80,86 @@ class TorchActor:
         action, log_prob = self._model.sample(tuple(x[:end] for x in self._obs), self._noise[:end])
         torch.from_numpy(action_out).copy_(action[:n])
         torch.from_numpy(log_prob_out).copy_(log_prob[:n])
+
+    def finish(self) -> None:
+        """Nothing: `begin` has written them."""
+
+
+class DeviceActor:
+    """The model on an accelerator: a graph that copies observations in, acts, and copies actions out.
+
+    It always acts on `max_batch` observations, of which the first ones count, in the stream that is current.
+    """
+
+    def __init__(self, model: PolicyNet, max_batch: int, device: torch.device) -> None:
+        self._model, self._device = model, device
+        n = _whole_blocks(max_batch)
+        zeros = np.zeros
+        noise = zeros((n, model.action.noise_size), np.float32)
+        given = [noise, *model.obs.alloc(n)]
+        results = [zeros((n, model.action.size), model.action.dtype), zeros(n, np.float32)]
+        self._in, self._out = (Packed(arrays, device) for arrays in (given, results))
+        self._done = new_event(device)
+        self._work: Callable[[], None] = self._launch
+        self._is_captured = False
+        self._to: tuple[Array, Array] | None = None
+
+    def bind(self) -> None:
+        """Capture the graph, once: it reads the model's own parameters, which change in place."""
+        if self._is_captured or not can_capture(self._device):
+            return
+        self._is_captured = True
+        # Without a graph it acts all the same, only with more launches.
+        with suppress(RuntimeError):
+            self._work = Graph(self._launch, self._device).replay
+
+    @torch.no_grad()
+    def _launch(self) -> None:
+        noise, *obs = self._in.to_device()
+        action, log_prob = self._model.sample(tuple(obs), noise)
+        self._out.to_host((action, log_prob))
+
+    def begin(self, obs: ObsArrays, noise: Array, action_out: Array, log_prob_out: Array) -> None:
+        for buffer, array in zip(self._in.arrays, (noise, *obs), strict=True):
+            buffer[: len(array)] = array
+        self._work()
+        self._done.record(current_stream(self._device))
+        self._to = action_out, log_prob_out
+
+    def finish(self) -> None:
+        assert self._to is not None, "begin comes before finish"
+        self._done.synchronize()
+        for out, buffer in zip(self._to, self._out.arrays, strict=True):
+            out[...] = buffer[: len(out)]
+
+
+class Packed:
+    """Several arrays side by side in one block of pinned memory, and the same block on a device: one copy moves all."""
+
+    def __init__(self, like: Sequence[Array], device: torch.device) -> None:
+        starts = list(accumulate((-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in like), initial=0))
+        self._pinned = torch.zeros(starts[-1], dtype=torch.uint8, pin_memory=True)
+        self._there = torch.zeros(starts[-1], dtype=torch.uint8, device=device)
+
+        def part(block: Tensor, start: int, array: Array) -> Tensor:
+            dtype = torch.from_numpy(array[:0]).dtype
+            return block[start : start + array.nbytes].view(dtype).view(array.shape)
+
+        parts = list(zip(starts, like, strict=False))
+        self.arrays: list[Array] = [part(self._pinned, *it).numpy() for it in parts]
+        """In pinned memory."""
+        self._tensors = [part(self._there, *it) for it in parts]
+
+    def to_device(self) -> list[Tensor]:
+        """Copy them to the device; returns them there."""
+        self._there.copy_(self._pinned, non_blocking=True)
+        return self._tensors
+
+    def to_host(self, values: Sequence[Tensor]) -> None:
+        """Write values on the device, and copy them to the host."""
+        for tensor, value in zip(self._tensors, values, strict=True):
+            tensor.copy_(value)
+        self._pinned.copy_(self._there, non_blocking=True)
 
 
 class KernelActor:
@@ -123,13 +214,16 @@ class KernelActor:
             if k < len(norms):
                 yield from (tensor.detach() for tensor in norms[k])
 
-    def act(self, obs: ObsArrays, noise: Array, action_out: Array, log_prob_out: Array) -> None:
+    def begin(self, obs: ObsArrays, noise: Array, action_out: Array, log_prob_out: Array) -> None:
         x = self._features(obs) if self._only is None else obs[self._only].reshape(len(noise), -1)
         head = self._head
         if self._mask_index is not None:
             head = head[0], obs[self._mask_index]
         sample = self._sample_few if len(x) <= self._few else self._sample
         sample(x, self._network, *head, noise, action_out, log_prob_out)
+
+    def finish(self) -> None:
+        """Nothing: `begin` has written them."""
 
     @torch.inference_mode()
     def _features(self, obs: ObsArrays) -> Array:

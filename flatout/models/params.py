@@ -1,4 +1,4 @@
-"""All parameters of a model as views of one flat tensor: one tensor to clip, step, publish and save."""
+"""All parameters of a model as views of one flat tensor: one tensor to clip, step, publish and save; and copies of them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from flatout.device.accelerator import current_stream, has_streams, is_accelerator, new_event
 from flatout.device.private import find
 
 ALIGNMENT = 16
@@ -50,25 +51,71 @@ class FlatParams:
         return torch.cat(pieces)
 
 
+class ParamCopy:
+    """Copies a model's parameters and buffers to tensors elsewhere.
+
+    From an accelerator to the host they go as one flat copy through pinned memory, which nobody waits for but `finish`.
+    """
+
+    def __init__(self, model: nn.Module, targets: Sequence[Tensor]) -> None:
+        """`targets`: one for each tensor of `floats(model)`, on the host or on the model's device."""
+        self._tensors = [tensor.detach() for tensor in floats(model)]
+        self._targets = [tensor.detach() for tensor in targets]
+        self._device = self._tensors[0].device
+        self._to_host = is_accelerator(self._device) and not is_accelerator(self._targets[0].device)
+        self._copied = new_event(self._device) if has_streams(self._device) else None
+        if self._to_host:
+            size = sum(_aligned(tensor.numel()) for tensor in self._tensors)
+            self._flat = self._tensors[0].new_zeros(size)
+            self._pinned = torch.zeros(size, pin_memory=has_streams(self._device))
+            self._views = [_views(flat, self._tensors) for flat in (self._flat, self._pinned)]
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Copy the values that the model has at this point of the current stream."""
+        if self._to_host:
+            copy_all(self._views[0], self._tensors)
+            self._pinned.copy_(self._flat, non_blocking=True)
+        else:
+            copy_all(self._targets, self._tensors)
+        if self._copied is not None:
+            self._copied.record(current_stream(self._device))
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Before the targets are used: on the host wait for the copy, on the device let the current stream wait."""
+        if not self._to_host:
+            if self._copied is not None:
+                current_stream(self._device).wait_event(self._copied)
+            return
+        if self._copied is not None:
+            self._copied.synchronize()
+        copy_all(self._targets, self._views[1])
+
+
 class ParamBlock:
     """A model's parameters and buffers as one array that processes share, with the version it holds."""
 
     def __init__(
         self, model: nn.Module, values: npt.NDArray[np.float32], version: npt.NDArray[np.int64]
     ) -> None:
-        self._tensors = _floats(model)
+        self._tensors = floats(model)
         self._views = _views(torch.from_numpy(values), self._tensors)
+        self._copy = ParamCopy(model, self._views)
         self._version = version
 
     @staticmethod
     def size(model: nn.Module) -> int:
         """Number of values in the block of this model."""
-        return sum(_aligned(tensor.numel()) for tensor in _floats(model))
+        return sum(_aligned(tensor.numel()) for tensor in floats(model))
 
-    @torch.no_grad()
-    def publish(self, version: int) -> None:
-        """Write the model into the block, while nobody reads it."""
-        copy_all(self._views, [tensor.detach() for tensor in self._tensors])
+    def begin(self) -> None:
+        """Begin to write the model's current values into the block, while nobody reads it."""
+        self._copy.begin()
+
+    def finish(self, version: int) -> None:
+        """Wait until they are there."""
+        self._copy.finish()
         self._version[0] = version
 
     def adopt(self) -> None:
@@ -82,7 +129,7 @@ class ParamBlock:
         return int(self._version[0])
 
 
-def _views(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
+def _views(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     out, start = [], 0
     for tensor in like:
         out.append(flat[start : start + tensor.numel()].view(tensor.shape))
@@ -90,7 +137,8 @@ def _views(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
     return out
 
 
-def _floats(model: nn.Module) -> list[Tensor]:
+def floats(model: nn.Module) -> list[Tensor]:
+    """A model's float32 parameters and buffers: all that changes."""
     return [t for t in (*model.parameters(), *model.buffers()) if t.dtype == torch.float32]
 
 

@@ -316,12 +316,3 @@ def build(
     """An actor-critic with initial parameters from the seed."""
     with seeded(seed):
         return ActorCritic(obs, action, config, normalize_obs=normalize_obs)
-
-
-@torch.no_grad()
-def copy_parameters(source: nn.Module, target: nn.Module) -> None:
-    """Copy all parameters and buffers of a model to another one of the same architecture."""
-    pairs = ((source.parameters(), target.parameters()), (source.buffers(), target.buffers()))
-    for theirs, ours in pairs:
-        for tensor, value in zip(ours, theirs, strict=True):
-            tensor.copy_(value)

@@ -154,7 +154,7 @@ def _settings(summary: Mapping[str, Any], config: Mapping[str, Any], n_cores: in
         overlap=bool(summary["overlap"]["on"]),
         compiled=bool(summary["compiled"]),
         n_cores=n_cores,
-        on_device=str(summary["device"]).startswith("cuda"),
+        on_device=summary["device"] != "cpu",
         n_params=2 * sum(a * b for a, b in pairwise(widths)),
         extra_seconds=extra / max(summary["env_steps"] / (config["n_envs"] * algorithm["n_steps"]), 1),
     )

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from flatout.config.run_config import RunConfig
+from flatout.device.accelerator import synchronize
 from flatout.device.machine import remembered
 from flatout.device.shared import no_processes
 from flatout.envs.check import EnvInfo
@@ -42,13 +43,15 @@ def acting_times(policy: Policy, sizes: Iterable[int]) -> Points:
 def acting_seconds(policy: Policy, n_obs: int) -> float:
     """Seconds the policy takes to act on `n_obs` observations."""
     actor = make_actor(policy.model, n_obs, policy.device)
+    actor.bind()
     noise = np.zeros((n_obs, policy.action.noise_size), np.float32)
     actions = np.zeros((n_obs, policy.action.size), policy.action.dtype)
     obs, log_prob, times = policy.obs.alloc(n_obs), np.zeros(n_obs, np.float32), []
     with on_threads(1):
         for _ in range(7):
             began = perf_counter()
-            actor.act(obs, noise, actions, log_prob)
+            actor.begin(obs, noise, actions, log_prob)
+            actor.finish()
             times.append(perf_counter() - began)
     return statistics.median(times)
 
@@ -77,12 +80,14 @@ def on_threads(n_threads: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def fastest(call: Callable[[], Any], n_times: int = 4) -> float:
-    """Seconds of the fastest of some calls, of two if they are long: the one that nothing else disturbed."""
+def fastest(call: Callable[[], Any], device: torch.device, n_times: int = 4) -> float:
+    """Seconds of the fastest of some calls on a device, of two if they are long: the one that nothing else disturbed."""
+    synchronize(device)
     times: list[float] = []
     while len(times) < n_times and (len(times) < 2 or sum(times) < MAX_SECONDS):
         began = perf_counter()
         call()
+        synchronize(device)
         times.append(perf_counter() - began)
     return min(times)
 
@@ -131,7 +136,7 @@ class UpdateProbe:
         if form == "compiled" and update.backend == "eager":
             step = partial(load(self._compiled_path(n_threads)), *update.inputs(batch))
         with on_threads(n_threads), update.preserving_state():
-            seconds = fastest(step)
+            seconds = fastest(step, update.device)
         return UpdateCost(python=min(COMPILED_PYTHON, seconds), points=((size, seconds),))
 
     def eager(self, n_threads: int, *sizes: int, launch: float = 0.0) -> UpdateCost:
@@ -143,7 +148,7 @@ class UpdateProbe:
                 batch = self.learner.example_batch(size)
                 update.parts.n_rows = max(n_samples, size)
                 with on_threads(n_threads), update.preserving_state():
-                    points.append((size, fastest(partial(update.eager_step, batch))))
+                    points.append((size, fastest(partial(update.eager_step, batch), update.device)))
         finally:
             update.parts.n_rows = n_samples
         rest = rising(tuple(points))
@@ -156,7 +161,7 @@ class UpdateProbe:
         spec = replace(config.learner_spec(policy.obs, policy.action), network=narrow)
         learner = spec.make_learner(str(policy.device), "fp32")
         batch = learner.example_batch(TINY_BATCH)
-        return fastest(partial(learner.update.eager_step, batch), 8)
+        return fastest(partial(learner.update.eager_step, batch), learner.device, 8)
 
 
 def needs_step_times(config: RunConfig) -> bool:
@@ -253,7 +258,7 @@ def settings_of(config: RunConfig, policy: Policy, n_cores: int) -> Settings:
         batch_size=algorithm.batch_size,
         n_epochs=algorithm.epochs,
         n_cores=n_cores,
-        on_device=policy.device.type == "cuda",
+        on_device=policy.device.type != "cpu",
         n_params=policy.n_params,
     )
     n_updates = config.updates_per_iteration

@@ -84,7 +84,7 @@ class Pipeline(Generic[R]):
         self.rollouts, self._lag = rollouts, lag
         self._n_transitions = rollouts[0].n_transitions
         self._collect_threads, self.learn_threads = collect_threads, learn_threads
-        self._background = _Background(collector) if lag else None
+        self._background = _Background(collector, learner.stage) if lag else None
         self._bad_in_a_row = 0
         self.ready: CollectedRollout | None = None
         """The next rollout, if it was collected ahead."""
@@ -256,8 +256,9 @@ class Pipeline(Generic[R]):
 class _Background(Generic[R]):
     """Collects one rollout at a time on its own thread."""
 
-    def __init__(self, collector: Collects[R]) -> None:
-        self._collector = collector
+    def __init__(self, collector: Collects[R], stage: Callable[[R, Callable[[], bool]], None]) -> None:
+        """`stage`: begins to copy a rollout to the learner's device."""
+        self._collector, self._stage = collector, stage
         self._tasks: SimpleQueue[tuple[R, Callable[[], bool]] | None] = SimpleQueue()
         self._results: SimpleQueue[list[Episode] | BaseException] = SimpleQueue()
         self._cancelled = threading.Event()
@@ -304,7 +305,10 @@ class _Background(Generic[R]):
         while (task := self._tasks.get()) is not None:
             rollout, stop = task
             try:
-                self._results.put(self._collector.collect(rollout, self._or_cancelled(stop)))
+                stop = self._or_cancelled(stop)
+                episodes = self._collector.collect(rollout, stop)
+                self._stage(rollout, stop)
+                self._results.put(episodes)
             except BaseException as error:
                 self._results.put(error)
             del task, rollout, stop

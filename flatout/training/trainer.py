@@ -20,7 +20,15 @@ from flatout.collect.noise import NO_EXPLORATION
 from flatout.collect.subprocess import CollectorJob, SubprocessCollectors
 from flatout.collect.tensors import batched_collector
 from flatout.config.run_config import RunConfig
-from flatout.device.accelerator import choose_precision, use_matmul_precision
+from flatout.device.accelerator import (
+    can_capture,
+    choose_precision,
+    has_streams,
+    is_accelerator,
+    new_event,
+    use_device,
+    use_matmul_precision,
+)
 from flatout.device.machine import free_memory, torch_threads
 from flatout.envs.check import EnvInfo
 from flatout.envs.spaces import Array, space_to_json
@@ -71,7 +79,8 @@ class Trainer:
         self.budget = RestartBudget()
         self.budget.listener = on_restart
         self.precision = choose_precision(config.precision, policy.device, policy.n_params)
-        if policy.device.type == "cuda":
+        use_device(policy.device)
+        if is_accelerator(policy.device):
             use_matmul_precision(self.precision)
         self.learner = config.descriptor.make_learner(
             policy.model,
@@ -128,17 +137,19 @@ class Trainer:
         self._close_pipeline = weakref.finalize(self, self.pipeline.close)
 
     def _speed_up_updates(self, n_threads: int) -> None:
-        """A CUDA graph, a compiled update, or neither, as the settings say."""
-        config, device = self.config, self.policy.device.type
-        if config.compile == "off" or device not in ("cpu", "cuda"):
+        """A graph on an accelerator, a compiled update on the CPU, or neither, as the settings say."""
+        config, device = self.config, self.policy.device
+        if config.compile == "off":
             return
-        if device == "cuda":
-            self.learner.capture = True
+        if is_accelerator(device):
+            self.learner.capture = can_capture(device)
+            if config.compile == "on":
+                self.notes.append(f"updates on {device} are captured as a graph; nothing is compiled for it")
             return
         if self.learner.update.backend == "fused" or not is_available():
             return
         spec = config.learner_spec(self.policy.obs, self.policy.action)
-        recipe = Recipe(spec=spec, device=device, precision=self.precision, n_threads=n_threads)
+        recipe = Recipe(spec=spec, device="cpu", precision=self.precision, n_threads=n_threads)
         self.learner.compilation = Compilation(recipe, wait=config.compile == "on")
 
     def _first_that_starts(
@@ -293,8 +304,9 @@ class Trainer:
     def begin_lanes(self, *, spans: bool) -> None:
         """Restart the clocks, with or without spans."""
         self.pipeline.begin_lanes(spans=spans)
-        if self.policy.device.type == "cuda":
-            self.learner.device_clock = DeviceClock(lambda: torch.cuda.Event(enable_timing=True))
+        device = self.policy.device
+        if has_streams(device):
+            self.learner.device_clock = DeviceClock(lambda: new_event(device, timed=True))
 
     @property
     def compiled(self) -> bool:

@@ -59,7 +59,7 @@ def empty_outputs(model: ActorCritic, n: int) -> tuple[Any, Any]:
 def check_equals_model(model: ActorCritic, actor: KernelActor | TorchActor, n: int) -> None:
     obs, noise = random_inputs(model, n)
     rows, log_prob = empty_outputs(model, n)
-    actor.act(obs, noise, rows, log_prob)
+    actor.begin(obs, noise, rows, log_prob)
     with torch.no_grad():
         want = model.sample(tuple(map(torch.from_numpy, obs)), torch.from_numpy(noise))
     np.testing.assert_allclose(rows, want[0].numpy(), rtol=1e-4, atol=1e-5)
@@ -99,10 +99,10 @@ def test_an_envs_output_does_not_depend_on_the_rest_of_the_batch(action: gym.Spa
     obs, noise = random_inputs(model, 40)
     for actor in (KernelActor(model), TorchActor(model, 40, CPU)):
         rows, log_prob = empty_outputs(model, 40)
-        actor.act(obs, noise, rows, log_prob)
+        actor.begin(obs, noise, rows, log_prob)
         for first, end in ((0, 40), (0, 1), (5, 16), (31, 40)):
             part, part_log_prob = empty_outputs(model, end - first)
-            actor.act(tuple(leaf[first:end] for leaf in obs), noise[first:end], part, part_log_prob)
+            actor.begin(tuple(leaf[first:end] for leaf in obs), noise[first:end], part, part_log_prob)
             np.testing.assert_array_equal(part, rows[first:end])
             np.testing.assert_array_equal(part_log_prob, log_prob[first:end])
 

@@ -52,7 +52,7 @@ def test_the_compiled_greedy_action_equals_torchs_and_is_allowed(kind: str, epsi
     rows = [np.full((n, 1), -1) for _ in range(2)]
     actors: list[Actor] = [KernelActor(model), TorchActor(model, n, CPU)]
     for actor, out in zip(actors, rows, strict=True):
-        actor.act(obs, noise, out, np.ones(n, np.float32))
+        actor.begin(obs, noise, out, np.ones(n, np.float32))
     assert np.array_equal(rows[0], rows[1])
     mask = obs[model.obs.mask_index or 0]
     assert mask[np.arange(n), rows[0][:, 0]].all()

@@ -21,6 +21,7 @@ from flatout.buffers.prefetch import Prefetch
 from flatout.buffers.priority import Prioritized
 from flatout.buffers.replay import Replay, Uniform
 from flatout.buffers.rollout import Learnable, Rollout, TensorRollout
+from flatout.device.accelerator import has_streams
 from flatout.device.machine import free_memory
 from flatout.envs.spaces import Array
 from flatout.learning.learner import Learner
@@ -92,7 +93,9 @@ class DQNLearner(Learner[DQNMinibatch]):
         if n_due:
             self._take(n_due, beta, stop)
         if self._obs_moments:
-            self._update_obs_statistics(rollout.tensors(self._staging).flat_obs())
+            self._merge_obs_statistics(rollout.tensors(self._staging).flat_obs())
+            self._staging.release()
+            self._set_obs_statistics()
         epsilon = config.epsilon(progress)
         self.model.greedy.epsilon.fill_(epsilon)
         more = {
@@ -177,11 +180,11 @@ class Experience:
             self._sampler = (TensorPrioritized if prioritized else TensorUniform)(self.replay, **how)
         else:
             capacity = fitting_capacity(config.buffer_size, each, torch.device("cpu"))
-            self.replay = Replay(obs, action, n_envs, capacity, pin=device.type == "cuda")
+            self.replay = Replay(obs, action, n_envs, capacity, pin=has_streams(device))
             self._sampler = (Prioritized if prioritized else Uniform)(self.replay, **how)
             alloc = partial(alloc_batch, obs, action, config.batch_size, pin=not self._in_ram)
         self._buffer = cache(self._alloc)
-        in_thread = None if device.type == "cuda" else False
+        in_thread = None if has_streams(device) else False
         self._prefetch = Prefetch(self._sampler, config.batch_size, device, alloc=alloc, background=in_thread)
 
     def batches(

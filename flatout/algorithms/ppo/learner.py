@@ -99,7 +99,7 @@ def _settled(kl_sums: list[Tensor]) -> dict[str, Tensor | float]:
     """The middle epoch's KL as a fraction of the last one's: near 1, the later epochs changed nothing."""
     if len(kl_sums) < 5:
         return {}
-    totals, counts = torch.stack(kl_sums).diff(dim=0).T.tolist()
-    means = [kl / max(n, 1.0) for kl, n in zip(totals, counts, strict=True)]
+    totals, counts = torch.stack(kl_sums).diff(dim=0).unbind(1)
+    means = totals / counts.clamp(min=1.0)
     middle, last = means[len(means) // 2 - 1], means[-1]
-    return {"train/kl_settled": min(middle / last, 1.0)} if last > 0 else {}
+    return {"train/kl_settled": torch.where(last > 0, (middle / last).clamp(max=1.0), torch.nan)}

@@ -20,6 +20,7 @@ import torch
 from gymnasium import spaces
 from torch import Tensor
 
+from flatout.device.accelerator import resolve_device
 from flatout.envs.spaces import MASK_KEY, Array
 from flatout.workloads.validate import check_choice, check_fields, check_number, from_settings, within
 
@@ -246,7 +247,7 @@ class SnakeGames:
         self.rules = from_settings(Rules, settings, "snake")
         self.num_envs = num_envs
         if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
+            device = resolve_device("auto")
         self.device = torch.device(device)
         self.single_observation_space: gym.Space[Any] = self.rules.observation_space
         self.single_action_space: gym.Space[Any] = spaces.Discrete(4)
