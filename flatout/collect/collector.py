@@ -68,7 +68,7 @@ class LocalCollector:
     """What collectors in this process do alike."""
 
     def __init__(self, executor: Any, clock: PhaseClock, device: torch.device) -> None:
-        self.executor, self._clock, self._device = executor, clock, device
+        self.executor, self.clock, self._device = executor, clock, device
         self._stream = new_stream(device, urgent=True) if has_streams(device) else None
         """The stream for acting, so that it never waits for updates that are queued."""
         self.n_steps = 0
@@ -83,11 +83,11 @@ class LocalCollector:
 
     @property
     def lanes(self) -> list[Lane]:
-        return [self._clock]
+        return [self.clock]
 
     def trace(self, spans: bool) -> None:
-        self._clock.traced = spans
-        self._clock.restart({}, Phase.SLOT)
+        self.clock.traced = spans
+        self.clock.restart({}, Phase.SLOT)
 
     def snapshot(self) -> dict[str, Array]:
         snapshot: dict[str, Array] = self.executor.snapshot()
@@ -139,25 +139,28 @@ class Collector(LocalCollector):
         """Made when it is first needed."""
 
     def collect(self, rollout: Rollout, stop: Callable[[], bool] = lambda: False) -> list[Episode]:
-        clock, executor = self._clock, self.executor
-        clock.enter(ACT)
+        self.clock.enter(ACT)
         with self.on_stream():
             if self._ragged is not None and self._ragged.next is not None:
                 episodes = self._ragged.finish_next(rollout, stop)
-                self.n_steps += rollout.n_steps
-                executor.mark()
             else:
                 (episodes,) = take_turns(self.steps(rollout, stop))
-        clock.enter(Phase.SLOT)
-        clock.cut()
+        self.complete(rollout.n_steps)
         return episodes
+
+    def complete(self, n_steps: int) -> None:
+        """A rollout of so many steps is finished."""
+        self.n_steps += n_steps
+        self.executor.mark()
+        self.clock.enter(Phase.SLOT)
+        self.clock.cut()
 
     def steps(self, rollout: Rollout, stop: Callable[[], bool]) -> Steps:
         """Fill the rollout, and pause each time that the policy begins to act: others may use the time that it takes.
 
         Envs step together, for as long as they come back together.
         """
-        clock, executor, actor = self._clock, self.executor, self._policy.actor
+        clock, executor, actor = self.clock, self.executor, self._policy.actor
         noise = self._noise.draw(self.n_steps, rollout.n_steps).numpy()
         self._policy.bind()
         for out, obs in zip(rollout.obs, executor.current.obs, strict=True):
@@ -182,8 +185,6 @@ class Collector(LocalCollector):
             if stop():
                 raise Interrupted
             clock.enter(ACT)
-        self.n_steps += rollout.n_steps
-        executor.mark()
         return episodes
 
     def _act(
@@ -231,7 +232,7 @@ class Collector(LocalCollector):
         """What collects with each env at its own pace."""
         if self._ragged is None:
             model = self._policy.model
-            self._ragged = RaggedCollection(self.executor, model, self._noise, self._act, self._clock)
+            self._ragged = RaggedCollection(self.executor, model, self._noise, self._act, self.clock)
         return self._ragged
 
     def reset(self) -> None:

@@ -5,6 +5,7 @@ With tensors the host only launches work; it reads the ended episodes once per r
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,6 +17,7 @@ from flatout.buffers.rollout import Rollout, TensorRollout
 from flatout.collect.collector import Collector, Collects, LocalCollector
 from flatout.collect.noise import NO_EXPLORATION, Exploration
 from flatout.collect.ragged import Interrupted
+from flatout.device.accelerator import Graph, can_capture
 from flatout.envs.check import same_device
 from flatout.envs.spaces import ActionLayout, Array
 from flatout.envs.validate import nan_message
@@ -109,13 +111,15 @@ class TensorCollector(LocalCollector):
         exploration: Exploration = NO_EXPLORATION,
     ) -> None:
         super().__init__(executor, clock, executor.device)
-        self._model, self._copy = model, None if source is None else ParamCopy(source, floats(model))
+        self.model, self._copy = model, None if source is None else ParamCopy(source, floats(model))
         self._actions = TensorActions(model.action, executor.device)
         self._noise = DeviceNoise(model.action, executor.n_envs, seed, executor.device, exploration)
         small = executor.n_envs <= KERNEL_ROWS and is_small(model, executor.device)
         self._actor = KernelActor(model) if small else None
         self._returns = torch.zeros(executor.n_envs, dtype=torch.float64, device=executor.device)
         self._lengths = torch.zeros(executor.n_envs, dtype=torch.int64, device=executor.device)
+        self._graphs: dict[int, _CapturedSteps | None] = {}
+        """By rollout; None: it has been collected once."""
 
     def publish(self) -> None:
         if self._copy is not None:
@@ -138,15 +142,32 @@ class TensorCollector(LocalCollector):
     # No inference mode: an env could not change tensors elsewhere that it made there.
     @torch.no_grad()
     def collect(self, rollout: TensorRollout, stop: Callable[[], bool] = lambda: False) -> list[Episode]:
-        clock, executor, model = self._clock, self.executor, self._model
-        on_host = executor.device.type == "cpu"
+        clock, executor = self.clock, self.executor
         clock.enter(ACT)
-        noise = self._noise.draw(self.n_steps, rollout.n_steps)
+        with self.on_stream():
+            if self._copy is not None:
+                self._copy.finish()
+            noise = self._noise.draw(self.n_steps, rollout.n_steps)
+            _copy(rollout.obs_at[0], executor.current.obs)
+            steps = self._captured(rollout)
+            if steps is None:
+                self._step_all(rollout, noise, stop)
+            else:
+                steps.run(noise, stop)
+            self.n_steps += rollout.n_steps
+            episodes = self._read_episodes(rollout)
+        clock.enter(Phase.SLOT)
+        clock.cut()
+        return episodes
+
+    def _step_all(self, rollout: TensorRollout, noise: Tensor, stop: Callable[[], bool]) -> None:
+        """Act, step and store, operation by operation."""
+        clock, executor = self.clock, self.executor
+        on_host = executor.device.type == "cpu"
         act = self._acting(rollout, noise)
-        _copy(rollout.obs_at[0], executor.current.obs)
         for t in range(rollout.n_steps):
             act(t)
-            actions = self._actions.to_env(model.head.squash(rollout.action[t]))
+            actions = self.for_envs(rollout.action[t])
             clock.enter(ENV)
             now = executor.step(actions)
             clock.enter(STORE)
@@ -160,15 +181,28 @@ class TensorCollector(LocalCollector):
             if stop():
                 raise Interrupted
             clock.enter(ACT)
-        self.n_steps += rollout.n_steps
-        episodes = self._read_episodes(rollout)
-        clock.enter(Phase.SLOT)
-        clock.cut()
-        return episodes
+
+    def for_envs(self, action: Tensor) -> Tensor:
+        """Actions of the policy as the envs take them."""
+        return self._actions.to_env(self.model.head.squash(action))
+
+    def _captured(self, rollout: TensorRollout) -> _CapturedSteps | None:
+        """The time steps of this rollout as a graph; None: the env or the device cannot, or not yet."""
+        if not (self.executor.capturable and can_capture(self.executor.device)):
+            return None
+        # The first rollout is stepped as it is: that initializes whatever a capture must not.
+        if id(rollout) not in self._graphs:
+            self._graphs[id(rollout)] = None
+        elif self._graphs[id(rollout)] is None:
+            try:
+                self._graphs[id(rollout)] = _CapturedSteps(self, rollout)
+            except (RuntimeError, EnvError):  # it reads something back after all; nothing has run
+                self.executor.capturable = False
+        return self._graphs[id(rollout)] if self.executor.capturable else None
 
     def _acting(self, rollout: TensorRollout, noise: Tensor) -> Callable[[int], None]:
         """A function that acts in one time step of the rollout, with the current parameters."""
-        model, actor = self._model, self._actor
+        model, actor = self.model, self._actor
         if actor is None:
 
             def act(t: int) -> None:
@@ -190,30 +224,81 @@ class TensorCollector(LocalCollector):
         """The episodes that ended in the rollout; only here the host waits for the device."""
         ended = rollout.terminated | rollout.truncated
         returns, lengths = episode_sums(rollout.reward, ended, self._returns, self._lengths)
-        self._returns = returns[-1].masked_fill(ended[-1], 0.0)
-        self._lengths = lengths[-1].masked_fill(ended[-1], 0)
-        places = ended.view(-1).nonzero().squeeze(1)
-        self._refuse_nan(rollout, places)
+        self._returns.copy_(returns[-1].masked_fill(ended[-1], 0.0))
+        self._lengths.copy_(lengths[-1].masked_fill(ended[-1], 0))
+        cut = rollout.truncated & ~rollout.terminated
+        n_ended, rollout.n_cut = torch.stack([ended.sum(), cut.sum()]).tolist()
+        places = ended.view(-1).nonzero_static(size=n_ended).squeeze(1)
         columns = (places % rollout.n_envs, returns.view(-1)[places], lengths.view(-1)[places])
-        table = torch.stack([column.double() for column in columns], 1).tolist()
+        seen = _floats_seen(rollout, places)
+        # Sums are a cheap first test for NaN.
+        sums = [values.sum().double() for _, values, _ in seen]
+        flat = torch.cat([*(column.double() for column in columns), torch.stack(sums)]).tolist()
+        if not all(map(math.isfinite, flat[3 * n_ended :])):
+            self._refuse_nan(seen, rollout)
+        table = zip(*(flat[i * n_ended : (i + 1) * n_ended] for i in range(3)), strict=True)
         return [Episode(int(self.executor.env_ids[int(n)]), total, int(k)) for n, total, k in table]
 
-    def _refuse_nan(self, rollout: TensorRollout, ended: Tensor) -> None:
-        """Raise for the first env with a NaN or infinite observation or reward; sums are a cheap first test."""
-        everywhere = torch.arange(rollout.n_transitions, device=ended.device)
-        seen = [("reward", rollout.reward, everywhere)]
-        for obs, final in zip(rollout.obs, rollout.final_obs, strict=True):
-            if obs.is_floating_point():
-                seen.append(("observation", obs[1:], everywhere))
-                seen.append(("observation", final.flatten(0, 1)[ended], ended))
-        if all(torch.stack([values.sum() for _, values, _ in seen]).isfinite().tolist()):
-            return
+    def _refuse_nan(self, seen: list[tuple[str, Tensor, Tensor]], rollout: TensorRollout) -> None:
+        """Raise for the first env with a NaN or infinite observation or reward, if there is one."""
         for what, values, places in seen:
             bad = ~values.reshape(len(places) or 1, -1).isfinite().all(1)
             if bad.any():  # a float32 sum may overflow although every value is finite
                 t, n = divmod(int(places[bad.nonzero()[0]]), rollout.n_envs)
                 step = self.executor.n_steps - rollout.n_steps + t + 1
                 raise EnvError(nan_message(what, int(self.executor.env_ids[n]), step))
+
+
+class _CapturedSteps:
+    """A time step of acting, stepping and storing as a graph, for one rollout: a launch per time step."""
+
+    def __init__(self, collector: TensorCollector, rollout: TensorRollout) -> None:
+        executor = collector.executor
+        self._executor, self._rollout = executor, rollout
+        device, n_steps_before = executor.device, executor.n_steps
+        self._t = torch.zeros(1, dtype=torch.int64, device=device)
+        size = collector.model.action.noise_size
+        self._noise = torch.zeros(rollout.n_steps, rollout.n_envs, size, device=device)
+
+        def step() -> None:
+            t, after = self._t, self._t + 1
+            obs = tuple(x.index_select(0, t).squeeze(0) for x in rollout.obs)
+            action, log_prob = collector.model.sample(obs, self._noise.index_select(0, t).squeeze(0))
+            now = executor.step(collector.for_envs(action))
+            values = action, log_prob, now.reward, now.terminated, now.truncated
+            for column, value in zip(
+                (*rollout.columns, *rollout.final_obs), (*values, *now.final_obs), strict=True
+            ):
+                column.index_copy_(0, t, value[None].to(column.dtype))
+            for column, value in zip(rollout.obs, now.obs, strict=True):
+                column.index_copy_(0, after, value[None])
+            t.add_(1)
+
+        # A capture records and does not run: the envs stay where they are.
+        self._graph = Graph(step, device, n_warm_ups=0)
+        executor.n_steps = n_steps_before
+
+    def run(self, noise: Tensor, stop: Callable[[], bool]) -> None:
+        """Step to the end of the rollout."""
+        self._noise.copy_(noise)
+        self._t.zero_()
+        for _ in range(self._rollout.n_steps):
+            self._graph.replay()
+            if stop():
+                raise Interrupted
+        self._executor.n_steps += self._rollout.n_steps
+        self._executor.current.obs = self._rollout.obs_at[-1]
+
+
+def _floats_seen(rollout: TensorRollout, ended: Tensor) -> list[tuple[str, Tensor, Tensor]]:
+    """What must be finite: its name, the values, and where in the rollout each is."""
+    everywhere = torch.arange(rollout.n_transitions, device=ended.device)
+    seen = [("reward", rollout.reward, everywhere)]
+    for obs, final in zip(rollout.obs, rollout.final_obs, strict=True):
+        if obs.is_floating_point():
+            seen.append(("observation", obs[1:], everywhere))
+            seen.append(("observation", final.flatten(0, 1)[ended], ended))
+    return seen
 
 
 def episode_sums(reward: Tensor, ended: Tensor, returns: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:

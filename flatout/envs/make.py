@@ -44,6 +44,9 @@ class TensorEnvs(Protocol):
     Autoreset is SAME_STEP: where an episode ended, `obs` is the first observation of the next one, and
     `info["final_obs"]`, structured like `obs`, holds the last one of the ended episode; for other envs it is not read.
     Dict and Tuple observations are dicts and tuples of tensors. The env may return the same buffers at every step.
+
+    An env whose `step` changes its state only in place, on the device, and reads nothing back to the host can say so with
+    `capturable = True`: on an accelerator acting, stepping and storing are then one launch.
     """
 
     @property

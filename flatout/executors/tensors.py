@@ -43,6 +43,8 @@ class TensorExecutor(WrappedEnvs):
         self.device = torch.device(envs.device)
         self.current: TensorStep
         """The current state of all envs, once they were reset."""
+        self.capturable = bool(getattr(envs, "capturable", False))
+        """Whether steps may be captured as a graph; see `TensorEnvs`."""
 
     def reset(self) -> TensorStep:
         obs = self._obs(self._reset(), "observation")

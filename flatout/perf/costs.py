@@ -83,7 +83,9 @@ class Costs:
     fault: str = ""
     """Why the steps could not be timed, in one line; their times are then zero."""
     act: Points = ((1, 0.0),)
-    """Acting, by number of observations."""
+    """Acting in the learner's process, by number of observations."""
+    act_apart: Points | None = None
+    """Acting in a subprocess collector, on the CPU; None: as in the learner's process."""
     update: UpdateCost = NO_UPDATE
     compiled: UpdateCost | None = None
     """The update in its compiled or fused form; None: not known."""

@@ -184,7 +184,7 @@ def candidates(costs: Costs, settings: Settings) -> Iterator[Settings]:
         yield replace(plain, executor="thread", n_workers=n_envs)
     if not costs.picklable or n_envs == 1 or (n_cores == 1 and not costs.waits) or no_processes():
         return
-    if n_cores > 1 and not settings.on_device:
+    if n_cores > 1:
         sizes = {n_cores - 1, n_cores} if settings.overlap else {n_cores}
         for n in sorted({min(n, n_envs) for n in sizes}):
             yield replace(plain, in_subprocesses=True, n_collectors=n)

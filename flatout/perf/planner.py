@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from flatout.config.run_config import RunConfig
-from flatout.device.accelerator import synchronize
+from flatout.device.accelerator import is_accelerator, synchronize
 from flatout.device.machine import remembered
 from flatout.device.shared import no_processes
 from flatout.envs.check import EnvInfo
@@ -186,7 +186,12 @@ def plan_run(
     else:
         costs = costs or try_steps(env.factory, policy.action, timeout=config.step_timeout, seed=config.seed)
         least = 1 if costs.waits else max(config.n_envs // n_cores, 1)
-        costs = replace(costs, act=acting_times(policy, {least, config.n_envs}))
+        sizes = {least, config.n_envs}
+        costs = replace(costs, act=acting_times(policy, sizes))
+        if is_accelerator(policy.device):
+            on_cpu = acting_times(copied_to_cpu(policy), sizes)
+            act = tuple((n, min(a, b)) for (n, a), (_, b) in zip(costs.act, on_cpu, strict=True))
+            costs = replace(costs, act=act, act_apart=on_cpu)
         measured |= {name: getattr(costs, name) for name in ("step_seconds", "compute_share", "picklable")}
 
     def with_updates() -> Costs:

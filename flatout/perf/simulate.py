@@ -176,7 +176,9 @@ class _Pipeline:
 
     def _collect_in_turn(self, first: int, end: int, lock: int) -> Activity:
         """Envs one after the other in one process, or a batched env."""
-        own = at(self._costs.act, end - first) + self._costs.store
+        costs = self._costs
+        act = costs.act if lock == MAIN or costs.act_apart is None else costs.act_apart
+        own = at(act, end - first) + costs.store
         wait, compute = (times.sum(axis=1).tolist() for times in self._samples(self._n_steps, first, end))
         for slept, worked in zip(wait, compute, strict=True):
             yield Wait(slept)

@@ -7,6 +7,7 @@ import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 
 from flatout.buffers.rollout import Rollout
 from flatout.collect.collector import Collector, Collects
+from flatout.collect.groups import MIN_ENVS, GroupedCollector
 from flatout.collect.noise import NO_EXPLORATION
 from flatout.collect.subprocess import CollectorJob, SubprocessCollectors
 from flatout.collect.tensors import batched_collector
@@ -227,15 +229,26 @@ class Trainer:
                 source=source,
                 exploration=exploration,
             )
-        collector = Collector(
-            make_executor(plan.executor, envs, n_workers=plan.n_workers, step_timeout=config.step_timeout),
-            model,
-            device=device,
-            seed=config.seed,
-            clock=clock,
-            source=source,
-            exploration=exploration,
-        )
+        in_groups = plan.executor == "serial" and has_streams(device) and config.n_envs >= MIN_ENVS
+        halves = np.array_split(envs.env_ids, 2 if in_groups else 1)
+        groups = [
+            Collector(
+                make_executor(
+                    plan.executor,
+                    replace(envs, env_ids=env_ids),
+                    n_workers=plan.n_workers,
+                    step_timeout=config.step_timeout,
+                ),
+                model,
+                device=device,
+                seed=config.seed,
+                clock=clock,
+                source=None if nth else source,
+                exploration=exploration,
+            )
+            for nth, env_ids in enumerate(halves)
+        ]
+        collector = GroupedCollector(groups) if in_groups else groups[0]
         slots = range(n_slots)
         return collector, [Rollout.alloc(policy.obs, policy.action, n_steps, config.n_envs) for _ in slots]
 

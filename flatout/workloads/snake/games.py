@@ -139,6 +139,7 @@ class TensorSteps:
         row, column = np.divmod(np.arange(n), width)
         start = np.zeros(n + 1, np.int32)
         self._rules = rules
+        self._unit = (torch.tensor(0.5) / n).to(device)
 
         def put(values: Array) -> Tensor:
             return torch.as_tensor(values, device=device)
@@ -204,8 +205,7 @@ class TensorSteps:
         rules, n_cells = self._rules, self._rules.n_cells
         free_since = (s.moves - s.length)[:, None]
         left = (s.board.gather(1, self.around[s.head]) - free_since).clamp(0, n_cells)
-        unit = torch.tensor(0.5) / n_cells
-        around = (left + n_cells * (left > 0)).float() * unit.to(left.device)
+        around = (left + n_cells * (left > 0)).float() * self._unit
         y, x = self.row[s.head], self.column[s.head]
         to_y = self.down[self.row[s.food] - y + rules.height - 1]
         to_x = self.right[self.column[s.food] - x + rules.width - 1]
@@ -233,6 +233,8 @@ class SnakeGames:
     Takes the keywords of `Rules`. What `step` returns stays valid for one more step. `info["food"]` counts the food eaten
     in each game; for a game that just ended, in that game. Without `autoreset`, an ended game stays until `reset`.
     """
+
+    capturable = True
 
     def __init__(
         self,
