@@ -28,14 +28,14 @@ from flatout.envs.check import EnvInfo
 from flatout.envs.make import EnvFactory, EnvSource, env_factory
 from flatout.envs.spaces import ActionLayout, ObsLayout, space_from_json
 from flatout.errors import FlatoutError, one_line
-from flatout.integrations.tensorboard import TensorBoardWriter
 from flatout.models.actor import env_actions
 from flatout.models.policy import Policy
 from flatout.perf.costs import Costs
 from flatout.perf.planner import needs_step_times
 from flatout.perf.trial import try_out
-from flatout.runlog.folder import RunFolder, default_run_name, write_json
-from flatout.runlog.recorder import MetricsLog, Recorder, RowLog
+from flatout.runlog.files import write_json
+from flatout.runlog.folder import RunFolder, default_run_name
+from flatout.runlog.recorder import Recorder
 from flatout.training.checkpoint import Checkpoint, CheckpointFolder
 from flatout.training.checkpoint import read as read_checkpoint
 from flatout.training.checkpoint import write as write_checkpoint
@@ -222,14 +222,14 @@ class Agent:
         )
         self._open_folder()
         display = make_display(phase=lambda: trainer.clock.current) if progress_bar else None
-        resume_at = trainer.state.env_steps or None
         folder = self._folder
-        logs: list[RowLog] = []
-        if folder is not None:
-            metrics = MetricsLog(folder.metrics, resume_at, self.config.descriptor.metrics)
-            logs = [metrics, TensorBoardWriter(folder.tensorboard, resume_at)]
-        sinks = [display] if display is not None else []
-        recorder = Recorder(folder, sinks, logs, about=identity(trainer, self.device))
+        recorder = Recorder(
+            folder,
+            [display] if display is not None else [],
+            about=identity(trainer, self.device),
+            resume_at=trainer.state.env_steps or None,
+            columns=self.config.descriptor.metrics,
+        )
         for fault in early:
             recorder.fault(*fault, is_known=True)
         trainer.budget.listener = recorder.fault

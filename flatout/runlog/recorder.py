@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import csv
-import io
-import os
+import json
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from time import perf_counter, time
 from typing import Protocol
 
 from flatout.errors import FlatoutError
-from flatout.runlog.appended import AppendedFile
-from flatout.runlog.folder import RunFolder, write_json
-from flatout.runlog.lock import this_process
+from flatout.runlog.files import AppendedFile, write_json
+from flatout.runlog.folder import RunFolder, this_process
+from flatout.runlog.rows import MetricsLog, Progress, TensorBoardLog
 from flatout.runlog.samples import Figures, Sampler
-from flatout.runlog.spans import SpanFile
-from flatout.timing import Lane
+from flatout.timing import Lane, Span
 
 MIN_SECONDS = 0.1
 """Rows of metrics.csv are at least this far apart: a fast run has hundreds of iterations a second."""
@@ -27,66 +24,11 @@ ROWS = 10_000
 """Rows are also 1/ROWS of the run's time apart, so that metrics.csv grows with the logarithm of that time."""
 PROGRESS_SECONDS = 1.0
 """Time between two writes of progress.json."""
+SPANS_VERSION = 1
+WRITE_SECONDS = 0.5
+"""Time between two writes of spans."""
 GPU_HERTZ, HOST_HERTZ = 5, 2
 """Samples a second; a GPU's load comes in bursts."""
-COLUMNS = tuple(
-    """
-    time/total_timesteps time/iterations time/time_elapsed time/fps
-    rollout/ep_rew_mean rollout/ep_len_mean rollout/episodes
-    train/n_updates train/learning_rate train/loss
-    train/policy_gradient_loss train/value_loss train/entropy_loss train/approx_kl train/clip_fraction
-    train/kl_settled train/clip_range train/explained_variance train/grad_norm
-    train/q_mean train/td_error rollout/exploration_rate train/buffer_fill train/updates_per_step
-    eval/mean_reward eval/mean_ep_length learner_busy
-    """.split()
-)
-"""Columns of metrics.csv, under Stable-Baselines3's names; an algorithm may add its own."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Progress:
-    """The state of a run after an iteration; counts are since the start of the run."""
-
-    env_steps: int
-    total_steps: int
-    """Env steps at which the run ends."""
-    iteration: int
-    """Rollouts learned from."""
-    updates: int
-    """Optimizer steps."""
-    episodes: int
-    seconds: float
-    """Wall time."""
-    steps_per_second: float
-    """Env steps per second of wall time."""
-    return_mean: float | None
-    """Mean return of the last 100 episodes; None until one has ended."""
-    return_std: float | None
-    length_mean: float | None
-    """Mean length of the last 100 episodes, in env steps."""
-    metrics: Mapping[str, float]
-    """Metrics of this iteration under Stable-Baselines3's names: `train/…`, and `eval/…` if it evaluated."""
-    phases: Mapping[str, float]
-    """Seconds per phase of the learner."""
-    learner_busy: float
-    """Share of wall time, 0 to 1, in which the learner's device ran updates."""
-
-
-def scalars(progress: Progress) -> dict[str, float]:
-    """The known figures of an iteration by name, for metrics.csv and TensorBoard."""
-    known: dict[str, float | None] = {
-        "time/total_timesteps": progress.env_steps,
-        "time/iterations": progress.iteration,
-        "time/time_elapsed": progress.seconds,
-        "time/fps": progress.steps_per_second,
-        "rollout/ep_rew_mean": progress.return_mean,
-        "rollout/ep_len_mean": progress.length_mean,
-        "rollout/episodes": progress.episodes,
-        "train/n_updates": progress.updates,
-        **progress.metrics,
-        "learner_busy": progress.learner_busy,
-    }
-    return {name: value for name, value in known.items() if value is not None}
 
 
 class Sink(Protocol):
@@ -102,17 +44,6 @@ class Sink(Protocol):
         """Flush and end; a second call does nothing."""
 
 
-class RowLog(Protocol):
-    """A file with a row of figures per iteration: metrics.csv, TensorBoard's events."""
-
-    @property
-    def file(self) -> AppendedFile:
-        """The file that it writes."""
-
-    def write(self, progress: Progress) -> None:
-        """Add a row."""
-
-
 class Recorder:
     """Feeds the sinks and, if the run has a folder, its files. A file that cannot be written does not end the run."""
 
@@ -120,26 +51,30 @@ class Recorder:
         self,
         folder: RunFolder | None = None,
         sinks: Sequence[Sink] = (),
-        logs: Sequence[RowLog] = (),
         *,
         about: Mapping[str, object] | None = None,
+        resume_at: int | None = None,
+        columns: Sequence[str] = (),
     ) -> None:
-        """`about`: what progress.json says beside the progress."""
-        self._folder, self._sinks, self._logs = folder, sinks, logs
+        """`about`: what progress.json says beside the progress. `columns`: of metrics.csv, besides COLUMNS."""
+        self._folder, self._sinks = folder, sinks
         self._lock = threading.RLock()  # faults come from the thread that collects
         self._about = {**(about or {}), **this_process()}
         self._written_at = self._progress_at = self._row_at = float("-inf")
         self._unwritten: Progress | None = None
         """The newest figures, if they are not a row yet."""
-        self._files = [log.file for log in logs]
-        self._faults: AppendedFile | None = None
         self._spans: SpanFile | None = None
         self._sampler: Sampler | None = None
         self._progress_problem: str | None = None
         self._troubles: set[str] = set()
+        self._logs: list[MetricsLog | TensorBoardLog] = []
+        self._faults: AppendedFile | None = None
+        self._files: list[AppendedFile] = []
         if folder is not None:
+            metrics = MetricsLog(folder.metrics, resume_at, columns)
+            self._logs = [metrics, TensorBoardLog(folder.tensorboard, resume_at)]
             self._faults = AppendedFile(folder.faults)
-            self._files.append(self._faults)
+            self._files = [*self._logs, self._faults]
 
     @property
     def traces(self) -> bool:
@@ -182,7 +117,7 @@ class Recorder:
         if self._unwritten is not None:
             self._row_at = self._unwritten.seconds
             for log in self._logs:
-                log.write(self._unwritten)
+                log.write(log.row(self._unwritten))
             self._unwritten = None
 
     def _write_progress(self, progress: Progress, folder: RunFolder) -> str | None:
@@ -245,55 +180,51 @@ class Recorder:
             sink.close()
 
 
-class MetricsLog:
-    """Writes metrics.csv; with `resume_at`, continues after the last row up to that many env steps."""
+class SpanFile:
+    """Writes the lanes' spans to spans.jsonl from a thread, so that no lane waits for the disk.
 
-    def __init__(self, path: Path, resume_at: int | None = None, more: Sequence[str] = ()) -> None:
-        """`more`: columns besides COLUMNS."""
-        self._columns, self._resume_at = (*COLUMNS, *more), resume_at
-        self.file = AppendedFile(path, self._begin)
-        self.file.write()
+    The first line, and one more each time the run is resumed, says when its times begin.
+    """
 
-    def _begin(self, path: Path) -> None:
-        """Start the file with its header and the rows that a resumed run does not repeat."""
-        part = path.with_name(f".{path.name}.part")
-        try:
-            with part.open("w", newline="", encoding="utf-8") as file:
-                writer = csv.writer(file, lineterminator="\n")
-                writer.writerow(self._columns)
-                if self._resume_at is not None and path.exists():
-                    for row in read_rows(path):
-                        if cell_value(row.get(COLUMNS[0])) <= self._resume_at:
-                            writer.writerow([row.get(name, "") for name in self._columns])
-            os.replace(part, path)
-        except OSError:
-            part.unlink(missing_ok=True)
-            raise
+    def __init__(self, path: Path, lanes: Callable[[], Sequence[Lane]], *, offset: float = 0.0) -> None:
+        """`offset`: wall seconds of the run before it was resumed."""
+        self._lanes, self._zero, self.began = lanes, perf_counter(), time()
+        self._ended = threading.Event()
+        self._n_seen: dict[str, int] = {}
+        self.file = AppendedFile(path)
+        self._write([json.dumps({"began": self.began, "offset": round(offset, 6), "version": SPANS_VERSION})])
+        self._thread = threading.Thread(target=self._work, name="flatout spans", daemon=True)
+        self._thread.start()
 
-    def write(self, progress: Progress) -> None:
-        """Add a row."""
-        values, line = scalars(progress), io.StringIO()
-        csv.writer(line, lineterminator="\n").writerow([_cell(values.get(name)) for name in self._columns])
-        self.file.write(line.getvalue().encode())
+    def close(self) -> None:
+        """Write the remaining spans."""
+        self._ended.set()
+        self._thread.join()
+        self._drain()
+        self.file.close()
 
+    def _work(self) -> None:
+        while not self._ended.wait(WRITE_SECONDS):
+            self._drain()
 
-def _cell(value: float | None) -> str:
-    if value is None:
-        return ""
-    # Eight digits: one more than a float32 carries.
-    return str(value) if isinstance(value, int) else f"{value:.8g}"
+    def _drain(self) -> None:
+        for lane in self._lanes():
+            n_spans = lane.n_spans
+            spans = [lane.spans.popleft() for _ in range(len(lane.spans))]
+            clock = "device" if lane.lane == "device" else "host"
+            self._write(self._line(lane.lane, clock, span) for span in spans)
+            lost = n_spans - self._n_seen.get(lane.lane, 0) - len(spans)
+            self._n_seen[lane.lane] = n_spans if lost > 0 else self._n_seen.get(lane.lane, 0) + len(spans)
+            if lost > 0:
+                self._write([json.dumps({"dropped": lost, "lane": lane.lane})])
 
+    def _line(self, lane: str, clock: str, span: Span) -> str:
+        phases = ", ".join(f'"{name}": {seconds:.6f}' for name, seconds in span.phases.items())
+        start, end = span.start - self._zero, span.end - self._zero
+        return (
+            f'{{"lane": "{lane}", "clock": "{clock}", "start": {start:.6f}, "end": {end:.6f}, '
+            f'"phases": {{{phases}}}}}'
+        )
 
-def read_rows(path: Path) -> Iterator[dict[str, str]]:
-    """The rows of metrics.csv, as text; the last one only if it is complete."""
-    with path.open(encoding="utf-8", errors="replace") as file:
-        whole_lines = (line.replace("\0", "") for line in file if line.endswith("\n"))
-        yield from csv.DictReader(whole_lines, restval="")
-
-
-def cell_value(text: str | None) -> float:
-    """A cell of metrics.csv as a number; NaN for anything else."""
-    try:
-        return float(text or "nan")
-    except ValueError:
-        return float("nan")
+    def _write(self, lines: Iterable[str]) -> None:
+        self.file.write(*(f"{line}\n".encode() for line in lines))

@@ -22,7 +22,7 @@ import numpy as np
 
 from flatout.envs.spaces import Array
 from flatout.errors import FlatoutError
-from flatout.runlog.lock import try_lock
+from flatout.runlog.folder import try_lock
 
 STAGING_SUFFIX = ".flatout-saving"
 LOCAL_HEADER = 30

@@ -12,7 +12,8 @@ import torch
 
 from flatout.collect.ragged import Interrupted
 from flatout.errors import FlatoutError, one_line
-from flatout.runlog.recorder import Progress, Recorder
+from flatout.runlog.recorder import Recorder
+from flatout.runlog.rows import Progress
 from flatout.timing import Phase, busy_seconds, run_phases
 from flatout.training.checkpoint import CheckpointFolder
 from flatout.training.stop import StopRequest
@@ -88,8 +89,8 @@ class _Loop:
         return "finished"
 
     def _reached_target(self) -> bool:
-        state = self._trainer.state
-        if not state.reached(self._trainer.config.target_return):
+        state, target = self._trainer.state, self._trainer.config.target_return
+        if target is None or not state.returns.reached(target):
             return False
         if state.target_reached_steps is None:
             state.target_reached_steps, state.target_reached_seconds = state.env_steps, state.wall_seconds
@@ -119,9 +120,9 @@ class _Loop:
             episodes=state.n_episodes,
             seconds=state.wall_seconds,
             steps_per_second=state.env_steps / wall,
-            return_mean=state.return_mean,
-            return_std=state.return_std,
-            length_mean=state.length_mean,
+            return_mean=state.returns.mean,
+            return_std=state.returns.std,
+            length_mean=state.lengths.mean,
             metrics=metrics,
             phases=phases,
             learner_busy=busy_seconds(lanes) / wall,
@@ -160,8 +161,8 @@ class _Loop:
         if (folder := self._checkpoints) is not None:
             checkpoint = trainer.checkpoint()
             self._recorder.attempt("checkpoints", lambda: folder.save(checkpoint, state.env_steps))
-        if not trainer.config.eval_every and state.return_mean is not None:
-            self._save_if_best(state.return_mean)
+        if not trainer.config.eval_every and state.returns.mean is not None:
+            self._save_if_best(state.returns.mean)
 
     def _save_if_best(self, value: float) -> None:
         state = self._trainer.state
