@@ -21,9 +21,8 @@ import numpy as np
 
 from flatout.device.shared import SharedArrays
 from flatout.envs.check import EnvInfo, check
-from flatout.envs.make import EnvFactory
+from flatout.envs.make import EnvFactory, blocking
 from flatout.envs.spaces import ActionLayout, Array
-from flatout.envs.wrappers import blocking
 from flatout.errors import EnvError, one_line
 from flatout.executors.workers import DONE, POLL_SECONDS, ChildProcess
 from flatout.perf.costs import Costs
