@@ -176,6 +176,8 @@ def plan_run(
     config, policy, learner = probe.config, probe.policy, probe.learner
     kind = "batched" if env.batched else "async" if env.is_async else ""
     measured: dict[str, Any] = dict.fromkeys(("step_seconds", "compute_share", "launch_seconds"))
+    if not kind and not needs_step_times(config) and config.executor not in ("batched", "async"):
+        return replace(_as_asked(config, n_cores), measured=measured)
     if kind or not needs_step_times(config):
         costs = None
     else:
@@ -227,6 +229,21 @@ def plan_run(
     return replace(
         decide(request, settings, costs, with_updates=updates, remember=remember), measured=measured
     )
+
+
+def _as_asked(config: RunConfig, n_cores: int) -> Decision:
+    """The run of a user who asked for both an executor and overlap: there is nothing to decide."""
+    way = Settings(
+        n_envs=config.n_envs,
+        n_steps=config.algorithm.n_steps,
+        batch_size=config.algorithm.batch_size,
+        n_cores=n_cores,
+        executor=config.executor,
+        overlap=config.overlap == "on",
+    )
+    reasons = {way: f"asked for with --executor {config.executor}"}
+    overlap_reason = f"asked for with --overlap {config.overlap}"
+    return Decision(ways=[way], reasons=reasons, overlap=way.overlap, overlap_reason=overlap_reason)
 
 
 def _plan_untimed(request: Request, settings: Settings, fault: str) -> Decision:
