@@ -83,7 +83,7 @@ def sb3_speed(seed: int) -> dict[str, Any]:
 def snake_speed(seed: int, algo: str) -> dict[str, Any]:
     """Snake's recipe: seconds and env steps to a mean of 20 food, steps/s, and the food at the end."""
     import flatout
-    from flatout.runlog.rows import Progress
+    from flatout.runlog.recorder import Progress
 
     soonest: dict[str, float] = {}
 

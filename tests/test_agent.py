@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import flatout
-from flatout.runlog.rows import Progress
+from flatout.runlog.recorder import Progress
 from tests.known import Match
 
 SMALL: dict[str, Any] = {"n_envs": 4, "n_steps": 32, "batch_size": 64, "n_epochs": 2}

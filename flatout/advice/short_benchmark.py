@@ -15,7 +15,7 @@ from flatout.perf.costs import COROUTINE_SECONDS, THREAD_SECONDS, Costs, Setting
 from flatout.perf.planner import UpdateProbe, acting_times
 from flatout.perf.simulate import simulate
 from flatout.perf.trial import try_steps
-from flatout.runlog.rows import Progress
+from flatout.runlog.recorder import Progress
 from flatout.timing import LEARN_PHASES
 
 ENV_SECONDS = 3.0

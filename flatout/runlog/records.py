@@ -15,7 +15,7 @@ import psutil
 
 from flatout.runlog.files import number, read_json
 from flatout.runlog.folder import RunFolder, holder, is_locked
-from flatout.runlog.rows import cell_value, read_rows
+from flatout.runlog.recorder import cell_value, read_rows
 from flatout.runlog.samples import Samples, read_samples
 from flatout.runlog.spans import Floats, Spans, cause_of, idle_causes, is_idle, lane_use, read_spans
 

@@ -12,8 +12,7 @@ import torch
 
 from flatout.collect.ragged import Interrupted
 from flatout.errors import FlatoutError, one_line
-from flatout.runlog.recorder import Recorder
-from flatout.runlog.rows import Progress
+from flatout.runlog.recorder import Progress, Recorder
 from flatout.timing import Phase, busy_seconds, run_phases
 from flatout.training.checkpoint import CheckpointFolder
 from flatout.training.stop import StopRequest

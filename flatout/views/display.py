@@ -9,8 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Protocol, TextIO
 
-from flatout.runlog.recorder import Sink
-from flatout.runlog.rows import Progress
+from flatout.runlog.recorder import Progress, Sink
 from flatout.views import figures as fmt
 from flatout.views.stream import SafeStream
 

@@ -19,7 +19,7 @@ from rich.live import Live
 from rich.panel import Panel
 from rich.text import Text
 
-from flatout.runlog.rows import Progress
+from flatout.runlog.recorder import Progress
 from flatout.views import figures as fmt
 from flatout.views.stream import SafeStream
 

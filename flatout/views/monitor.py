@@ -15,8 +15,8 @@ import psutil
 
 from flatout.runlog.files import Tail, number, read_json
 from flatout.runlog.meters import open_gpu
+from flatout.runlog.recorder import cell_value
 from flatout.runlog.records import is_running, run_status
-from flatout.runlog.rows import cell_value
 from flatout.runlog.spans import Floats, Lane, SpanFollower, idle_causes, lane_use, timeline
 from flatout.views.figures import seconds_left
 from flatout.views.live import History

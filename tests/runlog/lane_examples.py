@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from flatout.runlog.rows import COLUMNS
+from flatout.runlog.recorder import COLUMNS
 
 BEGAN = 1_794_790_166.5
 Phases = Iterable[tuple[str, float]]

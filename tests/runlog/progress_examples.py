@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from flatout.runlog.rows import Progress
+from flatout.runlog.recorder import Progress
 
 MIDWAY = Progress(
     env_steps=125_000,

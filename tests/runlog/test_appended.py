@@ -12,8 +12,7 @@ import pytest
 
 from flatout.runlog.files import MAX_WAITING, AppendedFile
 from flatout.runlog.folder import RunFolder
-from flatout.runlog.recorder import Recorder
-from flatout.runlog.rows import MetricsLog, read_rows
+from flatout.runlog.recorder import MetricsLog, Recorder, read_rows
 from flatout.timing import DeviceClock, Phase
 from tests.runlog.progress_examples import progress
 

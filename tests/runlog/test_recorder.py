@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from flatout.runlog.rows import COLUMNS, MetricsLog, scalars
+from flatout.runlog.recorder import COLUMNS, MetricsLog, scalars
 from tests.runlog.progress_examples import progress
 
 
@@ -52,7 +52,7 @@ def test_a_killed_run_keeps_every_row_it_wrote(tmp_path: Path) -> None:
     path = tmp_path / "metrics.csv"
     code = (
         "import os, signal, sys; from pathlib import Path\n"
-        "from flatout.runlog.rows import MetricsLog\n"
+        "from flatout.runlog.recorder import MetricsLog\n"
         "from tests.runlog.progress_examples import progress\n"
         "log = MetricsLog(Path(sys.argv[1]))\n"
         "for n in (1000, 2000, 3000): log.write(log.row(progress(env_steps=n)))\n"

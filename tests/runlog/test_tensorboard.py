@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from flatout.runlog.rows import TensorBoardLog
+from flatout.runlog.recorder import TensorBoardLog
 from tests.runlog.progress_examples import progress
 
 
@@ -54,7 +54,7 @@ def test_a_resumed_run_draws_no_point_twice(tmp_path: Path) -> None:
 
 
 def test_importing_it_loads_neither_tensorboard_nor_torch() -> None:
-    code = "import sys, flatout.runlog.rows as t; print({'tensorboard', 'torch'} & set(sys.modules))"
+    code = "import sys, flatout.runlog.recorder as t; print({'tensorboard', 'torch'} & set(sys.modules))"
     repository = Path(__file__).parents[2]
     ended = subprocess.run(
         [sys.executable, "-c", code], cwd=repository, capture_output=True, text=True, check=True
