@@ -534,8 +534,7 @@ def _try_to_save(save: Callable[[], object]) -> bool:
     try:
         save()
     except Exception as error:
-        problem = str(error) if isinstance(error, FlatoutError) else one_line(error)
-        PlainDisplay(SafeStream(sys.stderr)).note(f"flatout: {problem}")
+        PlainDisplay(SafeStream(sys.stderr)).note(f"flatout: {one_line(error)}")
         return False
     return True
 

@@ -60,7 +60,7 @@ def try_steps(factory: EnvFactory, action: ActionLayout, *, timeout: float, **li
         costs: Costs = results[0]
         return costs
     except Exception as error:
-        return unknown_costs(str(error) if isinstance(error, EnvError) else one_line(error))
+        return unknown_costs(one_line(error))
 
 
 def tried(factory: EnvFactory, work: Work, timeout: float, *, isolated: bool = True) -> tuple[list[Any], str]:

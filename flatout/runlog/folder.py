@@ -245,9 +245,8 @@ class RunLock:
         """Take the lock, if this object does not hold it yet; refused if another process trains in the folder."""
         if self._descriptor is not None:
             return
-        descriptor = os.open(
-            self._path, os.O_RDWR | os.O_CREAT, 0o666
-        )  # closed in programs that this one starts
+        # It is closed in programs that this one starts.
+        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
         for _ in range(_N_TRIES):
             if (taken := try_lock(descriptor)) is not False:
                 break

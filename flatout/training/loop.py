@@ -11,7 +11,7 @@ from typing import TypeAlias
 import torch
 
 from flatout.collect.ragged import Interrupted
-from flatout.errors import FlatoutError, one_line
+from flatout.errors import one_line
 from flatout.runlog.recorder import Progress, Recorder
 from flatout.timing import Phase, busy_seconds, run_phases
 from flatout.training.checkpoint import CheckpointFolder
@@ -39,9 +39,8 @@ def train(
     try:
         return _Loop(trainer, until, recorder, checkpoints, callback, began).run(stop)
     except BaseException as error:
-        if trainer.pipeline.is_broken or not isinstance(
-            error, Exception
-        ):  # a callback's error breaks nothing
+        # A callback's error breaks nothing.
+        if trainer.pipeline.is_broken or not isinstance(error, Exception):
             trainer.cut_off()
         if isinstance(error, Interrupted) or (isinstance(error, KeyboardInterrupt) and stop.requested):
             return "stopped"
@@ -138,8 +137,7 @@ class _Loop:
         except Interrupted:
             return
         except Exception as error:  # the run is worth more than one evaluation
-            line = str(error) if isinstance(error, FlatoutError) else one_line(error)
-            note = f"evaluation failed: {line}; training goes on"
+            note = f"evaluation failed: {one_line(error)}; training goes on"
             self._recorder.fault(note, "".join(format_exception(error)))
             return
         if result.n_cut != self._n_cut:
