@@ -24,25 +24,25 @@ from flatout.config.trust import require_trust
 from flatout.device import private
 from flatout.device.accelerator import resolve_device
 from flatout.device.machine import gc_frozen, machine, usable_cores
-from flatout.envs.check import EnvInfo
+from flatout.envs.check import EnvInfo, check
 from flatout.envs.make import EnvFactory, EnvSource, env_factory
 from flatout.envs.spaces import ActionLayout, ObsLayout, space_from_json
 from flatout.errors import FlatoutError, one_line
-from flatout.integrations.tensorboard import TensorBoardWriter
 from flatout.models.actor import env_actions
 from flatout.models.policy import Policy
 from flatout.perf.costs import Costs
 from flatout.perf.planner import needs_step_times
 from flatout.perf.trial import try_out
-from flatout.runlog.folder import RunFolder, default_run_name, write_json
-from flatout.runlog.recorder import MetricsLog, Recorder, RowLog
+from flatout.runlog.files import write_json
+from flatout.runlog.folder import RunFolder, default_run_name
+from flatout.runlog.recorder import Recorder
 from flatout.training.checkpoint import Checkpoint, CheckpointFolder
 from flatout.training.checkpoint import read as read_checkpoint
 from flatout.training.checkpoint import write as write_checkpoint
 from flatout.training.evaluation import Evaluation, eval_executor, evaluate
 from flatout.training.loop import Callback, train
 from flatout.training.stop import StopRequest
-from flatout.training.summary import identity, summarize
+from flatout.training.summary import summarize
 from flatout.training.trainer import EVAL_SEED, MAX_EVAL_ENVS, Trainer
 from flatout.views.display import PlainDisplay, make_display
 from flatout.views.report import write_report
@@ -222,14 +222,14 @@ class Agent:
         )
         self._open_folder()
         display = make_display(phase=lambda: trainer.clock.current) if progress_bar else None
-        resume_at = trainer.state.env_steps or None
         folder = self._folder
-        logs: list[RowLog] = []
-        if folder is not None:
-            metrics = MetricsLog(folder.metrics, resume_at, self.config.descriptor.metrics)
-            logs = [metrics, TensorBoardWriter(folder.tensorboard, resume_at)]
-        sinks = [display] if display is not None else []
-        recorder = Recorder(folder, sinks, logs, about=identity(trainer, self.device))
+        recorder = Recorder(
+            folder,
+            [display] if display is not None else [],
+            about=trainer.describe(),
+            resume_at=trainer.state.env_steps or None,
+            columns=self.config.descriptor.metrics,
+        )
         for fault in early:
             recorder.fault(*fault, is_known=True)
         trainer.budget.listener = recorder.fault
@@ -431,9 +431,7 @@ class Agent:
     def _finish(
         self, trainer: Trainer, recorder: Recorder, status: str, startup: float, error: str | None
     ) -> None:
-        self.summary = summarize(
-            trainer, status=status, device=self.device, startup_seconds=startup, error=error
-        )
+        self.summary = summarize(trainer, status=status, startup_seconds=startup, error=error)
         trainer.budget.listener = None
         recorder.close()
         self.summary |= recorder.figures()
@@ -524,8 +522,10 @@ def _resolve(
 
 
 def _try_env(factory: EnvFactory, config: RunConfig, timed: bool = True) -> tuple[EnvInfo, Costs | None]:
-    """The checked env; the steps of one that is tried in another process are timed there at once, if need be."""
-    timed = timed and needs_step_times(config) and not factory.is_built_in and not factory.is_instance
+    """The checked env; the steps of a user's env, which is tried in another process, are timed there at once."""
+    if factory.is_built_in or factory.is_instance:
+        return check(factory, n_envs=config.n_envs, seed=config.seed), None
+    timed = timed and needs_step_times(config)
     return try_out(factory, seed=config.seed, n_envs=config.n_envs, timeout=config.step_timeout, timed=timed)
 
 
@@ -534,8 +534,7 @@ def _try_to_save(save: Callable[[], object]) -> bool:
     try:
         save()
     except Exception as error:
-        problem = str(error) if isinstance(error, FlatoutError) else one_line(error)
-        PlainDisplay(SafeStream(sys.stderr)).note(f"flatout: {problem}")
+        PlainDisplay(SafeStream(sys.stderr)).note(f"flatout: {one_line(error)}")
         return False
     return True
 

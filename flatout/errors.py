@@ -31,7 +31,9 @@ def did_you_mean(word: str, choices: Iterable[str], n: int = 3) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """`KeyError: 'x' (file.py:40)`, on one line whatever the message holds."""
+    """`KeyError: 'x' (file.py:40)`, on one line whatever the message holds; an error for the user as it is."""
+    if isinstance(error, FlatoutError):
+        return str(error)
     # A SyntaxError's text repeats the file and line that `where` adds.
     text = " ".join(str(error.msg if isinstance(error, SyntaxError) else error).split())
     named = f"{type(error).__name__}: {text}" if text else type(error).__name__

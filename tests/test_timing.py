@@ -13,7 +13,7 @@ import torch
 
 import flatout
 from flatout import timing
-from flatout.runlog.spans import SpanFile
+from flatout.runlog.recorder import SpanFile
 from flatout.timing import DeviceClock, Phase, PhaseClock, Span
 from tests.executors.slow import AsyncCartPole, Counter, Script
 

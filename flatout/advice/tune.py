@@ -20,7 +20,7 @@ from flatout.envs.make import EnvSource
 from flatout.perf.costs import START_SECONDS, Costs, Settings
 from flatout.perf.decide import candidates, describe
 from flatout.perf.simulate import FEW_ENV_STEPS, ladder, simulate
-from flatout.runlog.folder import write_json
+from flatout.runlog.files import write_json
 
 TRIAL_SECONDS = 3.0
 MOST_ENVS = 512

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from flatout.cli.parser import run_parser, run_path
 from flatout.errors import FlatoutError
-from flatout.runlog.folder import RunFolder, write_text
+from flatout.runlog.files import write_text
+from flatout.runlog.folder import RunFolder
 from flatout.runlog.records import read_run
 from flatout.runlog.samples import read_samples
 from flatout.runlog.spans import read_spans

@@ -124,7 +124,9 @@ class RunConfig:
     def to_json(self) -> dict[str, Any]:
         """Nested plain data for `from_json`, signed if it names code."""
         names = {attribute: section for section, attribute in sections(self).items()}
-        return signed({names.get(name, name): value for name, value in asdict(self).items()})
+        values = {names.get(name, name): value for name, value in asdict(self).items()}
+        names_code = any(":" in str(values[name]) for name in CODE)
+        return signed(values) if names_code else values
 
     @staticmethod
     def from_json(data: Any, source: str) -> RunConfig:

@@ -29,8 +29,8 @@ READ_PRIVATE = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINAR
 
 
 def signed(values: dict[str, Any]) -> dict[str, Any]:
-    """The settings with a signature, if they name code and there is a key."""
-    signature = _signature(values) if any(_is_code(values.get(name)) for name in CODE) else None
+    """Settings that name code, with a signature if there is a key."""
+    signature = _signature(values)
     return values if signature is None else values | {SIGNATURE: signature}
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import gymnasium as gym
 import numpy as np
 
-from flatout.envs.make import BatchedEnvs, BatchedKind, EnvFactory, batched_kind
+from flatout.envs.make import BatchedEnvs, BatchedKind, EnvFactory, batched_kind, blocking
 from flatout.envs.spaces import MASK_KEY, logit_sizes
 from flatout.envs.validate import (
     has_mask,
@@ -28,7 +28,7 @@ from flatout.envs.validate import (
     validate_reward,
     validate_spaces,
 )
-from flatout.envs.wrappers import Blocking, MaskFromInfo, blocking
+from flatout.envs.wrappers import Blocking, MaskFromInfo
 from flatout.errors import EnvError, is_engine_file, one_line
 
 if TYPE_CHECKING:

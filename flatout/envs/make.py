@@ -28,7 +28,7 @@ from flatout.envs.loader import (
     read_code,
     type_name,
 )
-from flatout.envs.wrappers import AsyncTimeLimit, MaskFromInfo, is_async
+from flatout.envs.wrappers import AsyncTimeLimit, MaskFromInfo, run_blocking
 from flatout.errors import EnvError, FlatoutError, did_you_mean, one_line, where
 
 if TYPE_CHECKING:
@@ -130,11 +130,12 @@ class EnvFactory:
         return not self.spec.additional_wrappers and all(map(_is_engine, modules))
 
     def _make(self, kwargs: dict[str, Any], n_envs: int | None) -> gym.Env[Any, Any] | BatchedEnvs:
-        with importable(self.source) if isinstance(self.source, str) else nullcontext():
-            target = self.spec or _resolve(self.source, self.code)
-            if _is_batched(target):
-                return target
-            env = _create(target, kwargs, self.name, n_envs, self.device)  # type: ignore[arg-type]  # not batched by now
+        source = self.source
+        if _is_batched(source):
+            return source
+        with importable(source) if isinstance(source, str) and ":" in source else nullcontext():
+            target = self.spec or (_named(source, self.code) if isinstance(source, str) else source)
+            env = _create(target, kwargs, self.name, n_envs, self.device)  # type: ignore[arg-type]  # not batched
         return MaskFromInfo(env) if self.mask_in_info and isinstance(env, gym.Env) else env
 
 
@@ -142,13 +143,14 @@ def env_factory(source: EnvSource, kwargs: Mapping[str, Any] | None = None) -> E
     """The factory for an id, `module:Id`, `file.py:factory`, a gym.Env class, a function, or a batched env itself."""
     if isinstance(source, str):
         source = env_id(source)
+        known = EnvFactory(name=source, source=source, kwargs=dict(kwargs or {}))
+        if ":" not in source:
+            return replace(known, spec=_registered(source))
         code = read_code(source, "env")
         with importable(source):
-            target = _resolve(source, code)
+            target = _named(source, code)
         spec = target if isinstance(target, EnvSpec) else None
-        return EnvFactory(
-            name=source, source=absolute(source), kwargs=dict(kwargs or {}), code=code, spec=spec
-        )
+        return replace(known, source=absolute(source), code=code, spec=spec)
     if _is_batched(source):
         if kwargs:
             raise FlatoutError(
@@ -176,16 +178,11 @@ def _is_engine(module: str) -> bool:
     return module.startswith(("gymnasium.", "flatout."))
 
 
-def _resolve(source: EnvSource, code: bytes | None = None) -> EnvSpec | Creator | BatchedEnvs:
-    if not isinstance(source, str):
-        return source
+def _named(source: str, code: bytes | None) -> EnvSpec | Creator:
+    """What `file.py:factory`, `module:Id` or `module:factory` stands for."""
     if is_file(source):
         return load_object(source, "env", _makes_envs, MADE_BY, code)  # type: ignore[no-any-return]  # `_verified` checks what it makes
-    if source.endswith(".py"):
-        raise FlatoutError(
-            f"env '{source}' is a file; add the function or gym.Env class that makes the env: '{source}:name'"
-        )
-    return _from_module(source) if ":" in source else _registered(source)
+    return _from_module(source)
 
 
 def _registered(env_id: str) -> EnvSpec:
@@ -197,6 +194,10 @@ def _registered(env_id: str) -> EnvSpec:
 
 
 def _unknown(env_id: str) -> str:
+    if env_id.endswith(".py"):
+        return (
+            f"env '{env_id}' is a file; add the function or gym.Env class that makes the env: '{env_id}:name'"
+        )
     by_version = sorted(gym.registry, key=lambda known: (len(known), known))
     stem, _, version = env_id.rpartition("-v")
     versions = [repr(known) for known in by_version if known.rpartition("-v")[0] == stem]
@@ -284,6 +285,25 @@ def _takes(creator: Creator, kwargs: dict[str, Any], name: str) -> bool:
         return name in inspect.signature(creator).parameters
     except (TypeError, ValueError):
         return False
+
+
+def is_async(env: gym.Env[Any, Any]) -> bool:
+    """Whether the unwrapped env has `async def reset` and `async def step`."""
+    bare = getattr(env, "unwrapped", env)  # batched envs of tensors have no wrappers
+    return inspect.iscoroutinefunction(bare.reset) and inspect.iscoroutinefunction(bare.step)
+
+
+def blocking(factory: Callable[[], gym.Env[Any, Any]]) -> gym.Env[Any, Any]:
+    """The factory's env; an async one is made blocking."""
+    env = None
+    try:
+        env = factory()
+        if not is_async(env):
+            return env
+    except Exception as error:
+        if "no running event loop" not in str(error):  # raised by a constructor that opens an async client
+            raise
+    return run_blocking(factory, env)
 
 
 def _awaitable(env: gym.Env[Any, Any], spec: EnvSpec) -> gym.Env[Any, Any]:

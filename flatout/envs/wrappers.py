@@ -28,12 +28,6 @@ CLOSE_SECONDS = 2.0
 T = TypeVar("T")
 
 
-def is_async(env: gym.Env[Any, Any]) -> bool:
-    """Whether the unwrapped env has `async def reset` and `async def step`."""
-    bare = getattr(env, "unwrapped", env)  # batched envs of tensors have no wrappers
-    return inspect.iscoroutinefunction(bare.reset) and inspect.iscoroutinefunction(bare.step)
-
-
 class MaskFromInfo(gym.Wrapper[Any, Any, Any, Any]):
     """Moves `info["action_mask"]` into the observation, the only place where the rest of flatout looks for masks."""
 
@@ -136,20 +130,11 @@ class Blocking(gym.Wrapper[Any, Any, Any, Any]):
         return self._loop_thread.run(_awaited(call))
 
 
-def blocking(factory: Callable[[], gym.Env[Any, Any]]) -> gym.Env[Any, Any]:
-    """The factory's env; an async one is made blocking."""
-    try:
-        env = factory()
-        if not is_async(env):
-            return env
-        made = env
-    except Exception as error:
-        if "no running event loop" not in str(error):  # raised by a constructor that opens an async client
-            raise
-        made = None
+def run_blocking(factory: Callable[[], gym.Env[Any, Any]], env: gym.Env[Any, Any] | None) -> Blocking:
+    """The async env as a blocking one; without `env` the factory makes it on the event loop."""
     loop_thread = LoopThread("flatout-env-loop")
     try:
-        return Blocking(made or loop_thread.run(_awaited(factory)), loop_thread)
+        return Blocking(env or loop_thread.run(_awaited(factory)), loop_thread)
     except BaseException:
         loop_thread.close()
         raise

@@ -18,8 +18,9 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import gymnasium as gym
 
+from flatout.envs.make import is_async
 from flatout.envs.spaces import Array, ObsArrays, ObsLayout
-from flatout.envs.wrappers import CLOSE_SECONDS, LoopThread, is_async
+from flatout.envs.wrappers import CLOSE_SECONDS, LoopThread
 from flatout.errors import EnvError, FlatoutError, one_line
 
 Doing = Literal["constructor", "reset", "step"]

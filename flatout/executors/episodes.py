@@ -7,7 +7,8 @@ since. Every env is seeded again at the first episode end after RESEED_STEPS ste
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 
 import numpy as np
@@ -18,6 +19,8 @@ from flatout.errors import EnvError
 from flatout.executors.base import Episode, Step
 
 RESEED_STEPS = 1_000
+WINDOW = 100
+"""Episodes over which returns and lengths are reported."""
 MAX_LOG = 20_000
 """Steps kept for replay; an env whose episode is longer begins a new one after a resume."""
 
@@ -62,6 +65,27 @@ class EpisodeStatistics:
     def restore(self, snapshot: Mapping[str, Array]) -> None:
         """Go on with the counts of a snapshot."""
         self.returns[:], self.lengths[:] = snapshot["returns"], snapshot["lengths"]
+
+
+class LastEpisodes(deque[float]):
+    """The returns or the lengths of the last episodes."""
+
+    def __init__(self, values: Iterable[float] = ()) -> None:
+        super().__init__(values, maxlen=WINDOW)
+
+    @property
+    def mean(self) -> float | None:
+        """None until an episode has ended."""
+        return float(np.mean(list(self))) if self else None
+
+    @property
+    def std(self) -> float | None:
+        """Standard deviation."""
+        return float(np.std(list(self))) if self else None
+
+    def reached(self, target: float) -> bool:
+        """Whether the mean of a full window is at least this."""
+        return len(self) == WINDOW and float(np.mean(list(self))) >= target
 
 
 class StepCheck:

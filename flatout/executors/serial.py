@@ -135,10 +135,10 @@ class SerialExecutor(Executor):
         """Each env's seed, and the actions from then to the last mark."""
         return self._log.snapshot()
 
-    def restore(self, snapshot: Mapping[str, Array], max_seconds: float = REPLAY_SECONDS) -> list[int]:
+    def restore(self, snapshot: Mapping[str, Array]) -> list[int]:
         """Replay each env to the snapshot; returns the envs that began a new episode instead."""
         self._statistics.restore(snapshot)
-        deadline = perf_counter() + max_seconds
+        deadline = perf_counter() + REPLAY_SECONDS
         fresh: list[int] = []
         for i, replay in enumerate(self._log.restore(snapshot)):
             in_time = replay is not None and perf_counter() < deadline

@@ -251,16 +251,13 @@ class WaitingExecutor(Executor):
 
     def _replace(self, i: int, doing: Doing, error: BaseException) -> None:
         """Replace a lost env by a new one with its next seed, if that has not happened too often."""
-        if self._is_closed or (
-            isinstance(error, EnvError) and doing != "constructor"
-        ):  # a new env would break its spaces too
+        # After such an error a new env would break its spaces too.
+        if self._is_closed or (isinstance(error, EnvError) and doing != "constructor"):
             raise self._failure(i, doing, error) from error
         self._generations[i] += 1
-        cause = str(error) if isinstance(error, FlatoutError) else one_line(error)
+        what = f"env {self.env_ids[i]} was rebuilt: {one_line(error)}"
         try:
-            self.budget.spend(
-                f"env {self.env_ids[i]} was rebuilt: {cause}", "".join(traceback.format_exception(error))
-            )
+            self.budget.spend(what, "".join(traceback.format_exception(error)))
         except EnvError as storm:
             raise storm from error
         self._workers.abandon(i)
@@ -304,9 +301,8 @@ class WaitingExecutor(Executor):
     def _failure(self, i: int, doing: Doing, error: BaseException) -> EnvError:
         if doing == "constructor" and isinstance(error, FlatoutError):
             return EnvError(str(error))
-        cause = str(error) if isinstance(error, FlatoutError) else one_line(error)
         when = "" if doing == "constructor" else f" at step {self._n_steps[i] + 1}"
-        return EnvError(f"env {self.env_ids[i]} raised in {doing}{when}: {cause}")
+        return EnvError(f"env {self.env_ids[i]} raised in {doing}{when}: {one_line(error)}")
 
 
 ThreadExecutor = partial(WaitingExecutor, workers=EnvThreads)

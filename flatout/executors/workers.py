@@ -204,12 +204,10 @@ class WorkerPool:
             except BlockingIOError:  # it has not read for that long
                 self._moved_at[i] = float("-inf")
 
-    def receive(
-        self, waiting: Iterable[int], seconds: float = POLL_SECONDS
-    ) -> list[tuple[int, bytes | None]]:
-        """Answers that come within `seconds`, as soon as there is one; None for a worker that was replaced."""
+    def receive(self, waiting: Iterable[int]) -> list[tuple[int, bytes | None]]:
+        """Answers that come soon, as soon as there is one; None for a worker that was replaced."""
         waiting = set(waiting)
-        answers = [(i, self._read(i)) for i in self._ready(waiting, seconds)]
+        answers = [(i, self._read(i)) for i in self._ready(waiting)]
         now = perf_counter()
         if now >= self._look_at:
             self._look_at = now + POLL_SECONDS
@@ -267,7 +265,7 @@ class WorkerPool:
         """Whether these workers finish within so many seconds what they are doing; nobody is replaced."""
         left, until = set(waiting), perf_counter() + seconds
         while left and perf_counter() < until:
-            for i in self._ready(left, POLL_SECONDS):
+            for i in self._ready(left):
                 try:
                     is_done = self._children[i].connection.recv_bytes()[:1] == DONE
                 except (EOFError, OSError):
@@ -303,14 +301,14 @@ class WorkerPool:
         shared = (self._shared, self._signs, i)
         return ChildProcess(f"flatout {self._name} {i}", self._main, (job,), shared, self._timeout)
 
-    def _ready(self, waiting: set[int], seconds: float) -> list[int]:
-        """Those of the workers that have something to read or are dead, as soon as there is one."""
+    def _ready(self, waiting: set[int]) -> list[int]:
+        """Those of the workers that have something to read or are dead, as soon as there is one, or none soon."""
         if waiting != self._polled:  # registering costs more than waiting, and mostly they are the same
             self._poll, self._polled = select.poll(), waiting
             self._by_fd = {self._children[i].connection.fileno(): i for i in waiting}
             for fd in self._by_fd:
                 self._poll.register(fd, select.POLLIN)
-        return [self._by_fd[fd] for fd, _ in self._poll.poll(seconds * 1000)]
+        return [self._by_fd[fd] for fd, _ in self._poll.poll(POLL_SECONDS * 1000)]
 
     def _read(self, i: int) -> bytes | None:
         """Worker i's answer; None if it has died or failed and was replaced. Raises HOPELESS errors."""
@@ -427,9 +425,8 @@ def _die_with(lifeline: int) -> None:
     """Have the kernel end this process group when the parent's end of the lifeline closes, even in a hung C call."""
     import fcntl
 
-    fcntl.fcntl(
-        lifeline, fcntl.F_SETSIG, signal.SIGKILL
-    )  # others would wait until a stopped process is continued
+    # Other signals would wait until a stopped process is continued.
+    fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
     fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC | os.O_NONBLOCK)
     with suppress(BlockingIOError):

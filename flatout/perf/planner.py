@@ -181,6 +181,9 @@ def plan_run(
     config, policy, learner = probe.config, probe.policy, probe.learner
     kind = "batched" if env.batched else "async" if env.is_async else ""
     measured: dict[str, Any] = dict.fromkeys(("step_seconds", "compute_share", "launch_seconds"))
+    settings = settings_of(config, policy, n_cores)
+    if not kind and not needs_step_times(config) and config.executor not in ("batched", "async"):
+        return replace(_as_asked(config, settings), measured=measured)
     if kind or not needs_step_times(config):
         costs = None
     else:
@@ -230,13 +233,20 @@ def plan_run(
         where="in NumPy" if env.batched == "numpy" else f"as tensors on {env.device}",
         began_overlapped=overlapped,
     )
-    settings = settings_of(config, policy, n_cores)
     if costs is not None and costs.fault:
         return _plan_untimed(request, settings, costs.fault)
     updates = None if settings.on_device else with_updates
     return replace(
         decide(request, settings, costs, with_updates=updates, remember=remember), measured=measured
     )
+
+
+def _as_asked(config: RunConfig, settings: Settings) -> Decision:
+    """The run of a user who asked for both an executor and overlap: there is nothing to decide."""
+    way = replace(settings, executor=config.executor, overlap=config.overlap == "on")
+    reasons = {way: f"asked for with --executor {config.executor}"}
+    overlap_reason = f"asked for with --overlap {config.overlap}"
+    return Decision(ways=[way], reasons=reasons, overlap=way.overlap, overlap_reason=overlap_reason)
 
 
 def _plan_untimed(request: Request, settings: Settings, fault: str) -> Decision:
@@ -256,8 +266,12 @@ def _plan_untimed(request: Request, settings: Settings, fault: str) -> Decision:
 
 def settings_of(config: RunConfig, policy: Policy, n_cores: int) -> Settings:
     """The settings of a run as far as they decide its speed, with one env after the other in one process."""
-    algorithm = config.algorithm
-    settings = Settings(
+    algorithm, total = config.algorithm, config.total_batch
+    n_updates, by_epochs = (
+        config.updates_per_iteration,
+        max(total // algorithm.batch_size, 1) * algorithm.epochs,
+    )
+    return Settings(
         n_envs=config.n_envs,
         n_steps=algorithm.n_steps,
         batch_size=algorithm.batch_size,
@@ -265,8 +279,5 @@ def settings_of(config: RunConfig, policy: Policy, n_cores: int) -> Settings:
         n_cores=n_cores,
         on_device=policy.device.type != "cpu",
         n_params=policy.n_params,
+        train_ratio=None if n_updates == by_epochs else n_updates / total,
     )
-    n_updates = config.updates_per_iteration
-    if n_updates == settings.n_updates:
-        return settings
-    return replace(settings, train_ratio=n_updates / config.total_batch)

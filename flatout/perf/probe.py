@@ -13,9 +13,8 @@ import gymnasium as gym
 import numpy as np
 
 from flatout.device.machine import usable_cores
-from flatout.envs.make import EnvFactory
+from flatout.envs.make import EnvFactory, blocking
 from flatout.envs.spaces import ActionLayout, Array
-from flatout.envs.wrappers import blocking
 from flatout.perf.costs import Costs, Settings
 from flatout.perf.decide import Request, decide
 

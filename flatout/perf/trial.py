@@ -21,9 +21,8 @@ import numpy as np
 
 from flatout.device.shared import SharedArrays
 from flatout.envs.check import EnvInfo, check
-from flatout.envs.make import EnvFactory
+from flatout.envs.make import EnvFactory, blocking
 from flatout.envs.spaces import ActionLayout, Array
-from flatout.envs.wrappers import blocking
 from flatout.errors import EnvError, one_line
 from flatout.executors.workers import DONE, POLL_SECONDS, ChildProcess
 from flatout.perf.costs import Costs
@@ -61,7 +60,7 @@ def try_steps(factory: EnvFactory, action: ActionLayout, *, timeout: float, **li
         costs: Costs = results[0]
         return costs
     except Exception as error:
-        return unknown_costs(str(error) if isinstance(error, EnvError) else one_line(error))
+        return unknown_costs(one_line(error))
 
 
 def tried(factory: EnvFactory, work: Work, timeout: float, *, isolated: bool = True) -> tuple[list[Any], str]:

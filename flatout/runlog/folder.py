@@ -1,33 +1,34 @@
-"""A run's folder and how its files are written and read.
+"""A run's folder, and the lock on it.
 
-Two runs never share a folder, and a run that learned nothing leaves none behind. JSON files are replaced atomically. JSON
-lines are appended: their readers accept a file that is missing, cut, damaged, replaced or still growing.
+Two runs never share a folder, and a run that learned nothing leaves none behind. One process trains in a folder, and
+readers see whether one does: the lock is an flock, which the kernel releases when the process ends, however it ends. The
+lock file stays; it says who held the lock last.
 """
 
 from __future__ import annotations
 
+import errno
 import json
-import math
 import os
+import platform
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from datetime import datetime
-from functools import partial
 from itertools import count
-from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, TypeAlias
+from time import sleep
+from typing import Any
 
 from flatout.errors import FlatoutError, did_you_mean
-from flatout.runlog.lock import RunLock
+from flatout.runlog.files import read_json, write_json
 
-Record: TypeAlias = dict[str, Any]
-_HEAD_BYTES = 64
-MAX_LINE = 1 << 20
-"""A longer line is damage; it is read in pieces."""
 _MARKS_OF_A_RUN = ("config.json", "summary.json", "checkpoints")
+LOCK_FILE = ".lock"
+_N_TRIES, _TRY_SECONDS = 20, 0.05
+"""A reader that looks at the lock holds it for a moment."""
+_held: set[int] = set()
 
 
 class RunFolder:
@@ -119,7 +120,7 @@ class RunFolder:
             write_json(self.summary, summary)
         except FlatoutError:
             self._end_progress()
-            write_text(self.summary, json.dumps(_plain(summary), ensure_ascii=False, separators=(",", ":")))
+            write_json(self.summary, summary, compact=True)
         self._end_progress()
 
     def _end_progress(self) -> None:
@@ -175,22 +176,6 @@ class RunFolder:
         old.release()
 
 
-def write_json(path: Path, value: object) -> None:
-    """Replace a JSON file atomically; NaN and ±inf become null."""
-    write_text(path, json.dumps(_plain(value), indent=2, ensure_ascii=False) + "\n")
-
-
-def write_text(path: Path, text: str) -> None:
-    """Replace a file atomically: readers see the old content or the new."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        part.write_text(text, encoding="utf-8")
-        os.replace(part, path)
-    except OSError as error:
-        part.unlink(missing_ok=True)
-        raise FlatoutError(f"cannot write {path}: {error.strerror or error}") from None
-
-
 def default_run_name(env_name: str, algo: str, seed: int, now: datetime) -> str:
     """A name that sorts by env: `CartPole-v1-ppo-seed1-20261115-190331`."""
     file, separator, factory = env_name.rpartition(".py:")
@@ -224,103 +209,95 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _plain(value: object) -> Any:
-    """`value` in JSON's types. NumPy scalars are registered as numbers, so NumPy need not be imported."""
-    if value is None or isinstance(value, bool | str):
-        return value
-    if isinstance(value, Integral):
-        return int(value)
-    if isinstance(value, Real):
-        return float(value) if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [_plain(item) for item in value]
-    return str(value)
+def _close_in_child() -> None:
+    """A forked child closes the locks, or they would be held for as long as it lives."""
+    while _held:
+        os.close(_held.pop())
 
 
-class Tail:
-    """Reads the complete lines that a file has gained since the last read."""
-
-    def __init__(self, path: Path) -> None:
-        self._path, self._at, self._head = path, 0, b""
-        self._inode: int | None = None
-
-    def read(self) -> tuple[bool, list[bytes]]:
-        """Whether the file was replaced or removed since the last read, and its new lines."""
-        try:
-            with self._path.open("rb") as file:
-                stat, head = os.fstat(file.fileno()), file.read(_HEAD_BYTES)
-                # The head too: a file system gives the inode of a removed file to the next one.
-                is_same = head.startswith(self._head) and self._inode in (None, stat.st_ino)
-                restarted = not (is_same and stat.st_size >= self._at)
-                if restarted:
-                    self._reset()
-                self._inode, self._head = stat.st_ino, head
-                file.seek(self._at)
-                chunk = file.read()
-        except OSError:
-            was_there = self._inode is not None
-            self._reset()
-            return was_there, []
-        end = chunk.rfind(b"\n") + 1
-        self._at += end
-        return restarted, chunk[:end].splitlines()
-
-    def _reset(self) -> None:
-        self._at, self._head, self._inode = 0, b"", None
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_in_child)
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; empty if there is none."""
+def try_lock(descriptor: int, *, shared: bool = False) -> bool | None:
+    """Whether the lock was free and is taken now; None where files cannot be locked, as on Windows or some network disks."""
     try:
-        return json_object(path.read_bytes()) or {}
-    except OSError:
-        return {}
-
-
-def read_records(path: Path, problems: list[str]) -> Iterator[Record]:
-    """The records of a file, one at a time; what is wrong with it is added to `problems` in plain words."""
-    n_records = n_unreadable = 0
+        import fcntl
+    except ImportError:  # Windows
+        return None
     try:
-        with path.open("rb") as file:
-            for line in iter(partial(file.readline, MAX_LINE), b""):
-                if (record := json_object(line)) is not None:
-                    n_records += "began" not in record
-                    yield record
-                elif line.endswith(b"\n"):
-                    n_unreadable += bool(line.strip())
-                else:
-                    problems.append(f"{path.name} ends in an incomplete line, which is ignored")
+        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except OSError as error:
-        is_missing = isinstance(error, FileNotFoundError)
-        problems.append(f"{path.name} {'is missing' if is_missing else f'cannot be read: {error.strerror}'}")
-        return
-    if n_unreadable:
-        problems.append(f"{path.name} has {plural(n_unreadable, 'unreadable line')}")
-    if not n_records:
-        problems.append(f"{path.name} is empty")
+        return False if error.errno in (errno.EWOULDBLOCK, errno.EACCES) else None
+    return True
 
 
-def json_object(text: bytes) -> Record | None:
-    """The JSON object in `text`; None for anything else."""
+class RunLock:
+    """The lock on one run's folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / LOCK_FILE
+        self._descriptor: int | None = None
+        self.note: str | None = None
+        """A line for the user if the folder cannot be locked."""
+
+    def take(self) -> None:
+        """Take the lock, if this object does not hold it yet; refused if another process trains in the folder."""
+        if self._descriptor is not None:
+            return
+        # It is closed in programs that this one starts.
+        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
+        for _ in range(_N_TRIES):
+            if (taken := try_lock(descriptor)) is not False:
+                break
+            sleep(_TRY_SECONDS)
+        else:
+            os.close(descriptor)
+            raise FlatoutError(
+                f"run {self._path.parent.name!r} is training in {_who(holder(self._path.parent))}; "
+                "stop it first, or use another --run-name"
+            )
+        self._descriptor = descriptor
+        _held.add(descriptor)
+        if taken is None:
+            self.note = "files cannot be locked here: make sure that no other process trains in this folder"
+        with suppress(OSError):  # a full disk: the lock holds without a name
+            os.ftruncate(descriptor, 0)
+            os.write(descriptor, json.dumps(this_process()).encode())
+
+    def release(self) -> None:
+        """Give the lock back, if it is held."""
+        if self._descriptor is not None:
+            if self._descriptor in _held:  # not in a forked child
+                _held.remove(self._descriptor)
+                os.close(self._descriptor)
+            self._descriptor = None
+
+
+def is_locked(folder: Path) -> bool | None:
+    """Whether a process trains in a folder; None if the lock does not tell."""
     try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
-
-
-def number(value: object) -> float | None:
-    """`value` if it is a finite number, else None."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
+        descriptor = os.open(folder / LOCK_FILE, os.O_RDONLY)
+    except OSError:
         return None
     try:
-        return float(value) if math.isfinite(value) else None
-    except OverflowError:  # an integer beyond any float
-        return None
+        free = try_lock(descriptor, shared=True)
+    finally:
+        os.close(descriptor)
+    return None if free is None else not free
 
 
-def plural(n: int, noun: str) -> str:
-    """`1 line`, `2,000 lines`."""
-    return f"{n:,} {noun}{'' if n == 1 else 's'}"
+def this_process() -> dict[str, Any]:
+    """Who writes: process id and host."""
+    return {"pid": os.getpid(), "host": platform.node()}
+
+
+def holder(folder: Path) -> dict[str, Any]:
+    """Who took the lock last; empty if that is not known."""
+    return read_json(folder / LOCK_FILE)
+
+
+def _who(process: dict[str, Any]) -> str:
+    host = process.get("host")
+    where = f" on {host}" if host not in (None, platform.node()) else ""
+    return f"process {process['pid']}{where}" if "pid" in process else "another process"

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import csv
 import io
+import json
+import math
 import os
+import platform
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
-from time import perf_counter, time
+from time import perf_counter
 from typing import Protocol
 
 from flatout.errors import FlatoutError
-from flatout.runlog.appended import AppendedFile
-from flatout.runlog.folder import RunFolder, write_json
-from flatout.runlog.lock import this_process
+from flatout.runlog.files import AppendedFile, write_json
+from flatout.runlog.folder import RunFolder, this_process
 from flatout.runlog.samples import Figures, Sampler
-from flatout.runlog.spans import SpanFile
-from flatout.timing import Lane
+from flatout.timing import Lane, Span
 
 MIN_SECONDS = 0.1
 """Rows of metrics.csv are at least this far apart: a fast run has hundreds of iterations a second."""
@@ -27,6 +29,9 @@ ROWS = 10_000
 """Rows are also 1/ROWS of the run's time apart, so that metrics.csv grows with the logarithm of that time."""
 PROGRESS_SECONDS = 1.0
 """Time between two writes of progress.json."""
+SPANS_VERSION = 1
+WRITE_SECONDS = 0.5
+"""Time between two writes of spans."""
 GPU_HERTZ, HOST_HERTZ = 5, 2
 """Samples a second; a GPU's load comes in bursts."""
 COLUMNS = tuple(
@@ -102,17 +107,6 @@ class Sink(Protocol):
         """Flush and end; a second call does nothing."""
 
 
-class RowLog(Protocol):
-    """A file with a row of figures per iteration: metrics.csv, TensorBoard's events."""
-
-    @property
-    def file(self) -> AppendedFile:
-        """The file that it writes."""
-
-    def write(self, progress: Progress) -> None:
-        """Add a row."""
-
-
 class Recorder:
     """Feeds the sinks and, if the run has a folder, its files. A file that cannot be written does not end the run."""
 
@@ -120,26 +114,30 @@ class Recorder:
         self,
         folder: RunFolder | None = None,
         sinks: Sequence[Sink] = (),
-        logs: Sequence[RowLog] = (),
         *,
         about: Mapping[str, object] | None = None,
+        resume_at: int | None = None,
+        columns: Sequence[str] = (),
     ) -> None:
-        """`about`: what progress.json says beside the progress."""
-        self._folder, self._sinks, self._logs = folder, sinks, logs
+        """`about`: what progress.json says beside the progress. `columns`: of metrics.csv, besides COLUMNS."""
+        self._folder, self._sinks = folder, sinks
         self._lock = threading.RLock()  # faults come from the thread that collects
         self._about = {**(about or {}), **this_process()}
         self._written_at = self._progress_at = self._row_at = float("-inf")
         self._unwritten: Progress | None = None
         """The newest figures, if they are not a row yet."""
-        self._files = [log.file for log in logs]
-        self._faults: AppendedFile | None = None
         self._spans: SpanFile | None = None
         self._sampler: Sampler | None = None
         self._progress_problem: str | None = None
         self._troubles: set[str] = set()
+        self._logs: list[MetricsLog | TensorBoardLog] = []
+        self._faults: AppendedFile | None = None
+        self._files: list[AppendedFile] = []
         if folder is not None:
+            metrics = MetricsLog(folder.metrics, resume_at, columns)
+            self._logs = [metrics, TensorBoardLog(folder.tensorboard, resume_at)]
             self._faults = AppendedFile(folder.faults)
-            self._files.append(self._faults)
+            self._files = [*self._logs, self._faults]
 
     @property
     def traces(self) -> bool:
@@ -182,7 +180,7 @@ class Recorder:
         if self._unwritten is not None:
             self._row_at = self._unwritten.seconds
             for log in self._logs:
-                log.write(self._unwritten)
+                log.write(log.row(self._unwritten))
             self._unwritten = None
 
     def _write_progress(self, progress: Progress, folder: RunFolder) -> str | None:
@@ -190,7 +188,7 @@ class Recorder:
         if self._written_at - self._progress_at >= PROGRESS_SECONDS:
             self._progress_at = self._written_at
             now = asdict(progress)
-            now |= {"wall_seconds": now.pop("seconds"), "updated": time()}
+            now |= {"wall_seconds": now.pop("seconds"), "updated": time.time()}
             now["gpu"] = self._sampler.gpu if self._sampler is not None else None
             try:
                 write_json(folder.progress, self._about | now | {"status": "running"})
@@ -245,14 +243,64 @@ class Recorder:
             sink.close()
 
 
-class MetricsLog:
-    """Writes metrics.csv; with `resume_at`, continues after the last row up to that many env steps."""
+class SpanFile:
+    """Writes the lanes' spans to spans.jsonl from a thread, so that no lane waits for the disk.
+
+    The first line, and one more each time the run is resumed, says when its times begin.
+    """
+
+    def __init__(self, path: Path, lanes: Callable[[], Sequence[Lane]], *, offset: float = 0.0) -> None:
+        """`offset`: wall seconds of the run before it was resumed."""
+        self._lanes, self._zero, self.began = lanes, perf_counter(), time.time()
+        self._ended = threading.Event()
+        self._n_seen: dict[str, int] = {}
+        self.file = AppendedFile(path)
+        self._write([json.dumps({"began": self.began, "offset": round(offset, 6), "version": SPANS_VERSION})])
+        self._thread = threading.Thread(target=self._work, name="flatout spans", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Write the remaining spans."""
+        self._ended.set()
+        self._thread.join()
+        self._drain()
+        self.file.close()
+
+    def _work(self) -> None:
+        while not self._ended.wait(WRITE_SECONDS):
+            self._drain()
+
+    def _drain(self) -> None:
+        for lane in self._lanes():
+            n_spans = lane.n_spans
+            spans = [lane.spans.popleft() for _ in range(len(lane.spans))]
+            clock = "device" if lane.lane == "device" else "host"
+            self._write(self._line(lane.lane, clock, span) for span in spans)
+            lost = n_spans - self._n_seen.get(lane.lane, 0) - len(spans)
+            self._n_seen[lane.lane] = n_spans if lost > 0 else self._n_seen.get(lane.lane, 0) + len(spans)
+            if lost > 0:
+                self._write([json.dumps({"dropped": lost, "lane": lane.lane})])
+
+    def _line(self, lane: str, clock: str, span: Span) -> str:
+        phases = ", ".join(f'"{name}": {seconds:.6f}' for name, seconds in span.phases.items())
+        start, end = span.start - self._zero, span.end - self._zero
+        return (
+            f'{{"lane": "{lane}", "clock": "{clock}", "start": {start:.6f}, "end": {end:.6f}, '
+            f'"phases": {{{phases}}}}}'
+        )
+
+    def _write(self, lines: Iterable[str]) -> None:
+        self.file.write(*(f"{line}\n".encode() for line in lines))
+
+
+class MetricsLog(AppendedFile):
+    """metrics.csv; with `resume_at`, continues after the last row up to that many env steps."""
 
     def __init__(self, path: Path, resume_at: int | None = None, more: Sequence[str] = ()) -> None:
         """`more`: columns besides COLUMNS."""
+        super().__init__(path, self._begin)
         self._columns, self._resume_at = (*COLUMNS, *more), resume_at
-        self.file = AppendedFile(path, self._begin)
-        self.file.write()
+        self.write()
 
     def _begin(self, path: Path) -> None:
         """Start the file with its header and the rows that a resumed run does not repeat."""
@@ -270,11 +318,11 @@ class MetricsLog:
             part.unlink(missing_ok=True)
             raise
 
-    def write(self, progress: Progress) -> None:
-        """Add a row."""
+    def row(self, progress: Progress) -> bytes:
+        """The row of an iteration."""
         values, line = scalars(progress), io.StringIO()
         csv.writer(line, lineterminator="\n").writerow([_cell(values.get(name)) for name in self._columns])
-        self.file.write(line.getvalue().encode())
+        return line.getvalue().encode()
 
 
 def _cell(value: float | None) -> str:
@@ -282,6 +330,42 @@ def _cell(value: float | None) -> str:
         return ""
     # Eight digits: one more than a float32 carries.
     return str(value) if isinstance(value, int) else f"{value:.8g}"
+
+
+class TensorBoardLog(AppendedFile):
+    """An event file of TensorBoard; with `resume_at`, it hides what earlier files of the run say beyond that step.
+
+    TensorBoard's own writer is not used: it has a thread, and a disk that is full for a moment ends it for good.
+    """
+
+    def __init__(self, folder: Path, resume_at: int | None = None) -> None:
+        # TensorBoard reads the files of a folder in the order of their names.
+        name = f"events.out.tfevents.{int(time.time()):010d}.{platform.node()}.{os.getpid()}.{time.time_ns()}"
+        super().__init__(folder / name, prepare=lambda _: None)
+        self._resume_at, self._begun = resume_at, False
+
+    def row(self, progress: Progress) -> bytes:
+        """An event with the finite scalars of an iteration; before the first one, what begins the file."""
+        # Not at the top of the file: the import takes 0.25 s, and many commands write no events.
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        now, events = time.time(), []
+        if not self._begun:
+            self._begun = True
+            events.append(Event(wall_time=now, file_version="brain.Event:2"))
+            if (at := self._resume_at) is not None:
+                # TensorBoard drops the points from a session's start on, which would otherwise be drawn twice.
+                start = SessionLog(status=SessionLog.START)
+                events.append(Event(wall_time=now, step=at + 1, session_log=start))
+        known = {tag: value for tag, value in scalars(progress).items() if math.isfinite(value)}
+        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in known.items()]
+        events.append(Event(wall_time=now, step=progress.env_steps, summary=Summary(value=values)))
+        writer = RecordWriter(row := io.BytesIO())
+        for event in events:
+            writer.write(event.SerializeToString())
+        return row.getvalue()
 
 
 def read_rows(path: Path) -> Iterator[dict[str, str]]:

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import psutil
 
-from flatout.runlog.folder import RunFolder, number, read_json
-from flatout.runlog.lock import holder, is_locked
+from flatout.runlog.files import number, read_json
+from flatout.runlog.folder import RunFolder, holder, is_locked
 from flatout.runlog.recorder import cell_value, read_rows
 from flatout.runlog.samples import Samples, read_samples
 from flatout.runlog.spans import Floats, Spans, cause_of, idle_causes, is_idle, lane_use, read_spans
@@ -181,11 +181,11 @@ def _written(path: Path) -> float:
         return 0.0
 
 
-def _end_of(path: Path, n_bytes: int = 4000) -> str:
-    """The last bytes of a file as text; empty if there is none."""
+def _end_of(path: Path) -> str:
+    """The last 4,000 bytes of a file as text; empty if there is none."""
     try:
         with path.open("rb") as file:
-            file.seek(max(0, file.seek(0, 2) - n_bytes))
+            file.seek(max(0, file.seek(0, 2) - 4000))
             return file.read().decode(errors="replace")
     except OSError:
         return ""

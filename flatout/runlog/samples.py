@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from flatout.runlog.appended import AppendedFile
-from flatout.runlog.folder import Record, number, plural, read_records
+from flatout.runlog.files import AppendedFile, Record, number, plural, read_records
 from flatout.runlog.meters import GpuMeter, HostMeter, open_gpu
 from flatout.runlog.spans import Floats
 

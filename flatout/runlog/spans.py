@@ -1,37 +1,30 @@
-"""spans.jsonl, what each lane did and when: written while a run trains, read back whole or as it grows.
+"""spans.jsonl, what each lane did and when: read back whole, or as it grows.
 
-Read spans lie on one continuous clock from the start of the run, across resumes. From them come the busy and idle
+Spans lie on one continuous clock from the start of the run, across resumes. From them come the busy and idle
 shares of each lane, its timeline, and the causes of its idle time in plain words.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import threading
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from sys import intern
-from time import perf_counter, time
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from flatout.runlog.appended import AppendedFile
-from flatout.runlog.folder import Record, Tail, json_object, number, plural, read_records
-from flatout.timing import LEARN_PHASES, Phase, Span
-from flatout.timing import Lane as TimedLane
+from flatout.runlog.files import Record, Tail, json_object, number, plural, read_records
+from flatout.timing import LEARN_PHASES, Phase
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 Row: TypeAlias = tuple[float, float, Mapping[str, float]]
 """Start, end, and seconds per phase."""
 CLOCKS = ("host", "device")
-VERSION = 1
-WRITE_SECONDS = 0.5
 _ROUNDING = 1e-4
 """Spans may overlap by this much before it counts as a problem."""
 WAITS: dict[str, str] = {
@@ -53,56 +46,6 @@ CAUSES: dict[str, str] = WAITS | {
     Phase.START: "starting",
     Phase.SLOT: "waiting for the learner",
 }
-
-
-class SpanFile:
-    """Writes the lanes' spans to spans.jsonl from a thread, so that no lane waits for the disk.
-
-    The first line, and one more each time the run is resumed, says when its times begin.
-    """
-
-    def __init__(self, path: Path, lanes: Callable[[], Sequence[TimedLane]], *, offset: float = 0.0) -> None:
-        """`offset`: wall seconds of the run before it was resumed."""
-        self._lanes, self._zero, self.began = lanes, perf_counter(), time()
-        self._ended = threading.Event()
-        self._n_seen: dict[str, int] = {}
-        self.file = AppendedFile(path)
-        self._write([json.dumps({"began": self.began, "offset": round(offset, 6), "version": VERSION})])
-        self._thread = threading.Thread(target=self._work, name="flatout spans", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """Write the remaining spans."""
-        self._ended.set()
-        self._thread.join()
-        self._drain()
-        self.file.close()
-
-    def _work(self) -> None:
-        while not self._ended.wait(WRITE_SECONDS):
-            self._drain()
-
-    def _drain(self) -> None:
-        for lane in self._lanes():
-            n_spans = lane.n_spans
-            spans = [lane.spans.popleft() for _ in range(len(lane.spans))]
-            clock = "device" if lane.lane == "device" else "host"
-            self._write(self._line(lane.lane, clock, span) for span in spans)
-            lost = n_spans - self._n_seen.get(lane.lane, 0) - len(spans)
-            self._n_seen[lane.lane] = n_spans if lost > 0 else self._n_seen.get(lane.lane, 0) + len(spans)
-            if lost > 0:
-                self._write([json.dumps({"dropped": lost, "lane": lane.lane})])
-
-    def _line(self, lane: str, clock: str, span: Span) -> str:
-        phases = ", ".join(f'"{name}": {seconds:.6f}' for name, seconds in span.phases.items())
-        start, end = span.start - self._zero, span.end - self._zero
-        return (
-            f'{{"lane": "{lane}", "clock": "{clock}", "start": {start:.6f}, "end": {end:.6f}, '
-            f'"phases": {{{phases}}}}}'
-        )
-
-    def _write(self, lines: Iterable[str]) -> None:
-        self.file.write(*(f"{line}\n".encode() for line in lines))
 
 
 @dataclass(frozen=True)

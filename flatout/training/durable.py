@@ -22,7 +22,7 @@ import numpy as np
 
 from flatout.envs.spaces import Array
 from flatout.errors import FlatoutError
-from flatout.runlog.lock import try_lock
+from flatout.runlog.folder import try_lock
 
 STAGING_SUFFIX = ".flatout-saving"
 LOCAL_HEADER = 30
@@ -148,18 +148,16 @@ class SavedArrays(Mapping[str, Array]):
             n_name, n_extra = np.frombuffer(file.read(4), "<u2").tolist()
             first = file.seek(n_name + n_extra, 1)
             try:
-                version = np.lib.format.read_magic(file)
-                read = np.lib.format.read_array_header_1_0
-                shape, _, dtype = (
-                    read(file) if version == (1, 0) else np.lib.format.read_array_header_2_0(file)
-                )
+                formats = np.lib.format
+                is_old = formats.read_magic(file) == (1, 0)
+                read = formats.read_array_header_1_0 if is_old else formats.read_array_header_2_0
+                shape, _, dtype = read(file)
             except ValueError as error:
                 raise self._damaged() from error
             start = file.tell()
         n_bytes = entry.file_size - (start - first)
-        is_plain = (
-            entry.compress_type == zipfile.ZIP_STORED and not dtype.hasobject
-        )  # objects would be pointers
+        # Objects would be pointers.
+        is_plain = entry.compress_type == zipfile.ZIP_STORED and not dtype.hasobject
         if not is_plain or n_bytes != math.prod(shape) * dtype.itemsize:
             raise self._damaged()
         if 0 in shape:

@@ -11,7 +11,7 @@ from typing import TypeAlias
 import torch
 
 from flatout.collect.ragged import Interrupted
-from flatout.errors import FlatoutError, one_line
+from flatout.errors import one_line
 from flatout.runlog.recorder import Progress, Recorder
 from flatout.timing import Phase, busy_seconds, run_phases
 from flatout.training.checkpoint import CheckpointFolder
@@ -39,9 +39,8 @@ def train(
     try:
         return _Loop(trainer, until, recorder, checkpoints, callback, began).run(stop)
     except BaseException as error:
-        if trainer.pipeline.is_broken or not isinstance(
-            error, Exception
-        ):  # a callback's error breaks nothing
+        # A callback's error breaks nothing.
+        if trainer.pipeline.is_broken or not isinstance(error, Exception):
             trainer.cut_off()
         if isinstance(error, Interrupted) or (isinstance(error, KeyboardInterrupt) and stop.requested):
             return "stopped"
@@ -88,8 +87,8 @@ class _Loop:
         return "finished"
 
     def _reached_target(self) -> bool:
-        state = self._trainer.state
-        if not state.reached(self._trainer.config.target_return):
+        state, target = self._trainer.state, self._trainer.config.target_return
+        if target is None or not state.returns.reached(target):
             return False
         if state.target_reached_steps is None:
             state.target_reached_steps, state.target_reached_seconds = state.env_steps, state.wall_seconds
@@ -119,9 +118,9 @@ class _Loop:
             episodes=state.n_episodes,
             seconds=state.wall_seconds,
             steps_per_second=state.env_steps / wall,
-            return_mean=state.return_mean,
-            return_std=state.return_std,
-            length_mean=state.length_mean,
+            return_mean=state.returns.mean,
+            return_std=state.returns.std,
+            length_mean=state.lengths.mean,
             metrics=metrics,
             phases=phases,
             learner_busy=busy_seconds(lanes) / wall,
@@ -138,8 +137,7 @@ class _Loop:
         except Interrupted:
             return
         except Exception as error:  # the run is worth more than one evaluation
-            line = str(error) if isinstance(error, FlatoutError) else one_line(error)
-            note = f"evaluation failed: {line}; training goes on"
+            note = f"evaluation failed: {one_line(error)}; training goes on"
             self._recorder.fault(note, "".join(format_exception(error)))
             return
         if result.n_cut != self._n_cut:
@@ -160,8 +158,8 @@ class _Loop:
         if (folder := self._checkpoints) is not None:
             checkpoint = trainer.checkpoint()
             self._recorder.attempt("checkpoints", lambda: folder.save(checkpoint, state.env_steps))
-        if not trainer.config.eval_every and state.return_mean is not None:
-            self._save_if_best(state.return_mean)
+        if not trainer.config.eval_every and state.returns.mean is not None:
+            self._save_if_best(state.returns.mean)
 
     def _save_if_best(self, value: float) -> None:
         state = self._trainer.state

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
-import numpy as np
-
-WINDOW = 100
-"""Episodes over which the mean return is reported."""
+from flatout.executors.episodes import LastEpisodes
 
 
 @dataclass(slots=True)
@@ -38,28 +33,8 @@ class TrainState:
     best_return: float | None = None
     target_reached_seconds: float | None = None
     target_reached_steps: int | None = None
-    returns: deque[float] = field(default_factory=partial(deque, maxlen=WINDOW))
-    lengths: deque[int] = field(default_factory=partial(deque, maxlen=WINDOW))
-
-    @property
-    def return_mean(self) -> float | None:
-        """Mean return of the last episodes."""
-        return float(np.mean(self.returns)) if self.returns else None
-
-    @property
-    def return_std(self) -> float | None:
-        """Standard deviation of the last episodes' returns."""
-        return float(np.std(self.returns)) if self.returns else None
-
-    @property
-    def length_mean(self) -> float | None:
-        """Mean length of the last episodes."""
-        return float(np.mean(self.lengths)) if self.lengths else None
-
-    def reached(self, target: float | None) -> bool:
-        """Whether a full window of episodes has reached the target return."""
-        mean = self.return_mean
-        return target is not None and mean is not None and len(self.returns) == WINDOW and mean >= target
+    returns: LastEpisodes = field(default_factory=LastEpisodes)
+    lengths: LastEpisodes = field(default_factory=LastEpisodes)
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for a checkpoint."""
@@ -69,5 +44,4 @@ class TrainState:
     def load(self, data: dict[str, Any]) -> None:
         """Take over what `to_json` returned."""
         for name, value in data.items():
-            is_window = name in ("returns", "lengths")
-            setattr(self, name, deque(value, maxlen=WINDOW) if is_window else value)
+            setattr(self, name, LastEpisodes(value) if name in ("returns", "lengths") else value)

@@ -42,6 +42,8 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
+        self.requested = False
+        """Whether to stop after this iteration."""
         self.saving = False
         """Whether the run has ended and is being saved."""
         self._grace_is_over = threading.Event()
@@ -52,11 +54,6 @@ class StopRequest:
         self._is_alarm = False
         self._listens: SimpleQueue[bool] = SimpleQueue()  # its put() may be called in a signal handler
         """True when the first signal has come, False when nobody listens any more."""
-
-    @property
-    def requested(self) -> bool:
-        """Whether to stop after this iteration."""
-        return self.signal is not None
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
@@ -101,7 +98,7 @@ class StopRequest:
             return
         self._n_signals += 1
         if self.signal is None:
-            self.signal = signal.Signals(number)
+            self.signal, self.requested = signal.Signals(number), True
             self._listens.put(True)
         elif not self.saving or (number == signal.SIGINT and self._n_signals > 2):
             raise KeyboardInterrupt

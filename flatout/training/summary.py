@@ -8,32 +8,8 @@ from flatout.timing import busy_seconds, collect_seconds, run_phases
 from flatout.training.trainer import Trainer
 
 
-def identity(trainer: Trainer, device: str) -> dict[str, Any]:
-    """What a run is, apart from how it goes."""
-    config, plan = trainer.config, trainer.plan
-    return {
-        "env": config.env,
-        "algo": config.descriptor.name,
-        "preset": config.preset or "auto",
-        "seed": config.seed,
-        "device": device,
-        "executor": {
-            "kind": plan.executor,
-            "collectors": plan.n_collectors,
-            "children": plan.in_subprocesses,
-            "workers": plan.n_workers,
-            "reason": trainer.plan_reason,
-        },
-        "overlap": {
-            "on": trainer.overlap,
-            "reason": trainer.overlap_reason,
-            "fell_back": trainer.state.fell_back,
-        },
-    }
-
-
 def summarize(
-    trainer: Trainer, *, status: str, device: str, startup_seconds: float, error: str | None = None
+    trainer: Trainer, *, status: str, startup_seconds: float, error: str | None = None
 ) -> dict[str, Any]:
     """The run's summary.json."""
     config, state = trainer.config, trainer.state
@@ -47,15 +23,15 @@ def summarize(
     return {
         "status": status,
         "error": error,
-        **identity(trainer, device),
+        **trainer.describe(),
         "env_steps": state.env_steps,
         "updates": state.n_updates,
         "startup_seconds": startup_seconds,
         "wall_seconds": wall,
         "steps_per_second": rate,
         "episodes": state.n_episodes,
-        "return_mean": state.return_mean,
-        "return_std": state.return_std,
+        "return_mean": state.returns.mean,
+        "return_std": state.returns.std,
         "target_return": config.target_return,
         "target_reached_seconds": state.target_reached_seconds,
         "target_reached_steps": state.target_reached_steps,

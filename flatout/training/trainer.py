@@ -321,6 +321,29 @@ class Trainer:
         if has_streams(device):
             self.learner.device_clock = DeviceClock(lambda: new_event(device, timed=True))
 
+    def describe(self) -> dict[str, Any]:
+        """What the run is, apart from how it goes; for progress.json and summary.json."""
+        config, plan = self.config, self.plan
+        return {
+            "env": config.env,
+            "algo": config.descriptor.name,
+            "preset": config.preset or "auto",
+            "seed": config.seed,
+            "device": str(self.policy.device),
+            "executor": {
+                "kind": plan.executor,
+                "collectors": plan.n_collectors,
+                "children": plan.in_subprocesses,
+                "workers": plan.n_workers,
+                "reason": self.plan_reason,
+            },
+            "overlap": {
+                "on": self.overlap,
+                "reason": self.overlap_reason,
+                "fell_back": self.state.fell_back,
+            },
+        }
+
     @property
     def compiled(self) -> bool:
         """Whether updates run as anything faster than plain autograd by now."""

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from flatout.runlog.folder import Tail, number, read_json
+from flatout.runlog.files import Tail, number, read_json
 from flatout.runlog.meters import open_gpu
 from flatout.runlog.recorder import cell_value
 from flatout.runlog.records import is_running, run_status

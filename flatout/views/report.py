@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flatout.perf.case import Finding
-from flatout.runlog.folder import write_text
+from flatout.runlog.files import write_text
 from flatout.runlog.records import RunRecords, read_run
 from flatout.runlog.spans import Floats, Lane, Spans, is_idle, timeline
 from flatout.views.figures import joined, mean_and_std, percent, rate, seconds_text, told

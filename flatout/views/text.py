@@ -11,8 +11,8 @@ import numpy as np
 
 from flatout.perf.case import Finding
 from flatout.perf.findings import findings_of_run
-from flatout.runlog.folder import number as known_number
-from flatout.runlog.folder import plural
+from flatout.runlog.files import number as known_number
+from flatout.runlog.files import plural
 from flatout.runlog.records import RunRecords, read_run
 from flatout.timing import LEARN_PHASES
 from flatout.views.figures import count, joined, mean_and_std, number, percent, rate, seconds_text, told

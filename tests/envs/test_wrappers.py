@@ -16,8 +16,8 @@ from gymnasium import spaces
 from gymnasium.wrappers import TimeLimit
 
 from flatout.envs.check import check
-from flatout.envs.make import env_factory
-from flatout.envs.wrappers import Blocking, MaskFromInfo, blocking, is_async
+from flatout.envs.make import blocking, env_factory, is_async
+from flatout.envs.wrappers import Blocking, MaskFromInfo
 from flatout.errors import EnvError
 
 ENV_ID = "AsyncWalkTest-v0"

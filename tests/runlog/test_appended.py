@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from flatout.runlog.appended import MAX_WAITING, AppendedFile
+from flatout.runlog.files import MAX_WAITING, AppendedFile
 from flatout.runlog.folder import RunFolder
 from flatout.runlog.recorder import MetricsLog, Recorder, read_rows
 from flatout.timing import DeviceClock, Phase
@@ -30,7 +30,7 @@ def largest_file(n_bytes: int) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _retry_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flatout.runlog.appended.RETRY_SECONDS", 0.0)
+    monkeypatch.setattr("flatout.runlog.files.RETRY_SECONDS", 0.0)
     monkeypatch.setattr("flatout.runlog.recorder.PROGRESS_SECONDS", 0.0)
 
 
@@ -66,10 +66,10 @@ def test_metrics_of_a_resumed_run_wait_for_room_to_be_rewritten(tmp_path: Path) 
     path.write_text("time/total_timesteps\n1000\n2000\n3000\n")
     with largest_file(0):
         log = MetricsLog(path, resume_at=2000)
-        log.write(progress(env_steps=2500))
+        log.write(log.row(progress(env_steps=2500)))
     assert path.read_text().endswith("3000\n")
-    log.write(progress(env_steps=3500))
-    log.file.close()
+    log.write(log.row(progress(env_steps=3500)))
+    log.close()
     assert [row["time/total_timesteps"] for row in read_rows(path)] == ["1000", "2000", "2500", "3500"]
     assert [entry.name for entry in tmp_path.iterdir()] == ["metrics.csv"]
 
@@ -89,7 +89,7 @@ class Notes:
 
 def test_the_user_is_told_once_that_records_cannot_be_written_and_once_that_they_can(tmp_path: Path) -> None:
     folder, notes = RunFolder.create(tmp_path, "a"), Notes()
-    recorder = Recorder(folder, [notes], [MetricsLog(folder.metrics)])
+    recorder = Recorder(folder, [notes])
     with largest_file(0):
         for n in range(5):
             recorder.write(progress(env_steps=n, seconds=float(n)))
@@ -108,7 +108,7 @@ def test_the_user_is_told_once_that_records_cannot_be_written_and_once_that_they
 
 def test_the_longer_a_run_the_farther_apart_its_rows_but_the_last_is_written(tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path, "a")
-    recorder = Recorder(folder, [], [MetricsLog(folder.metrics)])
+    recorder = Recorder(folder)
     for n in range(1000):  # a row is due every 100 s or so
         evaluated = {"eval/mean_reward": 1.0} if n == 555 else {}
         recorder.write(progress(env_steps=n, seconds=1e6 + n, metrics=evaluated))

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from flatout.errors import FlatoutError
-from flatout.runlog.folder import RunFolder, default_run_name, write_json
+from flatout.runlog.files import write_json
+from flatout.runlog.folder import RunFolder, default_run_name
 
 
 def old_run(runs: Path, name: str = "x") -> Path:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from flatout.runlog.folder import Tail
+from flatout.runlog.files import Tail
 
 
 def test_a_tail_gives_each_whole_line_once(tmp_path: Path) -> None:

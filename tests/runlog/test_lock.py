@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 
 from flatout.errors import FlatoutError
-from flatout.runlog.folder import RunFolder
-from flatout.runlog.lock import is_locked
+from flatout.runlog.folder import RunFolder, is_locked
 from flatout.runlog.records import run_status
 
 HOLDER = """

@@ -23,10 +23,12 @@ def steps(path: Path) -> list[int]:
 def test_a_row_has_blanks_where_values_are_unknown(tmp_path: Path) -> None:
     path = tmp_path / "metrics.csv"
     log = MetricsLog(path)
-    log.write(progress(return_mean=None, length_mean=None, metrics={}))
-    log.write(progress(metrics={"train/loss": float("nan"), "eval/mean_reward": 480.0, "train/new": 1.0}))
-    log.file.close()
-    log.file.close()
+    log.write(log.row(progress(return_mean=None, length_mean=None, metrics={})))
+    log.write(
+        log.row(progress(metrics={"train/loss": float("nan"), "eval/mean_reward": 480.0, "train/new": 1.0}))
+    )
+    log.close()
+    log.close()
     first, second = rows(path)
     assert tuple(first) == COLUMNS
     assert first["rollout/ep_rew_mean"] == first["train/loss"] == first["eval/mean_reward"] == ""
@@ -53,7 +55,7 @@ def test_a_killed_run_keeps_every_row_it_wrote(tmp_path: Path) -> None:
         "from flatout.runlog.recorder import MetricsLog\n"
         "from tests.runlog.progress_examples import progress\n"
         "log = MetricsLog(Path(sys.argv[1]))\n"
-        "for n in (1000, 2000, 3000): log.write(progress(env_steps=n))\n"
+        "for n in (1000, 2000, 3000): log.write(log.row(progress(env_steps=n)))\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     repository = Path(__file__).parents[2]
@@ -66,14 +68,14 @@ def test_resuming_drops_later_rows_and_a_cut_line(tmp_path: Path) -> None:
     path = tmp_path / "metrics.csv"
     log = MetricsLog(path)
     for n in (1000, 2000, 3000, 4000):
-        log.write(progress(env_steps=n))
-    log.file.close()
+        log.write(log.row(progress(env_steps=n)))
+    log.close()
     before = path.read_text().splitlines()
     path.write_text("\n".join(before) + "\n10")
 
     log = MetricsLog(path, resume_at=2000)
-    log.write(progress(env_steps=2500))
-    log.file.close()
+    log.write(log.row(progress(env_steps=2500)))
+    log.close()
     assert steps(path) == [1000, 2000, 2500]
     assert path.read_text().splitlines()[:3] == before[:3]
     assert [entry.name for entry in tmp_path.iterdir()] == ["metrics.csv"]
@@ -81,11 +83,11 @@ def test_resuming_drops_later_rows_and_a_cut_line(tmp_path: Path) -> None:
 
 def test_resuming_without_a_log_or_with_an_older_one_works(tmp_path: Path) -> None:
     path = tmp_path / "metrics.csv"
-    MetricsLog(path, resume_at=2000).file.close()
+    MetricsLog(path, resume_at=2000).close()
     assert path.read_text() == ",".join(COLUMNS) + "\n"
 
     path.write_text("gone,time/total_timesteps,train/loss\n7,1000,0.5\nx,?,\n")
-    MetricsLog(path, resume_at=2000).file.close()
+    MetricsLog(path, resume_at=2000).close()
     (row,) = rows(path)
     assert (row["time/total_timesteps"], row["train/loss"], row["time/fps"]) == ("1000", "0.5", "")
 
@@ -93,5 +95,5 @@ def test_resuming_without_a_log_or_with_an_older_one_works(tmp_path: Path) -> No
 def test_a_new_log_does_not_keep_another_runs_rows(tmp_path: Path) -> None:
     path = tmp_path / "metrics.csv"
     path.write_text("left over\n")
-    MetricsLog(path).file.close()
+    MetricsLog(path).close()
     assert rows(path) == []

@@ -150,7 +150,7 @@ def test_closing_waits_for_no_driver_that_hangs(tmp_path: Path, monkeypatch: pyt
 def test_samples_wait_for_a_folder_that_is_not_there_yet(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flatout.runlog.appended.RETRY_SECONDS", 0.05)
+    monkeypatch.setattr("flatout.runlog.files.RETRY_SECONDS", 0.05)
     path = tmp_path / "gone" / "samples.jsonl"
     sampler = Sampler(path, began=time.time(), offset=0.0, device="cpu", hertz=50)
     until(lambda: sampler.file.problem)

@@ -15,8 +15,7 @@ import pytest
 from gymnasium.utils.env_checker import check_env
 
 import flatout
-from flatout.envs.make import env_factory
-from flatout.envs.wrappers import is_async
+from flatout.envs.make import env_factory, is_async
 from flatout.errors import FlatoutError
 from flatout.workloads.crawl import AsyncCrawl, Crawl
 from flatout.workloads.crawl.crawl import BACK, REPEAT, REQUEST, TARGET, TEMPLATE
