@@ -261,9 +261,11 @@ class Chaos:
         return {"term group": 1, "hup": 1, "int": 1, "int twice": 2, "kill run": 1}.get(kind, 0)
 
     def _hit_worker(self, kind: str, run: Run) -> bool:
-        servers = [p for p in marked(self._mark) if "forkserver" in " ".join(p.cmdline())]
-        server = [p for p in servers if p.ppid() == run.process.pid]
-        workers = [p for p in servers if p.ppid() != run.process.pid]
+        server, workers = list[psutil.Process](), list[psutil.Process]()
+        for process in marked(self._mark):
+            with suppress(psutil.Error):  # it may end at any moment
+                if "forkserver" in " ".join(process.cmdline()):
+                    (server if process.ppid() == run.process.pid else workers).append(process)
         victims = server if kind == "kill fork server" else workers
         if not victims:
             return False
