@@ -126,9 +126,20 @@ class EnvFactory:
         modules = [point if isinstance(point, str) else point.__module__ for point in points if point]
         return not self.spec.additional_wrappers and all(map(_is_engine, modules))
 
+    def load(self) -> EnvSpec | Creator | BatchedEnvs:
+        """What the source stands for; imports the code that it names."""
+        if self.spec is not None:
+            return self.spec
+        if not isinstance(self.source, str):
+            return self.source
+        if is_file(self.source):
+            return load_object(self.source, "env", _makes_envs, MADE_BY, self.code)  # type: ignore[no-any-return]  # `_verified` checks what it makes
+        with importable(self.source):
+            return _from_module(self.source)
+
     def _make(self, kwargs: dict[str, Any], n_envs: int | None) -> gym.Env[Any, Any] | BatchedEnvs:
         with importable(self.source) if isinstance(self.source, str) else nullcontext():
-            target = self.spec or _resolve(self.source, self.code)
+            target = self.load()
             if _is_batched(target):
                 return target
             env = _create(target, kwargs, self.name, n_envs, self.device)  # type: ignore[arg-type]  # not batched by now
@@ -136,15 +147,19 @@ class EnvFactory:
 
 
 def env_factory(source: EnvSource, kwargs: Mapping[str, Any] | None = None) -> EnvFactory:
-    """The factory for an id, `module:Id`, `file.py:factory`, a gym.Env class, a function, or a batched env itself."""
+    """The factory for an id, `module:Id`, `file.py:factory`, a gym.Env class, a function, or a batched env itself.
+
+    Code that a string names is not imported here: it is first tried in a process of its own.
+    """
     if isinstance(source, str):
         source = env_id(source)
-        code = read_code(source, "env")
-        with importable(source):
-            target = _resolve(source, code)
-        spec = target if isinstance(target, EnvSpec) else None
+        spec = None if ":" in source else _registered(source)
         return EnvFactory(
-            name=source, source=absolute(source), kwargs=dict(kwargs or {}), code=code, spec=spec
+            name=source,
+            source=absolute(source),
+            kwargs=dict(kwargs or {}),
+            code=read_code(source, "env"),
+            spec=spec,
         )
     if _is_batched(source):
         if kwargs:
@@ -173,19 +188,11 @@ def _is_engine(module: str) -> bool:
     return module.startswith(("gymnasium.", "flatout."))
 
 
-def _resolve(source: EnvSource, code: bytes | None = None) -> EnvSpec | Creator | BatchedEnvs:
-    if not isinstance(source, str):
-        return source
-    if is_file(source):
-        return load_object(source, "env", _makes_envs, MADE_BY, code)  # type: ignore[no-any-return]  # `_verified` checks what it makes
-    if source.endswith(".py"):
-        raise FlatoutError(
-            f"env '{source}' is a file; add the function or gym.Env class that makes the env: '{source}:name'"
-        )
-    return _from_module(source) if ":" in source else _registered(source)
-
-
 def _registered(env_id: str) -> EnvSpec:
+    if env_id.endswith(".py"):
+        raise FlatoutError(
+            f"env '{env_id}' is a file; add the function or gym.Env class that makes the env: '{env_id}:name'"
+        )
     if env_id not in gym.registry:
         raise FlatoutError(_unknown(env_id))
     spec = gym.spec(env_id)
