@@ -170,6 +170,8 @@ class Chaos:
         self.outcome = Outcome(case)
         self._killed = False
         """Whether the run was killed, so that it could not tidy up."""
+        self._disk_failed = False
+        """Whether the disk failed while this process ran, which may then have ended without saving anything."""
 
     def play(self) -> Outcome:
         """Start the run, inject its faults, resume it until it has finished, check."""
@@ -192,7 +194,7 @@ class Chaos:
         return self.outcome
 
     def _words(self) -> list[str]:
-        if (self._run / "checkpoints").is_dir():
+        if any((self._run / "checkpoints").glob("step-*.flatout")):
             return ["resume", "r", "--runs-dir", str(self._runs)]
         cls, flags = EXECUTORS[self._case.executor]
         kwargs = {"faults": str(self._faults), "step_seconds": 0.0002}
@@ -208,6 +210,7 @@ class Chaos:
         if self._case.corrupt_cache and self.outcome.n_runs == 1:
             self._corrupt_cache()
         self.outcome.n_runs += 1
+        self._disk_failed = False
         (self._faults / "armed").unlink(missing_ok=True)
         run = Run(self._words(), self._folder, self._mark)
         learned_at, n_stops = None, 0
@@ -276,6 +279,7 @@ class Chaos:
 
     def _hurt_disk(self, kind: str, run: Run) -> None:
         """For a second nothing can be written: on a small file system of its own, or by a limit of the process."""
+        self._disk_failed = True
         if not self._has_disk:
             before = resource.prlimit(run.process.pid, resource.RLIMIT_FSIZE)
             resource.prlimit(run.process.pid, resource.RLIMIT_FSIZE, (0, before[1]))
@@ -334,8 +338,8 @@ class Chaos:
             self._violated(f"ended with exit code {code} for no reason: {errors[-1000:]}")
         elif code != -9 and summary.get("status") == "stopped":
             self._check_saved(summary)
-        else:
-            self._newest()
+        elif self._newest() is None and not (code == -9 or self._disk_failed or n_stops > 2):
+            self._violated(f"stopped with exit code {code}, and nothing is saved: {errors[-1000:]}")
         return False
 
     def _check_refusal(self, errors: str) -> bool:
