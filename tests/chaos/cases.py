@@ -130,10 +130,10 @@ class Run:
         """Standard error so far."""
         return "".join(self._lines)
 
-    def has_learned(self, run: Path) -> bool:
-        """Whether the run in this process has written progress."""
+    def has_written(self, path: Path) -> bool:
+        """Whether the file is there and has been written since this process was started."""
         try:
-            return (run / "progress.json").stat().st_mtime > time.time() - (time.monotonic() - self.began)
+            return path.stat().st_mtime > time.time() - (time.monotonic() - self.began)
         except OSError:
             return False
 
@@ -224,7 +224,7 @@ class Chaos:
                         process.kill()
                 run.wait(10)
                 return False
-            if learned_at is None and run.has_learned(self._run):
+            if learned_at is None and run.has_written(self._run / "progress.json"):
                 learned_at = now
                 (self._faults / "armed").touch()
             if learned_at is not None and outside and now - learned_at >= outside[0][0]:
@@ -323,7 +323,7 @@ class Chaos:
             self._violated(f"exit code {code}: {errors[-3000:]}")
             return False
         summary: dict[str, Any] = {}
-        with suppress(OSError, ValueError):
+        if run.has_written(self._run / "summary.json"):
             summary = json.loads((self._run / "summary.json").read_text())
         # A second signal may come when everything is saved and the handlers are those of Python again.
         stopped = n_stops > 0 and code in (-9, 129, 130, 143, *((-1, -2, -15) if n_stops > 1 else ()))
@@ -336,10 +336,12 @@ class Chaos:
             return self._check_refusal(errors)
         if not stopped:
             self._violated(f"ended with exit code {code} for no reason: {errors[-1000:]}")
-        elif code != -9 and summary.get("status") == "stopped":
+        elif code != -9 and summary.get("status") in ("stopped", "finished"):
             self._check_saved(summary)
-        elif self._newest() is None and not (code == -9 or self._disk_failed or n_stops > 2):
-            self._violated(f"stopped with exit code {code}, and nothing is saved: {errors[-1000:]}")
+        else:
+            self._newest()
+            if not (code == -9 or self._disk_failed or n_stops > 2):
+                self._violated(f"stopped with exit code {code}, but not saved: {errors[-1000:]}")
         return False
 
     def _check_refusal(self, errors: str) -> bool:
