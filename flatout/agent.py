@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import sys
 import warnings
@@ -28,6 +29,7 @@ from flatout.envs.check import EnvInfo, check
 from flatout.envs.make import EnvFactory, EnvSource, env_factory
 from flatout.envs.spaces import ActionLayout, ObsLayout, space_from_json
 from flatout.errors import FlatoutError, one_line
+from flatout.executors.base import RestartBudget
 from flatout.models.actor import env_actions
 from flatout.models.policy import Policy
 from flatout.perf.costs import Costs
@@ -290,6 +292,7 @@ class Agent:
     ) -> Evaluation:
         """Play whole episodes in separate envs, made with other `env_kwargs` if given; longer ones are cut at `max_steps`.
 
+        An env that fails is replaced, with a warning, ten times at most.
         If the env was given as a batched env itself, there is only that one: training then starts new episodes in it.
         """
         seed = self.config.seed + EVAL_SEED if seed is None else seed
@@ -300,7 +303,9 @@ class Agent:
             env = self.env_info()
         plan = self._trainer.plan if self._trainer is not None else None
         timeout = self.config.step_timeout
-        executor = eval_executor(env, self.policy, n_envs, seed, plan, step_timeout=timeout)
+        budget = RestartBudget(window_seconds=math.inf)
+        budget.listener = lambda note, _: warnings.warn(note, stacklevel=2)
+        executor = eval_executor(env, self.policy, n_envs, seed, plan, budget, timeout)
         try:
             return evaluate(
                 executor,
@@ -425,8 +430,13 @@ class Agent:
             )
         if self._folder is not None:
             self._folder.claim()
-            write_json(self._folder.config, self.config.to_json())
-            write_json(self._folder.system, self.machine.to_json())
+            try:
+                write_json(self._folder.config, self.config.to_json())
+                write_json(self._folder.system, self.machine.to_json())
+            except FlatoutError:
+                self._folder.discard()
+                self._folder = self._folder if self._folder.path.exists() else None
+                raise
 
     def _finish(
         self, trainer: Trainer, recorder: Recorder, status: str, startup: float, error: str | None
@@ -491,21 +501,14 @@ def load(path: str | Path, env: EnvSource | None = None, *, trust: bool = False)
 
     `trust`: whether the file may name code (an env, algorithm or executor) that no run of yours wrote.
     """
-    agent, notes = load_with_notes(Path(path), env, trust)
-    for note in notes:
-        warnings.warn(note, stacklevel=2)
-    return agent
-
-
-def load_with_notes(path: Path, env: EnvSource | None = None, trust: bool = False) -> tuple[Agent, list[str]]:
-    """The agent, and a line for each newer checkpoint that cannot be read."""
-    notes: list[str] = []
+    path = Path(path)
     if path.is_dir():
         used, checkpoint, skipped = CheckpointFolder(RunFolder.open(path).checkpoints).newest()
-        notes = [f"{line}; using {used.name}" for line in skipped]
+        for line in skipped:
+            warnings.warn(f"{line}; using {used.name}", stacklevel=2)
     else:
         checkpoint = read_checkpoint(path)
-    return Agent.from_checkpoint(checkpoint, env, trust=trust), notes
+    return Agent.from_checkpoint(checkpoint, env, trust=trust)
 
 
 def _resolve(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -158,18 +159,18 @@ def evaluate(argv: Sequence[str]) -> int:
     if args.best:
         path = path / "checkpoints" / "best.flatout"
 
-    from flatout.agent import load_with_notes
+    from flatout.agent import load
 
-    agent, notes = load_with_notes(path, trust=args.trust)
-    for note in notes:
-        print(f"note: {note}", file=sys.stderr)
-    result = agent.evaluate(
-        args.episodes,
-        deterministic=not args.stochastic,
-        seed=args.seed,
-        env_kwargs=env_kwargs,
-        max_steps=args.eval_max_steps,
-    )
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, *_, **__: print(f"note: {message}", file=sys.stderr)
+        agent = load(path, trust=args.trust)
+        result = agent.evaluate(
+            args.episodes,
+            deterministic=not args.stochastic,
+            seed=args.seed,
+            env_kwargs=env_kwargs,
+            max_steps=args.eval_max_steps,
+        )
     if args.json:
         keys = {"return_mean": result.return_mean, "return_std": result.return_std}
         keys |= {"length_mean": result.length_mean, "episodes": len(result.returns)}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+import threading
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +17,9 @@ from types import ModuleType
 from typing import Any
 
 from flatout.errors import EnvError, FlatoutError, did_you_mean, one_line
+
+_LOCK = threading.RLock()
+"""Envs are made in several threads at once; none may see a module that another one still executes."""
 
 
 def load_object(
@@ -114,16 +118,17 @@ def _import_file(file: str, what: str, code: bytes | None) -> ModuleType:
     # Named by path and content: an edited file is a new module, and one content has the same name in every process, so
     # that what it defines can be pickled between them.
     name = f"flatout_file_{path.stem}_{zlib.crc32(code, zlib.crc32(str(path).encode())):08x}"
-    if name in sys.modules:
-        return sys.modules[name]
-    importlib.invalidate_caches()
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        exec(compile(code, str(path), "exec", dont_inherit=True), module.__dict__)
-    except (Exception, SystemExit) as error:
-        del sys.modules[name]
-        raise EnvError(f"{what} file '{file}' could not be imported: {one_line(error)}") from error
-    return module
+    with _LOCK:
+        if name in sys.modules:
+            return sys.modules[name]
+        importlib.invalidate_caches()
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        try:
+            exec(compile(code, str(path), "exec", dont_inherit=True), module.__dict__)
+        except (Exception, SystemExit) as error:
+            del sys.modules[name]
+            raise EnvError(f"{what} file '{file}' could not be imported: {one_line(error)}") from error
+        return module

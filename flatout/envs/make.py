@@ -129,28 +129,39 @@ class EnvFactory:
         modules = [point if isinstance(point, str) else point.__module__ for point in points if point]
         return not self.spec.additional_wrappers and all(map(_is_engine, modules))
 
+    def load(self) -> EnvSpec | Creator | BatchedEnvs:
+        """What the source stands for; imports the code that it names."""
+        if self.spec is not None:
+            return self.spec
+        if not isinstance(self.source, str):
+            return self.source
+        if is_file(self.source):
+            return load_object(self.source, "env", _makes_envs, MADE_BY, self.code)  # type: ignore[no-any-return]  # `_verified` checks what it makes
+        with importable(self.source):
+            return _from_module(self.source)
+
     def _make(self, kwargs: dict[str, Any], n_envs: int | None) -> gym.Env[Any, Any] | BatchedEnvs:
-        source = self.source
-        if _is_batched(source):
-            return source
-        with importable(source) if isinstance(source, str) and ":" in source else nullcontext():
-            target = self.spec or (_named(source, self.code) if isinstance(source, str) else source)
-            env = _create(target, kwargs, self.name, n_envs, self.device)  # type: ignore[arg-type]  # not batched
+        with (
+            importable(self.source) if isinstance(self.source, str) and ":" in self.source else nullcontext()
+        ):
+            target = self.load()
+            if _is_batched(target):
+                return target
+            env = _create(target, kwargs, self.name, n_envs, self.device)  # type: ignore[arg-type]  # not batched by now
         return MaskFromInfo(env) if self.mask_in_info and isinstance(env, gym.Env) else env
 
 
 def env_factory(source: EnvSource, kwargs: Mapping[str, Any] | None = None) -> EnvFactory:
-    """The factory for an id, `module:Id`, `file.py:factory`, a gym.Env class, a function, or a batched env itself."""
+    """The factory for an id, `module:Id`, `file.py:factory`, a gym.Env class, a function, or a batched env itself.
+
+    Code that a string names is not imported here: it is first tried in a process of its own.
+    """
     if isinstance(source, str):
         source = env_id(source)
         known = EnvFactory(name=source, source=source, kwargs=dict(kwargs or {}))
         if ":" not in source:
             return replace(known, spec=_registered(source))
-        code = read_code(source, "env")
-        with importable(source):
-            target = _named(source, code)
-        spec = target if isinstance(target, EnvSpec) else None
-        return replace(known, source=absolute(source), code=code, spec=spec)
+        return replace(known, source=absolute(source), code=read_code(source, "env"))
     if _is_batched(source):
         if kwargs:
             raise FlatoutError(
@@ -178,14 +189,11 @@ def _is_engine(module: str) -> bool:
     return module.startswith(("gymnasium.", "flatout."))
 
 
-def _named(source: str, code: bytes | None) -> EnvSpec | Creator:
-    """What `file.py:factory`, `module:Id` or `module:factory` stands for."""
-    if is_file(source):
-        return load_object(source, "env", _makes_envs, MADE_BY, code)  # type: ignore[no-any-return]  # `_verified` checks what it makes
-    return _from_module(source)
-
-
 def _registered(env_id: str) -> EnvSpec:
+    if env_id.endswith(".py"):
+        raise FlatoutError(
+            f"env '{env_id}' is a file; add the function or gym.Env class that makes the env: '{env_id}:name'"
+        )
     if env_id not in gym.registry:
         raise FlatoutError(_unknown(env_id))
     spec = gym.spec(env_id)

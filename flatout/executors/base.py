@@ -65,7 +65,7 @@ class RestartBudget:
             self._times.popleft()
         is_last = len(self._times) > self._max_restarts
         if self.listener is not None:
-            follows = "too many restarts" if is_last else "rebuilt, training goes on"
+            follows = "too many restarts" if is_last else "rebuilt, going on"
             self.listener(f"{reason}; {follows}", traceback_text)
         if is_last:
             window = self._window_seconds

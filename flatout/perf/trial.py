@@ -31,8 +31,8 @@ from flatout.perf.probe import time_steps
 MAX_PAYLOAD = 100_000_000
 """Bytes; an env that takes more to send is tried in this process."""
 START_SECONDS = 60.0
-"""How long the process may take to start and to load the env's code."""
-PLACES = ("before it was made", "in its constructor", "in reset", "in step {}", "in close")
+"""How long the process may at least take to start, to import the env's code, and to make an env."""
+PLACES = ("when its code was imported", "in its constructor", "in reset", "in step {}", "in close")
 """Where an env is, by the number that its process tells."""
 
 Make: TypeAlias = Callable[[Callable[[], gym.Env[Any, Any]]], Any]
@@ -129,15 +129,16 @@ def _context() -> str:
 
 def _next_answer(child: ChildProcess, at: Array, timeout: float) -> bytes:
     """The child's next message; raises EnvError if it dies, or stays in one call for longer than `timeout` seconds."""
-    seen, since = -1, perf_counter()
+    seen, since, limit = -1, perf_counter(), START_SECONDS
     try:
         while not child.connection.poll(POLL_SECONDS):
             n_calls, place, step = at.tolist()
             if n_calls != seen:
                 seen, since = n_calls, perf_counter()
-            elif perf_counter() - since > (timeout if place else max(timeout, START_SECONDS)):
+                limit = timeout if place > 1 else max(timeout, START_SECONDS)
+            elif perf_counter() - since > limit:
                 raise EnvError(
-                    f"gave no answer within {timeout:g} s {PLACES[place].format(step)}, when it was tried before the "
+                    f"gave no answer within {limit:g} s {PLACES[place].format(step)}, when it was tried before the "
                     "run; if that is its usual speed, raise --step-timeout"
                 )
         answer: bytes = child.connection.recv_bytes()
@@ -151,8 +152,9 @@ def _next_answer(child: ChildProcess, at: Array, timeout: float) -> bytes:
 
 def _trial_main(connection: Connection, payload: bytes, shared: SharedArrays) -> None:
     """The child: does the work and sends each result."""
-    factory, work = cloudpickle.loads(payload)
     try:
+        factory, work = cloudpickle.loads(payload)
+        factory.load()
         for result in work(factory, partial(_watched, shared["at"].data)):
             connection.send_bytes(DONE + cloudpickle.dumps(result))
     except Exception as error:

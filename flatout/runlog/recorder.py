@@ -8,8 +8,10 @@ import json
 import math
 import os
 import platform
+import re
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
@@ -27,6 +29,8 @@ MIN_SECONDS = 0.1
 """Rows of metrics.csv are at least this far apart: a fast run has hundreds of iterations a second."""
 ROWS = 10_000
 """Rows are also 1/ROWS of the run's time apart, so that metrics.csv grows with the logarithm of that time."""
+MAX_FAULTS, MAX_TRACEBACK = 100, 8_000
+"""Faults of one kind, and kinds, that faults.log holds; characters of a note and of a traceback."""
 PROGRESS_SECONDS = 1.0
 """Time between two writes of progress.json."""
 SPANS_VERSION = 1
@@ -126,6 +130,7 @@ class Recorder:
         self._written_at = self._progress_at = self._row_at = float("-inf")
         self._unwritten: Progress | None = None
         """The newest figures, if they are not a row yet."""
+        self._n_faults = Counter[str]()
         self._spans: SpanFile | None = None
         self._sampler: Sampler | None = None
         self._progress_problem: str | None = None
@@ -222,12 +227,23 @@ class Recorder:
                 sink.note(f"note: {note}")
 
     def fault(self, note: str, traceback_text: str, *, is_known: bool = False) -> None:
-        """Report an env or process that failed, unless the user knows; its traceback goes to faults.log."""
+        """Report an env or process that failed, unless the user knows; its traceback goes to faults.log.
+
+        Of faults that differ only in numbers, those after the first MAX_FAULTS are written when their count has doubled.
+        """
         with self._lock:
             if not is_known:
                 self.note(note)
-            if self._faults is not None:
-                self._faults.write(f"{datetime.now():%Y-%m-%d %H:%M:%S} {note}\n{traceback_text}".encode())
+            if self._faults is None:
+                return
+            kind = re.sub(r"\d+", "", note)[:200]
+            kind = kind if kind in self._n_faults or len(self._n_faults) < MAX_FAULTS else "others"
+            self._n_faults[kind] += 1
+            n = self._n_faults[kind]
+            if n <= MAX_FAULTS or n.bit_count() == 1:
+                more = f" ({n:,} such faults by now)" if n > MAX_FAULTS else ""
+                text = f"{datetime.now():%Y-%m-%d %H:%M:%S} {note[:MAX_TRACEBACK]}{more}\n{traceback_text[-MAX_TRACEBACK:]}"
+                self._faults.write(text.encode())
 
     def close(self) -> None:
         """Write the last row, close every file, report what is lost, and close the sinks."""

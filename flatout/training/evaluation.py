@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -58,7 +60,11 @@ def eval_executor(
     budget: RestartBudget | None = None,
     step_timeout: float = 0.0,
 ) -> Executor:
-    """New envs to evaluate in, as far from this process as those of the plan, or the user's own batched env."""
+    """New envs to evaluate in, or the user's own batched env.
+
+    They are as far from this process as those of the plan. Without a plan, envs of the user are in other processes, if
+    they can be made there.
+    """
     kind = "batched" if env.batched else "async" if env.is_async else "serial"
     if plan is not None and kind == "serial":
         kind = "process" if plan.in_subprocesses else plan.executor if plan.executor in ISOLATED else "serial"
@@ -71,7 +77,21 @@ def eval_executor(
         replayable=False,
         budget=budget,
     )
-    return make_executor(kind, envs, n_workers=N_WORKERS, step_timeout=step_timeout)
+    make = partial(make_executor, envs=envs, n_workers=N_WORKERS, step_timeout=step_timeout)
+    if plan is None and kind == "serial" and not env.factory.is_built_in:
+        with suppress(Exception):
+            return _started(make("process"))
+    return make(kind)
+
+
+def _started(executor: Executor) -> Executor:
+    """The executor, once its processes have made their envs; it is closed if they cannot."""
+    try:
+        executor.apply(id)
+        return executor
+    except BaseException:
+        executor.close()
+        raise
 
 
 # No inference mode: a batched env could not change tensors elsewhere that it made there.

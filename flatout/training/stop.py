@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import _thread
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from queue import Empty, SimpleQueue
 from types import FrameType
+from typing import Any
 
 from flatout.collect.ragged import Interrupted
 
@@ -79,6 +81,7 @@ class StopRequest:
             target=self._watch, args=(threading.get_ident(),), name="flatout stopping", daemon=True
         )
         watch.start()
+        self._hook, sys.unraisablehook = sys.unraisablehook, self._on_ignored
         try:
             for number in before:
                 signal.signal(number, self._on_signal)
@@ -89,6 +92,14 @@ class StopRequest:
             watch.join()  # before the handlers are restored, to which it must not send a signal
             for number, handler in before.items():
                 signal.signal(number, handler)
+            sys.unraisablehook = self._hook
+
+    def _on_ignored(self, ignored: Any) -> None:
+        """Python ignores what a signal raises in a finalizer: then this iteration is cut off all the same."""
+        if issubclass(ignored.exc_type, KeyboardInterrupt | Interrupted):
+            self._grace_is_over.set()
+        else:
+            self._hook(ignored)
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         if self._is_alarm:

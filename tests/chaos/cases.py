@@ -130,10 +130,10 @@ class Run:
         """Standard error so far."""
         return "".join(self._lines)
 
-    def has_learned(self, run: Path) -> bool:
-        """Whether the run in this process has written progress."""
+    def has_written(self, path: Path) -> bool:
+        """Whether the file is there and has been written since this process was started."""
         try:
-            return (run / "progress.json").stat().st_mtime > time.time() - (time.monotonic() - self.began)
+            return path.stat().st_mtime > time.time() - (time.monotonic() - self.began)
         except OSError:
             return False
 
@@ -170,6 +170,8 @@ class Chaos:
         self.outcome = Outcome(case)
         self._killed = False
         """Whether the run was killed, so that it could not tidy up."""
+        self._disk_failed = False
+        """Whether the disk failed while this process ran, which may then have ended without saving anything."""
 
     def play(self) -> Outcome:
         """Start the run, inject its faults, resume it until it has finished, check."""
@@ -192,7 +194,7 @@ class Chaos:
         return self.outcome
 
     def _words(self) -> list[str]:
-        if (self._run / "checkpoints").is_dir():
+        if any((self._run / "checkpoints").glob("step-*.flatout")):
             return ["resume", "r", "--runs-dir", str(self._runs)]
         cls, flags = EXECUTORS[self._case.executor]
         kwargs = {"faults": str(self._faults), "step_seconds": 0.0002}
@@ -208,6 +210,7 @@ class Chaos:
         if self._case.corrupt_cache and self.outcome.n_runs == 1:
             self._corrupt_cache()
         self.outcome.n_runs += 1
+        self._disk_failed = False
         (self._faults / "armed").unlink(missing_ok=True)
         run = Run(self._words(), self._folder, self._mark)
         learned_at, n_stops = None, 0
@@ -221,7 +224,7 @@ class Chaos:
                         process.kill()
                 run.wait(10)
                 return False
-            if learned_at is None and run.has_learned(self._run):
+            if learned_at is None and run.has_written(self._run / "progress.json"):
                 learned_at = now
                 (self._faults / "armed").touch()
             if learned_at is not None and outside and now - learned_at >= outside[0][0]:
@@ -261,9 +264,11 @@ class Chaos:
         return {"term group": 1, "hup": 1, "int": 1, "int twice": 2, "kill run": 1}.get(kind, 0)
 
     def _hit_worker(self, kind: str, run: Run) -> bool:
-        servers = [p for p in marked(self._mark) if "forkserver" in " ".join(p.cmdline())]
-        server = [p for p in servers if p.ppid() == run.process.pid]
-        workers = [p for p in servers if p.ppid() != run.process.pid]
+        server, workers = list[psutil.Process](), list[psutil.Process]()
+        for process in marked(self._mark):
+            with suppress(psutil.Error):  # it may end at any moment
+                if "forkserver" in " ".join(process.cmdline()):
+                    (server if process.ppid() == run.process.pid else workers).append(process)
         victims = server if kind == "kill fork server" else workers
         if not victims:
             return False
@@ -274,6 +279,7 @@ class Chaos:
 
     def _hurt_disk(self, kind: str, run: Run) -> None:
         """For a second nothing can be written: on a small file system of its own, or by a limit of the process."""
+        self._disk_failed = True
         if not self._has_disk:
             before = resource.prlimit(run.process.pid, resource.RLIMIT_FSIZE)
             resource.prlimit(run.process.pid, resource.RLIMIT_FSIZE, (0, before[1]))
@@ -317,7 +323,7 @@ class Chaos:
             self._violated(f"exit code {code}: {errors[-3000:]}")
             return False
         summary: dict[str, Any] = {}
-        with suppress(OSError, ValueError):
+        if run.has_written(self._run / "summary.json"):
             summary = json.loads((self._run / "summary.json").read_text())
         # A second signal may come when everything is saved and the handlers are those of Python again.
         stopped = n_stops > 0 and code in (-9, 129, 130, 143, *((-1, -2, -15) if n_stops > 1 else ()))
@@ -330,10 +336,12 @@ class Chaos:
             return self._check_refusal(errors)
         if not stopped:
             self._violated(f"ended with exit code {code} for no reason: {errors[-1000:]}")
-        elif code != -9 and summary.get("status") == "stopped":
+        elif code != -9 and summary.get("status") in ("stopped", "finished"):
             self._check_saved(summary)
         else:
             self._newest()
+            if not (code == -9 or self._disk_failed or n_stops > 2):
+                self._violated(f"stopped with exit code {code}, but not saved: {errors[-1000:]}")
         return False
 
     def _check_refusal(self, errors: str) -> bool:

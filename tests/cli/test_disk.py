@@ -13,6 +13,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -94,6 +95,16 @@ def test_a_run_that_cannot_save_its_end_says_so_and_prints_its_summary(tmp_path:
     resumed = flatout("resume", "a", "--quiet", cwd=tmp_path)  # from the last good checkpoint
     assert (resumed.returncode, resumed.stderr) == (0, "")
     assert summary_of(run)["env_steps"] == 60_032
+
+
+def test_a_run_that_cannot_begin_on_a_full_disk_leaves_no_folder(tmp_path: Path) -> None:
+    full = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+    refused = subprocess.run(
+        command(*RUN, "--timesteps", "500"), cwd=tmp_path, capture_output=True, text=True, preexec_fn=full
+    )
+    assert refused.returncode == 2
+    assert refused.stderr.splitlines()[-1] == "flatout: cannot write runs/a/config.json: File too large"
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_run_that_is_training_is_neither_resumed_nor_overwritten_until_it_is_killed(tmp_path: Path) -> None:

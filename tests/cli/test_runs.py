@@ -107,6 +107,66 @@ def test_evaluate_says_which_checkpoint_it_uses_when_the_newest_is_damaged(tmp_p
         load(tmp_path / "runs" / "a")
 
 
+FAILS_LATER = """
+import os, time
+from pathlib import Path
+import gymnasium as gym
+import numpy as np
+
+class Env(gym.Env):
+    observation_space, action_space = gym.spaces.Box(-1, 1, (2,)), gym.spaces.Discrete(2)
+    n_steps = 0
+
+    def __init__(self, fault=None, flag=None):
+        self.fault, self.flag = fault, flag
+
+    def is_mine(self):
+        try:
+            return self.flag is None or Path(self.flag).touch(exist_ok=False) is None
+        except FileExistsError:
+            return False
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action):
+        self.n_steps += 1
+        if self.fault and self.n_steps == 300 and self.is_mine():
+            if self.fault == "exit":
+                os._exit(3)
+            time.sleep(1000)
+        return np.zeros(2, np.float32), 1.0, self.n_steps % 10 == 0, False, {}
+"""
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"), [("exit", "exited with code 3"), ("hang", "gave no answer within 1 s")]
+)
+def test_evaluate_replaces_an_env_that_ends_or_blocks_its_process(
+    fault: str, words: str, tmp_path: Path
+) -> None:
+    (tmp_path / "my.py").write_text(FAILS_LATER)
+    argv = ["train", "my.py:Env", *TINY, "--executor", "serial", "--timesteps", "128", "--step-timeout", "1"]
+    assert flatout(*argv, "--run-name", "a", "--quiet", cwd=tmp_path).returncode == 0
+    evaluate = ["evaluate", "a", "--json", "--episodes", "400", "--env-kwargs"]
+    once = flatout(*evaluate, json.dumps({"fault": fault, "flag": "done"}), cwd=tmp_path)
+    assert once.returncode == 0, once.stderr
+    assert json.loads(once.stdout)["episodes"] == 400
+    (note,) = once.stderr.splitlines()
+    assert note.startswith("note: worker ")
+    assert note.endswith("; rebuilt, going on")
+    assert words in note
+    if fault == "exit":
+        always = flatout(
+            "evaluate", "a", "--episodes", "4000", "--env-kwargs", json.dumps({"fault": fault}), cwd=tmp_path
+        )
+        *notes, line = always.stderr.splitlines()
+        assert (always.returncode, always.stdout) == (2, "")
+        assert line.startswith("flatout: gave up after 10 restarts; the last: worker ")
+        assert all(note.startswith("note: worker ") for note in notes)
+
+
 def start_and_wait(run: Path, *argv: str) -> subprocess.Popen[str]:
     """Start a run and wait until it has learned something."""
     process = subprocess.Popen(
@@ -259,7 +319,7 @@ def test_a_run_survives_a_killed_worker_and_ctrl_c_leaves_no_orphan(tmp_path: Pa
     out, errors = process.communicate(timeout=20)
     assert process.returncode == 130
     assert "Traceback" not in errors + out
-    assert f"pid {workers[0].pid}: killed by SIGKILL; rebuilt, training goes on" in errors
+    assert f"pid {workers[0].pid}: killed by SIGKILL; rebuilt, going on" in errors
     assert summary_of(run)["restarts"] == 1
     assert summary_of(run)["executor"]["kind"] == "process"
     _, alive = psutil.wait_procs(everyone, timeout=5)

@@ -7,6 +7,7 @@ import importlib.util
 import pickle
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -284,6 +285,16 @@ def test_file_that_cannot_be_imported_names_the_line(tmp_path: Path) -> None:
     assert refusal(f"{file}:make").endswith("could not be imported: KeyError: 'x' (broken.py:4)")
     file.write_text(ENV_FILE.replace("from neighbour_of_env import SIZE", "SIZE = 2"))
     assert env_factory(f"{file}:Corridor")(), "a failed import must not stick"
+
+
+def test_a_file_is_whole_for_every_thread_that_needs_it_at_once(tmp_path: Path) -> None:
+    file = tmp_path / "slow_to_import.py"
+    file.write_text(
+        f"import time\ntime.sleep(0.2)\nfrom {__name__} import Steep\ndef make(): return Steep(1.0)\n"
+    )
+    with ThreadPoolExecutor(4) as pool:
+        made = list(pool.map(lambda factory: factory(), [env_factory(f"{file}:make")] * 4))
+    assert all(isinstance(env, Steep) for env in made)
 
 
 def test_class_function_partial_and_lambda() -> None:

@@ -211,3 +211,33 @@ def test_ctrl_c_ends_a_trial_at_once_and_nothing_is_left(tmp_path: Path) -> None
     psutil.wait_procs(children, timeout=10)
     assert not any(child.is_running() and child.status() != "zombie" for child in children)
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (
+            "import os; os._exit(3)",
+            "its process was lost when its code was imported, .*: exited with code 3$",
+        ),
+        ("import time; time.sleep(1000)", "gave no answer within 1 s when its code was imported"),
+    ],
+)
+@pytest.mark.parametrize("source", ["{folder}/fatal_import.py:Env", "fatal_import:Env"])
+def test_code_that_ends_or_blocks_its_process_when_it_is_imported_does_that_in_another_one(
+    source: str, code: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "fatal_import.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(trial, "START_SECONDS", 1.0)
+    with pytest.raises(EnvError, match=words):
+        flatout.PPO(source.format(folder=tmp_path), step_timeout=0.1)
+
+
+def test_making_an_env_may_take_longer_than_a_step() -> None:
+    class SlowToMake(Walk):
+        def __init__(self) -> None:
+            time.sleep(1.0)
+            super().__init__()
+
+    assert try_out(env_factory(SlowToMake), seed=0, n_envs=1, timeout=0.5)[1] is None

@@ -106,6 +106,23 @@ def test_the_user_is_told_once_that_records_cannot_be_written_and_once_that_they
     assert folder.faults.read_text().count("env 3 raised") == 5
 
 
+def test_faults_that_repeat_are_thinned_out_and_others_are_not(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path, "a")
+    recorder = Recorder(folder)
+    for n in range(5000):
+        recorder.fault(f"worker {n % 3}, pid {4000 + n}: killed by SIGKILL", "")
+        if n % 1000 == 0:
+            recorder.fault(f"env 7 raised in step {n}", "x" * 1_000_000 + "\n")
+    for n in range(5000):
+        recorder.fault("another kind: " + "x" * 10 * n, "Traceback …\n")
+    recorder.close()
+    lines = folder.faults.read_text().splitlines()
+    assert sum("SIGKILL" in line for line in lines) == 100 + 6
+    assert sum("env 7 raised" in line for line in lines) == 5
+    assert any(line.endswith("pid 8095: killed by SIGKILL (4,096 such faults by now)") for line in lines)
+    assert folder.faults.stat().st_size < 1_000_000
+
+
 def test_the_longer_a_run_the_farther_apart_its_rows_but_the_last_is_written(tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path, "a")
     recorder = Recorder(folder)

@@ -28,7 +28,7 @@ from tests.faults import Walk
 
 SMALL: dict[str, Any] = {"n_envs": 2, "n_steps": 16, "batch_size": 32, "n_epochs": 1, "seed": 3}
 ENVS = """
-import os
+import signal
 import time
 import gymnasium as gym
 import numpy as np
@@ -44,6 +44,17 @@ class Slow(gym.Env):
         self.n += 1
         time.sleep(self.seconds)
         return np.zeros(2, np.float32), 1.0, self.n % 10 == 0, False, {}
+
+class Finalized:
+    def __del__(self):
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+
+class Drops(Slow):
+    def step(self, action):
+        if self.n == 100:
+            Finalized()
+        return super().step(action)
 
 class Broken(Slow):
     seconds = 0.0
@@ -99,6 +110,14 @@ def test_two_signals_in_a_row_save_the_run_and_end_it(where: str, tmp_path: Path
     assert summary["status"] == "stopped"
     _, checkpoint, _ = CheckpointFolder(tmp_path / "runs/r/checkpoints").newest()
     assert checkpoint.state["progress"]["env_steps"] == summary["env_steps"] > 0
+
+
+def test_signals_that_come_in_a_finalizer_end_the_run_without_a_traceback(tmp_path: Path) -> None:
+    process = start(tmp_path, "Drops", "--executor", "serial", "--step-timeout", "60")
+    out, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert "Traceback" not in out + errors
+    assert summary_of(tmp_path)["status"] == "stopped"
 
 
 def test_a_hang_up_stops_and_saves_a_run(tmp_path: Path) -> None:

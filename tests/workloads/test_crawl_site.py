@@ -55,6 +55,12 @@ def test_lists_of_targets_are_at_the_configured_depth(depth: int) -> None:
     assert min(lists) == depth - 1
 
 
+@pytest.mark.parametrize("size", range(4, 41))
+def test_every_size_that_is_allowed_gives_a_site(size: int) -> None:
+    config = SiteConfig(error_rate=0, size=size)
+    assert all(len(distances(config, seed, 60)) >= 60 for seed in range(3))
+
+
 def test_most_links_do_not_lead_to_targets() -> None:
     paths = [path for path, away in distances(CALM, 3, 600).items() if away <= 2]
     shallow = [path for path in paths if TARGET_MARK.encode() in answer(CALM, path).body]

@@ -176,7 +176,7 @@ def site(config: SiteConfig, seed: int) -> Plan:
     )
     research = next(word for word, kind in sections.items() if kind == "research")
     data, record = draw.choice(DATA), draw.choice(RECORDS)
-    topics = tuple(draw.sample(TOPICS, max(4, config.size // 2)))
+    topics = tuple(draw.sample(TOPICS, min(max(4, config.size // 2), len(TOPICS))))
     return Plan(root, prefix, sections, research, data, record, topics, head, foot)
 
 
