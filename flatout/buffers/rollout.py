@@ -44,14 +44,15 @@ class Staging:
         self._there: list[Tensor] = []
         self._tail: list[Tensor] = []
         """Tensors of the staged rollout whose size differs from rollout to rollout."""
-        if has_streams(device):
+        self._has_streams = has_streams(device)
+        if self._has_streams:
             self._copies = new_stream(device)
             self._sent, self._read = new_event(device), new_event(device)
             self._was_sent = self._was_read = False
 
     def stage(self, rollout: Rollout, stop: Callable[[], bool]) -> None:
         """Begin to copy a rollout as soon as the learner has released the one before, unless stopped."""
-        if not has_streams(self.device):
+        if not self._has_streams:
             return
         use_device(self.device)
         with self._turn:
@@ -62,7 +63,7 @@ class Staging:
 
     def take(self, rollout: Rollout) -> Transitions:
         """The rollout on the device, for work in the current stream; copied now if it was not staged."""
-        if not has_streams(self.device):
+        if not self._has_streams:
             arrays = [torch.from_numpy(x).to(self.device) for x in (*rollout.columns, *rollout.obs)]
             index, final_obs = rollout.final_steps()
             finals = tuple(torch.from_numpy(x).to(self.device) for x in final_obs)
@@ -79,7 +80,7 @@ class Staging:
 
     def release(self) -> None:
         """Allow the next rollout to be staged once the work launched so far is done."""
-        if has_streams(self.device):
+        if self._has_streams:
             with self._turn:
                 self._read.record(current_stream(self.device))
                 self._was_read, self._in_use = True, False

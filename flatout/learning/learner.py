@@ -81,6 +81,7 @@ class Learner(ABC, Generic[Batch]):
         self.params = FlatParams(model)
         self.autocast = AUTOCAST.get(precision)
         self.device = self.params.flat.device
+        self._on_accelerator = is_accelerator(self.device)
         self.n_updates = 0
         self.n_envs, self.seed = n_envs, seed
         self.notes: list[str] = []
@@ -188,7 +189,7 @@ class Learner(ABC, Generic[Batch]):
         return batch
 
     def _kept(self, batch: Batch) -> Batch:
-        if not is_accelerator(self.device):
+        if not self._on_accelerator:
             return batch
         if self._samples is None:
             self._samples = batch.like([tensor.clone() for tensor in batch.tensors()])

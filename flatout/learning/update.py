@@ -107,6 +107,7 @@ class Update(Generic[Batch]):
         self._model, self._params, self._loss, self._prepare = model, params, loss, prepare
         self.max_grad_norm, self.kl_index, self.kl_limit = max_grad_norm, kl_index, kl_limit
         self.batch_size, self.autocast = batch_size, autocast
+        self._asks_if_stopped = kl_limit is not None and not is_accelerator(params.flat.device)
         flat = params.flat
         self.device = flat.device
         self.parts = PartSize(batch_size, flat.device)
@@ -149,7 +150,7 @@ class Update(Generic[Batch]):
 
         On an accelerator asking would wait for all steps launched so far, so it is not asked there.
         """
-        return self.kl_limit is not None and not is_accelerator(self.device) and bool(self.stopped)
+        return self._asks_if_stopped and bool(self.stopped)
 
     def step(self, batch: Batch) -> None:
         """Learn from one minibatch; eagerly if its size is another one, or in parts after out-of-memory."""
