@@ -332,9 +332,12 @@ class GraphBackend(Generic[Batch]):
         self._cursor = torch.zeros(1, dtype=torch.int64, device=update.device)
         """The next row of `order`."""
 
+        pure = update.pure(samples)
+
         def step() -> None:
-            index = order.index_select(0, self._cursor).view(-1)
-            update.commit(update.next_state(samples.take(index)))
+            batch = samples.take(order.index_select(0, self._cursor).view(-1))
+            # Not `next_state`: autograd would wait for the stream that the parameters were first differentiated on.
+            update.commit(pure(*update.inputs(batch)))
             self._cursor.add_(1)
 
         with update.preserving_state():
