@@ -34,6 +34,13 @@ def set_device(device: int) -> None:
     torch.accelerator.set_device_index(device)
 
 
+class device(torch.accelerator.device_index):  # named as torch.cuda's
+    """Within: another device for this thread."""
+
+    def __init__(self, device: int | str | torch.device) -> None:
+        super().__init__(_index(device))
+
+
 def get_device_name(device: int = 0) -> str:
     """The name of a device."""
     return f"simulated card {device}"

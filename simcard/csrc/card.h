@@ -170,7 +170,7 @@ double kernel_seconds(const Cost& cost, bool in_graph);
 void occupy(Stream& stream, const Cost& cost);                           // a kernel
 void occupy_copy(Stream& stream, CopyKind kind, double bytes);           // a copy
 void occupy_graph(Stream& stream, double compute, double copies);        // a replay
-void count_copy(int device, CopyKind kind, int64_t bytes);
+void count_copy(Stream& stream, CopyKind kind, int64_t bytes);
 
 // --- memory (memory.cpp)
 c10::DeviceAllocator* device_allocator();
@@ -195,6 +195,7 @@ void forbid_in_capture(int device, Stream* stream, const std::string& what);  //
 void forbid_beside_capture(const std::string& what);  // by another thread than one that captures in global mode
 void fork_capture(const std::shared_ptr<Capture>& capture, Stream& from, Stream& to);
 c10::MempoolId_t capture_pool(const Capture& capture);
+void count_copy_in(Capture& capture, CopyKind kind, int64_t bytes);
 void register_graphs();
 
 // --- launches (launch.cpp)

@@ -17,6 +17,7 @@ struct Capture {
   std::vector<std::shared_ptr<Work>> works;
   size_t kernels = 0;
   double compute = 0, copies = 0;    // seconds, in timed mode
+  std::array<int64_t, 3> copy_counts{}, copy_bytes{};
   std::map<Stream*, bool> forked;    // side streams, and whether their work was joined
   std::string spoiled;               // why the capture can no longer end well
   bool alive = true;
@@ -57,6 +58,12 @@ void record(Capture& capture, Stream& stream, std::shared_ptr<Work> work, double
   capture.compute += compute;
   capture.copies += copies;
   if (&stream != capture.origin) capture.forked[&stream] = false;
+}
+
+void count_copy_in(Capture& capture, CopyKind kind, int64_t bytes) {
+  std::lock_guard<std::mutex> lock(card().mutex);
+  capture.copy_counts[static_cast<size_t>(kind)]++;
+  capture.copy_bytes[static_cast<size_t>(kind)] += bytes;
 }
 
 void forbid_in_capture(int device, Stream* stream, const std::string& what) {
@@ -157,6 +164,10 @@ struct Graph final : at::GraphImplInterface {
     auto& counters = card().devices[static_cast<size_t>(stream.device)].counters;
     counters.launches++;
     counters.replays++;
+    for (size_t i = 0; i < 3; i++) {
+      counters.copies[i] += capture_->copy_counts[i];
+      counters.copied_bytes[i] += capture_->copy_bytes[i];
+    }
     if (timed()) return occupy_graph(stream, capture_->compute, capture_->copies);
     auto replay = std::make_shared<Replay>();
     for (auto& work : capture_->works) {

@@ -212,6 +212,7 @@ at::Generator draw_generator(const at::Generator& generator, int index, const st
   TORCH_CHECK(generator.device() == device_at(index), "Expected a generator of ", device_at(index), " but found one of ",
               generator.device());
   auto& ours = *static_cast<Generator*>(generator.unsafeGetGeneratorImpl());
+  WithoutGil released;
   std::lock_guard<std::mutex> lock(ours.drawing);
   auto copy = ours.cpu.clone();
   advance(ours.cpu);

@@ -109,7 +109,7 @@ struct Kernel final : Work {
   Kernel(const Call& call) : op(call.op), device(call.device), arguments(call.for_cpu()) { name = op.name; }
   const c10::OperatorHandle& handle() const { return op.handle; }
 
-  const Operator op;
+  const Operator& op;
   int device;
   Arguments arguments;
   at::Generator source;             // of a random operator: where it draws from
@@ -244,8 +244,12 @@ void launch(const c10::OperatorHandle& handle, Arguments* stack) {
   OnDevice on(call.device);
   Stream& stream = current_stream(call.device);
   check_capture(stream);
-  if (call.op.reads_data || call.bool_indices) return run_at_once(call, stack ? stream : stream, stack, "shape of ");
-  const Outcome* outcome = call.op.creates || call.op.resizes ? &outcome_of(call.op, call.arguments) : nullptr;
+  if (call.host_indices) host_sync(stream, "indices from the host");
+  // Where a mask is the index and the result is there already, its size was asked before.
+  bool sized = call.bool_indices && call.op.resizes;
+  if (call.op.reads_data || (call.bool_indices && !sized)) return run_at_once(call, stream, stack, "shape of ");
+  bool asks = (call.op.creates || call.op.resizes) && !sized;
+  const Outcome* outcome = asks ? &outcome_of(call.op, call.arguments) : nullptr;
   if (outcome && !outcome->known) return run_at_once(call, stream, stack, "no Meta kernel: ");
   auto results = make_results(call, outcome);
   if (timed()) {

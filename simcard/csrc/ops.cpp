@@ -117,7 +117,7 @@ void copy_to_card(const at::Tensor& from, const at::Tensor& to, bool non_blockin
   bool late = pinned(from);
   if (!late || !non_blocking)
     if (capture_of(stream)) forbid_in_capture(stream.device, &stream, "a copy from pageable memory, or one that blocks");
-  count_copy(stream.device, CopyKind::to_device, static_cast<int64_t>(to.nbytes()));
+  count_copy(stream, CopyKind::to_device, static_cast<int64_t>(to.nbytes()));
   if (timed()) {
     occupy_copy(stream, CopyKind::to_device, static_cast<double>(to.nbytes()));
     if (!non_blocking) copy_values(from, to, false);
@@ -132,7 +132,7 @@ void copy_to_host(const at::Tensor& from, const at::Tensor& to, bool non_blockin
   Stream& stream = current_stream(from.device().index());
   bool late = non_blocking && pinned(to);
   if (!late && capture_of(stream)) forbid_in_capture(stream.device, &stream, "a copy to the host that blocks");
-  count_copy(stream.device, CopyKind::to_host, static_cast<int64_t>(to.nbytes()));
+  count_copy(stream, CopyKind::to_host, static_cast<int64_t>(to.nbytes()));
   if (timed()) {
     occupy_copy(stream, CopyKind::to_host, static_cast<double>(to.nbytes()));
     copy_values(from, to, !late);
@@ -146,7 +146,7 @@ void copy_to_host(const at::Tensor& from, const at::Tensor& to, bool non_blockin
 void copy_on_card(const at::Tensor& from, const at::Tensor& to) {
   Stream& stream = current_stream(from.device().index());
   Stream& other = current_stream(to.device().index());
-  count_copy(stream.device, CopyKind::on_device, static_cast<int64_t>(to.nbytes()));
+  count_copy(stream, CopyKind::on_device, static_cast<int64_t>(to.nbytes()));
   bool two = &stream != &other;
   TORCH_CHECK(!two || (!capture_of(stream) && !capture_of(other)), "sim: a copy between devices cannot be captured");
   if (two) wait_for(stream, {&other, other.queued.load()});
@@ -176,7 +176,7 @@ at::Scalar local_scalar(const at::Tensor& self) {
   Stream& stream = current_stream(self.device().index());
   check_capture(stream);
   if (timed()) occupy_copy(stream, CopyKind::to_host, static_cast<double>(self.element_size()));
-  count_copy(stream.device, CopyKind::to_host, static_cast<int64_t>(self.element_size()));
+  count_copy(stream, CopyKind::to_host, static_cast<int64_t>(self.element_size()));
   host_sync(stream, "item");
   at::Scalar value;
   run_now([&] { value = on_cpu(self).item(); });
@@ -227,6 +227,9 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution>());
   m.impl("convolution_backward_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution_backward>());
   // One launch each, as on a GPU; torch would take them apart.
+  for (const char* name : {"native_layer_norm", "native_group_norm", "addr", "addr.out", "all.dims", "all.dims_out",
+                           "any.dims", "any.dims_out", "silu_backward", "mish_backward"})
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&launch>());
   for (const auto& name : c10::Dispatcher::singleton().getAllOpNames())
     if (name.name.rfind("aten::_foreach_", 0) == 0) {
       auto full = name.name.substr(6) + (name.overload_name.empty() ? "" : "." + name.overload_name);

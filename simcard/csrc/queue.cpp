@@ -31,6 +31,11 @@ namespace {
 
 // Kernels run with a clean dispatch state, whatever the thread that waits is in the middle of.
 struct PlainDispatch {
+  struct Silent final : c10::WarningHandler {
+    void process(const c10::Warning&) override {}
+  };
+  Silent silent;  // a kernel on a card cannot warn
+  c10::WarningUtils::WarningHandlerGuard no_warnings{&silent};
   c10::impl::ForceDispatchKeyGuard guard{plain_keys()};
   c10::AutoGradMode no_grad{false};
 };

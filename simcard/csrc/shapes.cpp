@@ -71,10 +71,24 @@ Operator::Operator(const c10::OperatorHandle& of) : handle(of) {
   if (found != kFlops.end()) flops = found->second;
 }
 
+namespace {
+
+// Never destroyed: queued work refers to it.
+const Operator* shared_operator(const c10::OperatorHandle& handle) {
+  static std::mutex mutex;
+  static auto* operators = new std::unordered_map<const void*, const Operator*>;
+  std::lock_guard<std::mutex> lock(mutex);
+  auto& op = (*operators)[&handle.schema()];
+  if (!op) op = new Operator(handle);
+  return op;
+}
+
+}  // namespace
+
 const Operator& operator_of(const c10::OperatorHandle& handle) {
-  thread_local std::unordered_map<const void*, std::unique_ptr<Operator>> known;
+  thread_local std::unordered_map<const void*, const Operator*> known;
   auto& op = known[&handle.schema()];
-  if (!op) op = std::make_unique<Operator>(handle);
+  if (!op) op = shared_operator(handle);
   return *op;
 }
 
@@ -135,7 +149,7 @@ uint64_t hash(const Key& key) {
 }
 
 at::Tensor meta(const at::Tensor& tensor) {
-  if (tensor.device().type() != kSim) return tensor;
+  if (tensor.device().type() != kSim && tensor.dim() == 0) return tensor;
   return at::detail::empty_strided_meta(tensor.sizes(), tensor.strides(), tensor.scalar_type());
 }
 
@@ -144,9 +158,15 @@ Shape shape_of(const at::Tensor& tensor) {
   return {true, tensor.sizes().vec(), tensor.strides().vec(), tensor.scalar_type()};
 }
 
+struct Silent final : c10::WarningHandler {
+  void process(const c10::Warning&) override {}
+};
+
 // Runs the Meta kernel; false where there is none or where it needs data.
 bool run_meta(const Operator& op, Arguments& stack) {
   c10::impl::ForceDispatchKeyGuard plain(plain_keys());
+  Silent silent;
+  c10::WarningUtils::WarningHandlerGuard no_warnings(&silent);
   try {
     op.handle.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::Meta), &stack);
     return true;

@@ -98,8 +98,9 @@ void occupy_graph(Stream& stream, double compute, double copies) {
   add(counters.copy_seconds, copies);
 }
 
-void count_copy(int device, CopyKind kind, int64_t bytes) {
-  auto& counters = card().devices[device].counters;
+void count_copy(Stream& stream, CopyKind kind, int64_t bytes) {
+  if (auto capture = capture_of(stream)) return count_copy_in(*capture, kind, bytes);
+  auto& counters = card().devices[stream.device].counters;
   counters.copies[static_cast<size_t>(kind)]++;
   counters.copied_bytes[static_cast<size_t>(kind)] += bytes;
 }
