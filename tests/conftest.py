@@ -6,9 +6,21 @@ import os
 import signal
 import tempfile
 
+import pytest
+
+from .card_process import IN_CHILD, run_in_child
+
 os.environ["FLATOUT_CACHE"] = tempfile.mkdtemp(prefix="flatout-tests-")
 # A shell's background job has SIGINT ignored, one under nohup SIGHUP, and the children of the tests would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
+    """Tests of the simulated card run in a child process."""
+    if item.get_closest_marker("card") is None or IN_CHILD in os.environ:
+        return None
+    run_in_child(item)
+    return True
