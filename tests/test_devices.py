@@ -93,8 +93,7 @@ def test_a_captured_step_learns_like_the_update_and_sees_new_weights() -> None:
     batch = plain.example_batch(32)
     for learner in learners:
         learner.update.begin(1e-3, 0.2)
-    graph = GraphBackend(captured.update, batch, torch.arange(32, device=device).repeat(5, 1))
-    graph.begin()
+    graph = GraphBackend(captured.update, lambda: batch, batch)
     for i in range(5):
         plain.update.step(batch)
         graph.replay()

@@ -8,9 +8,9 @@ B: batch, T: time steps, N: envs, M: slots of each; slot i = n · M + t.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,7 +19,9 @@ from flatout.buffers.priority import FAN, LEAF_FAN, MAX_PRIORITY, MIN_PRIORITY, 
 from flatout.buffers.replay import Rings, Sampler
 from flatout.buffers.replay_kernels import EMPTY, GOES_ON, TERMINATED, TRUNCATED, draw_key, fill_uniforms
 from flatout.buffers.rollout import Rollout, TensorRollout
+from flatout.device.accelerator import has_streams, send
 from flatout.envs.spaces import ActionLayout, Array, ObsLayout
+from flatout.models.params import copy_all
 
 
 class TensorReplay(Rings[Tensor]):
@@ -51,7 +53,7 @@ class TensorReplay(Rings[Tensor]):
         self.n_steps += rollout.n_steps
 
     def _to_device(self, *arrays: Tensor | Array) -> list[Tensor]:
-        return [torch.as_tensor(x).to(self.device) for x in arrays]
+        return [send(x, self.device) for x in arrays]
 
     def _add(self, steps: list[Tensor], obs: list[Tensor], final_obs: list[Tensor]) -> None:
         action, reward, terminated, truncated = steps
@@ -118,26 +120,112 @@ class TensorReplay(Rings[Tensor]):
         self.n_steps = int(arrays["head"].min()) // 2  # a step takes two slots at most
 
 
-def uniforms(seed: int, draw: int, shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """Numbers between 0 and 1 for draw number `draw`, on the device."""
-    out = np.empty(shape)
-    fill_uniforms(draw_key(seed, draw), out.reshape(-1))
-    return torch.from_numpy(out).to(device, non_blocking=True)
+class Uniforms:
+    """Random numbers between 0 and 1 for the next draws, on the device: a row for each draw."""
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self._seed, self._device = seed, device
+        self._rows = torch.zeros(0, 0, dtype=torch.float64, device=device)
+        self._next = torch.zeros(1, dtype=torch.int64, device=device)
+
+    def load(self, first_draw: int, n_draws: int, width: int) -> bool:
+        """Send the numbers of so many draws to the device; false if they have the same memory as before."""
+        drawn = torch.empty(n_draws, width, dtype=torch.float64, pin_memory=has_streams(self._device))
+        for i, row in enumerate(drawn.numpy()):
+            fill_uniforms(draw_key(self._seed, first_draw + i), row)
+        moved = self._rows.shape[1] != width or len(self._rows) < n_draws
+        if moved:
+            self._rows = torch.zeros(2 * n_draws, width, dtype=torch.float64, device=self._device)
+        self._rows[:n_draws].copy_(drawn, non_blocking=True)
+        self._next.zero_()
+        return moved
+
+    def take(self) -> Tensor:
+        """The numbers of the next draw."""
+        row = self._rows.index_select(0, self._next).view(-1)
+        self._next.add_(1)
+        return row
 
 
-class TensorUniform(Sampler[TensorReplay]):
+class DeviceDraws:
+    """The minibatches of captured updates: `batch` is learned from, then `advance` puts the next one in its place."""
+
+    batch: ReplayBatch
+
+    def __init__(self, sampler: TensorUniform | TensorPrioritized, size: int) -> None:
+        self._sampler, self._size = sampler, size
+        self._beta = torch.zeros((), dtype=torch.float64, device=sampler.replay.device)
+        self._first = 0
+
+    def begin(self, n: int, beta: float) -> bool:
+        """Prepare `n` minibatches and draw the first; true if memory moved, so that a capture is out of date."""
+        sampler, self._first = self._sampler, self._sampler.n_draws
+        moved = sampler.load(n + 1, self._size)
+        self._beta.fill_(beta)
+        drawn = sampler.sample(self._size, self._beta)
+        if not hasattr(self, "batch"):
+            self.batch, moved = drawn, True
+        else:
+            copy_all(self.batch.tensors(), drawn.tensors())
+        return moved
+
+    def advance(self, priority: Tensor) -> None:
+        """Draw the next minibatch, then set the priorities of this one, as prefetching does."""
+        drawn = self._sampler.sample(self._size, self._beta)
+        self._sampler.update(self.batch.index, self.batch.serial, priority)
+        copy_all(self.batch.tensors(), drawn.tensors())
+
+    def end(self, n: int) -> None:
+        """After `n` minibatches: a draw that nobody learned from did not happen."""
+        self._sampler.n_draws = self._first + n
+        self._sampler.is_loaded = False
+
+
+class _Loads:
+    """Random numbers of a sampler: loaded for one draw at a time, or for many at once."""
+
+    replay: TensorReplay
+    n_draws: int
+    _seed: int
+    is_loaded = False
+    """Whether the numbers of the next draws were loaded at once."""
+
+    @cached_property
+    def _uniforms(self) -> Uniforms:
+        return Uniforms(self._seed, self.replay.device)
+
+    def width(self, size: int) -> int:
+        """Numbers for one draw of `size` transitions."""
+        return size
+
+    def load(self, n_draws: int, size: int) -> bool:
+        """Load the numbers of the next draws; true if they moved."""
+        self.is_loaded = True
+        return self._uniforms.load(self.n_draws, n_draws, self.width(size))
+
+    def take(self, size: int) -> Tensor:
+        """The numbers of the next draw."""
+        if not self.is_loaded:
+            self._uniforms.load(self.n_draws, 1, self.width(size))
+        return self._uniforms.take()
+
+
+class TensorUniform(_Loads, Sampler[TensorReplay]):
     """As `Uniform`, on the device of its replay."""
 
     TRIES = 8
     """Candidate slots drawn for each transition: the first that is not empty is taken."""
 
-    def _draw(self, size: int, beta: float) -> tuple[Tensor, int] | None:  # noqa: ARG002
+    def width(self, size: int) -> int:
+        return size * self.TRIES
+
+    def _draw(self, size: int, beta: float | Tensor) -> tuple[Tensor, int] | None:  # noqa: ARG002
         it = self.replay
         if not it.holds(self._n_step):
             return None
         first, last = it.ranges(self._n_step)
         upto = (last - first).cumsum(0)
-        u = uniforms(self._seed, self.n_draws, (size, self.TRIES), it.device)
+        u = self.take(size).view(size, self.TRIES)
         nth = torch.minimum((u * upto[-1]).long(), upto[-1] - 1)
         env = torch.searchsorted(upto, nth, right=True)
         number = last[env] - (upto[env] - nth)
@@ -203,7 +291,7 @@ def _ends(level: Tensor, fan: int, node: Tensor) -> Tensor:
     return level.view(-1, fan)[node].double().cumsum(1)
 
 
-class TensorPrioritized(PrioritySampler[TensorReplay]):
+class TensorPrioritized(_Loads, PrioritySampler[TensorReplay]):
     """As `Prioritized`, on the device of its replay."""
 
     def __init__(self, replay: TensorReplay, **how: Any) -> None:
@@ -225,13 +313,13 @@ class TensorPrioritized(PrioritySampler[TensorReplay]):
         self.tree.write(slot.view(-1), torch.where(drawable, self._most, 0).view(-1))
         self._seen.copy_(last)
 
-    def _draw(self, size: int, beta: float) -> tuple[Tensor, Tensor] | None:
+    def _draw(self, size: int, beta: float | Tensor) -> tuple[Tensor, Tensor] | None:
         it = self.replay
         if not it.holds(self._n_step):
             return None
         self._catch_up()
         part = torch.arange(size, device=it.device)
-        mass = (part + uniforms(self._seed, self.n_draws, (size,), it.device)) / size * self.tree.total
+        mass = (part + self.take(size)) / size * self.tree.total
         index = self.tree.find(mass)
         priority = self._leaves[index].double()
         return index, ((priority.amin() / priority) ** beta).float()

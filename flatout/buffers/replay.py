@@ -196,7 +196,7 @@ class Sampler(Generic[Replayed]):
         self.replay, self._gamma, self._n_step, self._seed = replay, gamma, n_step, seed
         self.n_draws = 0
 
-    def sample(self, size: int, beta: float = 0.4, out: ReplayBatch | None = None) -> ReplayBatch:
+    def sample(self, size: int, beta: Any = 0.4, out: ReplayBatch | None = None) -> ReplayBatch:
         """Draw `size` transitions; in RAM into `out`, if it is given.
 
         Prioritized samplers set weights (n · P)^-beta relative to the largest of the batch; uniform ones set 1.
@@ -209,7 +209,7 @@ class Sampler(Generic[Replayed]):
         self.n_draws += 1
         return self.replay.sample(*drawn, gamma=self._gamma, n_step=self._n_step, out=out)
 
-    def _draw(self, size: int, beta: float) -> tuple[Any, Any] | None:
+    def _draw(self, size: int, beta: Any) -> tuple[Any, Any] | None:
         """Slots of `size` transitions and their weights; None: nothing can be drawn."""
         raise NotImplementedError
 

@@ -21,6 +21,7 @@ from flatout.device.accelerator import (
     new_event,
     new_stream,
     pinned_like,
+    send,
     use_device,
 )
 from flatout.device.shared import Spec
@@ -96,13 +97,12 @@ class Staging:
             self._sent.synchronize()  # the copies of the rollout before still read the pinned memory
         for pinned, array in zip(self._pinned, arrays, strict=True):
             np.copyto(pinned.numpy(), array)
-        tail = [torch.from_numpy(x).pin_memory() for x in (index, *final_obs)]
         with self._copies:
             if self._was_read:
                 self._copies.wait_event(self._read)
             for there, pinned in zip(self._there, self._pinned, strict=True):
                 there.copy_(pinned, non_blocking=True)
-            self._tail = [x.to(self.device, non_blocking=True) for x in tail]
+            self._tail = [send(x, self.device) for x in (index, *final_obs)]
         self._sent.record(self._copies)
         self._was_sent = True
         return _transitions(self._there, tuple(self._tail[1:]), self._tail[0])

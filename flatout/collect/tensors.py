@@ -275,7 +275,7 @@ class _CapturedSteps:
             t.add_(1)
 
         # A capture records and does not run: the envs stay where they are.
-        self._graph = Graph(step, device, n_warm_ups=0)
+        self._graph = Graph(step, device, lambda: collector.model.sample(rollout.obs_at[0], self._noise[0]))
         executor.n_steps = n_steps_before
 
     def run(self, noise: Tensor, stop: Callable[[], bool]) -> None:

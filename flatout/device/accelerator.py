@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 KINDS = ("cuda", "xpu", "mps")
 """The kinds of accelerators that users name."""
 _MEANT = {"gpu": "cuda", "nvidia": "cuda", "rocm": "cuda", "hip": "cuda", "intel": "xpu", "metal": "mps"}
+WARM_UPS = 2
+"""Runs before a graph is captured."""
 LARGE_NETWORK = 1_000_000
 """Parameters from which 16-bit forward passes are worth the conversions."""
 
@@ -176,28 +179,43 @@ def pinned_like(array: Any) -> torch.Tensor:
     return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
 
 
+def send(values: Any, device: torch.device) -> torch.Tensor:
+    """An array or a tensor on a device; the host does not wait for the copy."""
+    import torch
+
+    tensor = torch.as_tensor(values)
+    if has_streams(device) and tensor.device.type == "cpu":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
 class Graph:
     """Launches that were captured once; `replay` launches all of them at once, on the same memory.
 
-    `work` runs `n_warm_ups` times before it is captured, on the stream of the capture. Other threads may use the device
-    meanwhile. What `work` reads must stay where it is; what it returns is filled by every replay.
+    `warm_up` runs before, on the stream of the capture: libraries may initialize themselves then, not later. A capture
+    records `work` and does not run it. Other threads may use the device meanwhile. What `work` reads must stay where it is.
     """
 
-    def __init__(self, work: Callable[[], Any], device: torch.device, n_warm_ups: int = 1) -> None:
+    def __init__(
+        self, work: Callable[[], Any], device: torch.device, warm_up: Callable[[], Any] = lambda: None
+    ) -> None:
         import torch
 
         stream, now = new_stream(device), current_stream(device)
         stream.wait_stream(now)
         self._graph = torch.accelerator.Graph(capture_error_mode="thread_local")
         with stream:
-            for _ in range(n_warm_ups):
-                work()
+            for _ in range(WARM_UPS):
+                warm_up()
             # Not `with graph`: that would empty the caches of other threads too.
             self._graph.capture_begin()
             try:
-                self.result = work()
-            finally:
-                self._graph.capture_end()
+                work()
+            except BaseException:
+                with suppress(RuntimeError):  # the capture is invalid anyway
+                    self._graph.capture_end()
+                raise
+            self._graph.capture_end()
         now.wait_stream(stream)
 
     def replay(self) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from flatout.buffers.rollout import Learnable, Rollout, Staging
-from flatout.device.accelerator import is_accelerator, is_out_of_memory
+from flatout.device.accelerator import is_accelerator, is_out_of_memory, send
 from flatout.device.machine import torch_threads
 from flatout.envs.spaces import Array
 from flatout.learning.normalize import RewardScaler, RunningMoments
@@ -92,7 +92,9 @@ class Learner(ABC, Generic[Batch]):
         self._samples: Batch | None = None
         """On an accelerator: memory for a rollout's samples, allocated once …"""
         self._order: Tensor | None = None
-        """… and for the order of all its epochs."""
+        """… and for the order of all its epochs, a row for each minibatch."""
+        self._row = torch.zeros(1, dtype=torch.int64, device=self.device)
+        """The row that the next captured step learns from."""
         self._graph: GraphBackend[Batch] | None = None
         self.compilation: Compiles | None = None
         """Brings a compiled update in; None: no compilation."""
@@ -220,7 +222,6 @@ class Learner(ABC, Generic[Batch]):
         assert self._order is not None, "the graph reads it"
         n_minibatches = len(self._order) // self._n_epochs
         self._draw_order(shuffle)
-        graph.begin()
 
         def pass_over(_batch: Batch, _shuffle: torch.Generator, stop: Callable[[], bool]) -> bool:
             for _ in range(n_minibatches):
@@ -236,7 +237,8 @@ class Learner(ABC, Generic[Batch]):
         assert self._order is not None, "it is allocated before"
         n = self._order.numel() // self._n_epochs
         drawn = torch.cat([torch.randperm(n, generator=shuffle) for _ in range(self._n_epochs)])
-        self._order.copy_(drawn.view(self._order.shape).pin_memory(), non_blocking=True)
+        self._order.copy_(send(drawn.view(self._order.shape), self.device))
+        self._row.zero_()
 
     def values(self, obs: tuple[Tensor, ...]) -> Tensor:
         """Values of many observations, in parts that fit into memory."""
@@ -322,8 +324,11 @@ class Learner(ABC, Generic[Batch]):
             try:
                 self.update.parts.attempt(self._capture)
             except RuntimeError as error:
-                self.capture = False
-                self.notes.append(f"learning without a graph: {str(error).splitlines()[0]}")
+                self._no_graph(error)
+
+    def _no_graph(self, error: RuntimeError) -> None:
+        self.capture, self._graph, self.update.backend = False, None, "eager"
+        self.notes.append(f"learning without a graph: {str(error).splitlines()[0]}")
 
     def _capture(self) -> None:
         """Capture the step, for whole minibatches of a rollout's samples."""
@@ -331,10 +336,15 @@ class Learner(ABC, Generic[Batch]):
         assert samples is not None, "there is a rollout to learn from"
         if len(samples) % size:
             raise RuntimeError(f"a rollout is no multiple of the batch size {size}")
-        self._order = torch.zeros(
-            (len(samples) // size * self._n_epochs, size), dtype=torch.int64, device=self.device
-        )
-        self._graph = GraphBackend(self.update, samples, self._order)
+        shape = len(samples) // size * self._n_epochs, size
+        self._order = order = torch.zeros(shape, dtype=torch.int64, device=self.device)
+
+        def next_batch() -> Batch:
+            batch = samples.take(order.index_select(0, self._row).view(-1))
+            self._row.add_(1)
+            return batch
+
+        self._graph = GraphBackend(self.update, next_batch, samples.take(slice(0, size)))
         self.update.backend = self._graph.name
 
     def fit_into(self, free_bytes: int) -> None:

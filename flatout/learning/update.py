@@ -28,8 +28,6 @@ ADAM |= {"weight_decay": 0.0, "amsgrad": False, "maximize": False}
 FIRST_SCALE, GROWTH_STEPS = 2.0**14, 1000
 """Loss scale for fp16: halved when gradients overflow, doubled after so many good steps."""
 _fused_adam = find("torch._fused_adam_")
-WARM_UPS = 2
-"""Steps before a graph is captured."""
 
 
 class Minibatch:
@@ -319,33 +317,31 @@ def adam(
 
 
 class GraphBackend(Generic[Batch]):
-    """Steps captured as a graph: a replay gathers the next minibatch, learns from it and moves on, in one launch.
+    """Steps captured as a graph: a replay makes the next minibatch and learns from it, in one launch.
 
-    A graph reads and writes fixed addresses. `samples` and `order` are written in place before the first replay; the
-    update's state and settings and the model's buffers are only ever changed in place too.
+    A graph reads and writes fixed addresses. What `next_batch` reads is written in place; the update's state and settings
+    and the model's buffers are only ever changed in place too, so every replay sees their current values.
     """
 
     name = "graph"
 
-    def __init__(self, update: Update[Batch], samples: Batch, order: Tensor) -> None:
-        """`order`: indices of samples, a row for each minibatch."""
-        self._cursor = torch.zeros(1, dtype=torch.int64, device=update.device)
-        """The next row of `order`."""
-
-        pure = update.pure(samples)
+    def __init__(
+        self,
+        update: Update[Batch],
+        next_batch: Callable[[], Batch],
+        example: Batch,
+        after: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`after` follows each step, such as new priorities."""
+        # Not `next_state`: autograd would wait for the stream that the parameters were first differentiated on.
+        pure = update.pure(example)
 
         def step() -> None:
-            batch = samples.take(order.index_select(0, self._cursor).view(-1))
-            # Not `next_state`: autograd would wait for the stream that the parameters were first differentiated on.
-            update.commit(pure(*update.inputs(batch)))
-            self._cursor.add_(1)
+            update.commit(pure(*update.inputs(next_batch())))
+            after()
 
-        with update.preserving_state():
-            self._graph = Graph(step, update.device, WARM_UPS)
-
-    def begin(self) -> None:
-        """Start with the first row."""
-        self._cursor.zero_()
+        inputs = update.inputs(example)
+        self._graph = Graph(step, update.device, warm_up=lambda: pure(*inputs))
 
     def replay(self) -> None:
         """Learn from the next minibatch."""

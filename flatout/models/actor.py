@@ -111,7 +111,7 @@ class DeviceActor:
         self._is_captured = True
         # Without a graph it acts all the same, only with more launches.
         with suppress(RuntimeError):
-            self._work = Graph(self._launch, self._device).replay
+            self._work = Graph(self._launch, self._device, warm_up=self._launch).replay
 
     @torch.no_grad()
     def _launch(self) -> None:

@@ -92,7 +92,9 @@ CASES: dict[str, Case] = {
     "views": lambda x: (x.unfold(1, 3, 1).sum(2), x.t().reshape(-1), x[:, 1].expand(2, 8), x.flip(0)),
     "one value": lambda x: x + x[0, 0].item(),
     "gradients": lambda x: gradients(nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 2)), x),
-    "convolution": lambda x: gradients(nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 2, 3)), x.view(2, 1, 4, 6)),
+    "convolution": lambda x: gradients(
+        nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 2, 3)), x.view(2, 1, 4, 6)
+    ),
     "per sample": per_sample_gradients,
     "random": random_numbers,
 }
@@ -134,7 +136,10 @@ def test_autocast_computes_products_in_bfloat16() -> None:
     with torch.autocast("sim", torch.bfloat16):
         y = net(x)
     assert y.dtype == torch.bfloat16
-    assert torch.equal(y.cpu(), nn.functional.linear(x.cpu().bfloat16(), net.weight.cpu().bfloat16(), net.bias.cpu().bfloat16()))
+    assert torch.equal(
+        y.cpu(),
+        nn.functional.linear(x.cpu().bfloat16(), net.weight.cpu().bfloat16(), net.bias.cpu().bfloat16()),
+    )
 
 
 def test_modules_and_tensors_are_copied_and_saved(tmp_path: Path) -> None:

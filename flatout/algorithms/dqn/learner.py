@@ -16,16 +16,17 @@ from flatout.algorithms.dqn.fused import FusedDQN, can_fuse
 from flatout.algorithms.dqn.loss import DQNMinibatch
 from flatout.buffers.batch import ReplayBatch, alloc_batch
 from flatout.buffers.capacity import SPARED, fitting_capacity, parse_capacity, transition_bytes
-from flatout.buffers.device_replay import TensorPrioritized, TensorReplay, TensorUniform
+from flatout.buffers.device_replay import DeviceDraws, TensorPrioritized, TensorReplay, TensorUniform
 from flatout.buffers.prefetch import Prefetch
 from flatout.buffers.priority import Prioritized
 from flatout.buffers.replay import Replay, Uniform
 from flatout.buffers.rollout import Learnable, Rollout, TensorRollout
-from flatout.device.accelerator import has_streams
+from flatout.device.accelerator import has_streams, is_accelerator
 from flatout.device.machine import free_memory
 from flatout.envs.spaces import Array
 from flatout.learning.learner import Learner
-from flatout.learning.update import Update
+from flatout.learning.update import GraphBackend, Update
+from flatout.models.params import copy_all
 from flatout.models.policy import QNetwork
 from flatout.timing import Phase
 
@@ -40,6 +41,8 @@ class DQNLearner(Learner[DQNMinibatch]):
     model: QNetwork
     config: DQNConfig
     networks: dqn.TargetNetwork
+    _graph_batch: DQNMinibatch
+    """What the captured step learns from, if the replay buffer is not on the device."""
 
     def __init__(self, model: QNetwork, config: DQNConfig, **how: Any) -> None:
         """`how`: the keywords of `Learner`."""
@@ -84,7 +87,7 @@ class DQNLearner(Learner[DQNMinibatch]):
         after = before + self.n_envs * config.n_steps
         n_due = config.updates_after(after - self._starts) - config.updates_after(before - self._starts)
         self._begin(progress)
-        if n_due:
+        if n_due and (experience.draws is None or not self.capture):
             self._prepare_backend(experience.peek, progress)
         self._enter(Phase.UPDATE)
         interval = config.target_update_interval
@@ -106,15 +109,60 @@ class DQNLearner(Learner[DQNMinibatch]):
         absent = () if n_due else (*self.METRICS, "train/grad_norm")
         return {name: value for name, value in metrics.items() if name not in absent}
 
+    def stage(self, rollout: Learnable, stop: Callable[[], bool]) -> None:
+        """Nothing: the replay buffer reads rollouts itself."""
+
+    def _capture(self) -> None:
+        """Capture the step; if the replay buffer is on the device, with sampling and everything that follows."""
+        draws, update = self.experience.draws, self.update
+        if draws is None:
+            batch = self.example_batch(update.batch_size)
+            self._graph_batch, after = batch, self._soft_update
+        else:
+            batch = _minibatch(draws.batch)
+
+            def after() -> None:
+                self._soft_update()
+                draws.advance(update.sample_output)
+
+        self._graph = GraphBackend(update, lambda: batch, batch, after)
+        update.backend = self._graph.name
+
+    def _soft_update(self) -> None:
+        if self.config.tau < 1:
+            self.networks.soft_update(self.config.tau)
+
+    def _replay_steps(self, n_updates: int, beta: float, stop: Callable[[], bool]) -> None:
+        """Take the updates by replays of a graph that samples too."""
+        draws, n_done = self.experience.draws, 0
+        assert draws is not None, "it samples on the device"
+        if draws.begin(n_updates, beta) or self._graph is None:
+            self.update.parts.attempt(self._capture)
+        assert self._graph is not None, "it is captured"
+        while n_done < n_updates and not (n_done and stop()):
+            self._graph.replay()
+            n_done += 1
+        draws.end(n_done)
+
     def _take(self, n_updates: int, beta: float, stop: Callable[[], bool]) -> None:
         """Take the updates, each followed by the soft update and new priorities."""
         update, experience = self.update, self.experience
+        if self.capture and experience.draws is not None:
+            try:
+                self._replay_steps(n_updates, beta, stop)
+                return
+            except RuntimeError as error:
+                self._no_graph(error)
+                experience.draws.end(0)
         tau = self.config.tau if self.config.tau < 1 else None
         fused = self._fused if update.backend == "fused" and tau is None else None
         for batch, sample in experience.batches(n_updates, beta, None if fused is None else fused.target_q):
-            update.step(batch)
-            if tau is not None:
-                self.networks.soft_update(tau)
+            if self._graph is not None:
+                copy_all(self._graph_batch.tensors(), batch.tensors())
+                self._graph.replay()
+            else:
+                update.step(batch)
+                self._soft_update()
             if self.config.prioritized:
                 experience.update_priorities(sample, update.sample_output)
             if stop():
@@ -171,20 +219,25 @@ class Experience:
         capacity = parse_capacity(config.buffer_size, each)
         how: dict[str, Any] = {"gamma": config.gamma, "n_step": config.multi_step, "seed": seed}
         how |= {"alpha": config.priority_alpha} if prioritized else {}
-        self._in_ram = device.type == "cpu"
+        self._in_ram = not is_accelerator(device)
+        self.draws: DeviceDraws | None = None
+        """Draws on the device for captured updates, if the replay buffer is there."""
         self.replay: Replay | TensorReplay
         self._sampler: Uniform | Prioritized | TensorUniform | TensorPrioritized
         alloc: Callable[[], ReplayBatch] | None = None
         if not self._in_ram and capacity * each <= free_memory(device) * (1 - SPARED) / 2:
             self.replay = TensorReplay(obs, action, n_envs, capacity, device)
-            self._sampler = (TensorPrioritized if prioritized else TensorUniform)(self.replay, **how)
+            self._sampler = on_device = (TensorPrioritized if prioritized else TensorUniform)(
+                self.replay, **how
+            )
+            self.draws = DeviceDraws(on_device, config.batch_size)
         else:
             capacity = fitting_capacity(config.buffer_size, each, torch.device("cpu"))
             self.replay = Replay(obs, action, n_envs, capacity, pin=has_streams(device))
             self._sampler = (Prioritized if prioritized else Uniform)(self.replay, **how)
             alloc = partial(alloc_batch, obs, action, config.batch_size, pin=not self._in_ram)
         self._buffer = cache(self._alloc)
-        in_thread = None if has_streams(device) else False
+        in_thread = None if has_streams(device) and self.draws is None else False
         self._prefetch = Prefetch(self._sampler, config.batch_size, device, alloc=alloc, background=in_thread)
 
     def batches(
