@@ -24,6 +24,7 @@ namespace sim {
 constexpr auto kSim = c10::DeviceType::PrivateUse1;
 constexpr int kMaxDevices = 8;
 constexpr int kStreamsPerDevice = 33;     // the default stream and a pool of 32
+constexpr int kFirstUrgent = kStreamsPerDevice * 3 / 4;  // streams from here on have priority
 constexpr size_t kQueueCap = 50'000;      // exact mode: a longer queue is drained, which is no sync
 constexpr size_t kLaunchesAhead = 1'024;  // timed mode: the host waits when it is further ahead
 
@@ -99,8 +100,10 @@ struct Counters {
 struct Device {
   std::array<Stream, kStreamsPerDevice> streams;
   std::atomic<int> next_stream{0};
+  std::atomic<int> next_urgent{0};
   Counters counters;
   double engine_free[3] = {0, 0, 0};  // timed mode: compute, copies to the device, copies to the host
+  double urgent_free = 0;  // timed mode: when the work of streams with priority is finished
   std::deque<double> ends;            // timed mode: when the last launches finish
 };
 

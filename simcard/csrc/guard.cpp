@@ -64,12 +64,15 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 
   c10::Stream getStream(c10::Device on) const override { return current_stream(index(on)).unwrap(); }
   c10::Stream getDefaultStream(c10::Device on) const override { return at(on, 0).unwrap(); }
-  c10::Stream getNewStream(c10::Device on, int) const override {
+  c10::Stream getNewStream(c10::Device on, int priority) const override {
     check_usable();
-    int number = card().devices[static_cast<size_t>(index(on))].next_stream++;
-    return at(on, 1 + number % (kStreamsPerDevice - 1)).unwrap();
+    auto& device = card().devices[static_cast<size_t>(index(on))];
+    if (priority < 0) return at(on, kFirstUrgent + device.next_urgent++ % (kStreamsPerDevice - kFirstUrgent)).unwrap();
+    return at(on, 1 + device.next_stream++ % (kFirstUrgent - 1)).unwrap();
   }
-  c10::Stream getStreamFromGlobalPool(c10::Device on, bool) const override { return getNewStream(on, 0); }
+  c10::Stream getStreamFromGlobalPool(c10::Device on, bool is_urgent) const override {
+    return getNewStream(on, is_urgent ? -1 : 0);
+  }
   c10::Stream exchangeStream(c10::Stream to) const override {
     auto before = getStream(to.device());
     this_stream[static_cast<size_t>(to.device_index())] = static_cast<int>(to.id());

@@ -55,8 +55,16 @@ double copy_seconds(CopyKind kind, double bytes) {
 double place(Stream& stream, int engine, double seconds) {
   Device& device = card().devices[stream.device];
   std::lock_guard<std::mutex> lock(card().mutex);
-  double start = std::max({now(), stream.ready, device.engine_free[engine]});
-  stream.ready = device.engine_free[engine] = start + seconds;
+  bool goes_first = engine == 0 && stream.id >= kFirstUrgent;
+  double start = std::max({now(), stream.ready, goes_first ? device.urgent_free : device.engine_free[engine]});
+  if (goes_first) {  // other work that was to run at that time runs later
+    for (auto& other : device.streams)
+      if (other.ready > start && other.id < kFirstUrgent) other.ready += seconds;
+    device.urgent_free = start + seconds;
+    device.engine_free[engine] = std::max(device.engine_free[engine], start) + seconds;
+  }
+  else device.engine_free[engine] = start + seconds;
+  stream.ready = start + seconds;
   device.ends.push_back(stream.ready);
   if (device.ends.size() <= kLaunchesAhead) return 0;
   double oldest = device.ends.front();
