@@ -16,11 +16,12 @@ from flatout.device.machine import usable_memory
 from flatout.envs.make import EnvSource
 from flatout.errors import FlatoutError, did_you_mean
 from flatout.perf.case import Case, Finding
-from flatout.perf.costs import Costs, Settings, UpdateCost, update_seconds
+from flatout.perf.costs import Settings, UpdateCost, update_seconds
 from flatout.perf.decide import describe
 from flatout.perf.decide import duration as _time
 from flatout.perf.findings import diagnose
 from flatout.perf.planner import UpdateProbe, copied_to_cpu
+from flatout.perf.roofline import on_card
 from flatout.perf.simulate import Forecast, simulate
 
 BENCHMARK_SECONDS = 5.0
@@ -28,10 +29,6 @@ SMALLER = (256, 256)
 """The network that a big one is compared with."""
 WHAT_IFS = ("gpu", "cores", "n_envs", "n_steps", "batch_size", "n_epochs", "step_ms")
 MAX_SHOWN = 4
-GPU_SHARE = 0.25
-"""Share of its peak that a card reaches with the matrices of an update."""
-GPU_LAUNCH = 0.25e-3
-"""An update as one CUDA graph, however small."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,7 +133,7 @@ def doctor(
         learner_busy=case.learner_busy,
         forecast=case.now,
         findings=findings,
-        what_if=answer(case, wishes) if wishes else None,
+        what_if=answer(case, wishes, agent) if wishes else None,
         command=command(agent.config.env, settings, findings),
     )
 
@@ -187,7 +184,7 @@ def _is_positive(value: str) -> bool:
         return False
 
 
-def answer(case: Case, wishes: dict[str, str]) -> dict[str, Any]:
+def answer(case: Case, wishes: dict[str, str], agent: Agent) -> dict[str, Any]:
     """What `train` would reach on another machine or with other settings, in the way it would choose there."""
     settings, costs = case.settings, case.costs
     for name in {"cores", "n_envs", "n_steps", "batch_size", "n_epochs"} & wishes.keys():
@@ -198,7 +195,7 @@ def answer(case: Case, wishes: dict[str, str]) -> dict[str, Any]:
         wait, compute = (tuple(s * factor for s in times) for times in (costs.wait, costs.compute))
         costs = replace(costs, wait=wait, compute=compute)
     if "gpu" in wishes:
-        costs, settings = on_card(costs, settings, card(wishes["gpu"]).fp32)
+        costs, settings = on_card(agent.config, agent.policy, costs, settings, card(wishes["gpu"]))
     way = replace(case, costs=costs, settings=settings).decision("auto").ways[0]
     forecast = simulate(costs, way)
     scale = case.steps_per_second / case.now.steps_per_second
@@ -210,15 +207,6 @@ def answer(case: Case, wishes: dict[str, str]) -> dict[str, Any]:
         "learn_rate": forecast.learn_rate,
         "way": describe(way),
     }
-
-
-def on_card(costs: Costs, settings: Settings, teraflops: float) -> tuple[Costs, Settings]:
-    """The same run with a card to learn on, calculated from its data sheet."""
-    flops = 6.0 * settings.n_params * settings.batch_size
-    seconds = GPU_LAUNCH + flops / (GPU_SHARE * teraflops * 1e12)
-    cost = UpdateCost(python=0.05e-3, points=((settings.batch_size, seconds),))
-    costs = replace(costs, update=cost, compiled=None, beside=None)
-    return costs, replace(settings, on_device=True, compiled=False)
 
 
 def command(env: str, settings: dict[str, Any], findings: list[Finding]) -> str:

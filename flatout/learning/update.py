@@ -162,23 +162,43 @@ class Update(Generic[Batch]):
 
     def eager_step(self, batch: Batch) -> None:
         """The step as it is defined."""
-        grad, metrics, samples = self._gradient(batch, self._params.tensors, self._loss, self.coefficient)
-        with torch.no_grad():
-            if _fused_adam is None:
-                copy_all(self._state[:9], self._advance(self._state, self.learning_rate, grad, metrics))
-            else:
-                taken, clip_scale, counters = self._check(self._state, grad, metrics)
-                divisor, skipped = 1 / clip_scale, 1 - taken
-                # From here on everything happens in place: nothing can run out of memory.
-                self._adam_in_place(grad, divisor, skipped, counters[0])
-                copy_all(self._state[3:9], counters)
-            for values in samples:
-                n = min(len(values), len(self.sample_output))
-                self.sample_output[:n] = values[:n]
+        gradient = self._gradient(batch, self._params.tensors, self._loss, self.coefficient)
+        self._apply(*gradient, self.step_size)
 
-    def _adam_in_place(self, grad: Tensor, divisor: Tensor, skipped: Tensor, n_steps: Tensor) -> None:
+    def captured_step(self, batch: Batch) -> None:
+        """`eager_step` for a graph: nothing in it is fixed by the time of the capture."""
+        self._apply(*self.own_gradient(batch), self.learning_rate)
+
+    def own_gradient(self, batch: Batch) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """`_gradient` that differentiates views of its own.
+
+        For the model's parameters autograd would wait for the stream that they were first differentiated on.
+        """
+        leaves = [tensor.detach().requires_grad_() for tensor in self._params.tensors]
+        return self._gradient(batch, leaves, self._loss_of(leaves, []), self.coefficient)
+
+    @torch.no_grad()
+    def _apply(
+        self, grad: Tensor, metrics: Tensor, samples: list[Tensor], learning_rate: float | Tensor
+    ) -> None:
+        """Step with this gradient, in place."""
+        if _fused_adam is None:
+            copy_all(self._state[:9], self._advance(self._state, self.learning_rate, grad, metrics))
+        else:
+            taken, clip_scale, counters = self._check(self._state, grad, metrics)
+            divisor, skipped = 1 / clip_scale, 1 - taken
+            # From here on everything happens in place: nothing can run out of memory.
+            self._adam_in_place(grad, divisor, skipped, counters[0], learning_rate)
+            copy_all(self._state[3:9], counters)
+        for values in samples:
+            n = min(len(values), len(self.sample_output))
+            self.sample_output[:n] = values[:n]
+
+    def _adam_in_place(
+        self, grad: Tensor, divisor: Tensor, skipped: Tensor, n_steps: Tensor, learning_rate: float | Tensor
+    ) -> None:
         """`adam` in one pass over the parameters."""
-        options = ADAM | {"lr": self.step_size, "grad_scale": divisor, "found_inf": skipped}
+        options = ADAM | {"lr": learning_rate, "grad_scale": divisor, "found_inf": skipped}
         flat = self._params.flat
         _fused_adam([flat], [grad], [self.momentum], [self.variance], [], [n_steps], **options)
 
@@ -216,26 +236,30 @@ class Update(Generic[Batch]):
 
     def pure(self, example: Batch) -> Step:
         """`next_state` as a function of its arguments alone, for tracing; `example` shows what minibatches look like."""
-        names = [name for name, _ in self._model.named_parameters()]
-        buffer_names = [name for name, b in self._model.named_buffers() if b.dtype == torch.float32]
-        wrapped = _Loss(self._model, self._loss)
 
         def step(*groups: Sequence[Tensor]) -> Sequence[Tensor]:
             state, settings, buffers, tensors = groups
             leaves = [view.detach().requires_grad_() for view in self._params.views(state[0])]
-            own = dict(zip([f"model.{name}" for name in names], leaves, strict=True))
-            own |= dict(zip([f"model.{name}" for name in buffer_names], buffers, strict=True))
-
-            def loss(batch: Batch, coefficient: Tensor) -> tuple[Tensor, ...]:
-                out: tuple[Tensor, ...] = torch.func.functional_call(wrapped, own, (batch, coefficient))
-                return out
-
-            batch = example.like(tensors)
+            loss, batch = self._loss_of(leaves, buffers), example.like(tensors)
             grad, metrics, samples = self._gradient(batch, leaves, loss, settings[1], state[4])
             with torch.no_grad():
                 return [*self._advance(state, settings[0], grad, metrics), *samples]
 
         return step
+
+    def _loss_of(self, params: Sequence[Tensor], buffers: Sequence[Tensor]) -> LossFn[Batch]:
+        """The loss as a function of these parameters, and of these buffers unless there are none."""
+        names = [name for name, _ in self._model.named_parameters()]
+        buffer_names = [name for name, b in self._model.named_buffers() if b.dtype == torch.float32]
+        own = {f"model.{name}": tensor for name, tensor in zip(names, params, strict=True)}
+        own |= {f"model.{name}": tensor for name, tensor in zip(buffer_names, buffers, strict=False)}
+        wrapped = _Loss(self._model, self._loss)
+
+        def loss(batch: Batch, coefficient: Tensor) -> tuple[Tensor, ...]:
+            out: tuple[Tensor, ...] = torch.func.functional_call(wrapped, own, (batch, coefficient))
+            return out
+
+        return loss
 
     def _gradient(
         self,
@@ -333,15 +357,12 @@ class GraphBackend(Generic[Batch]):
         after: Callable[[], None] = lambda: None,
     ) -> None:
         """`after` follows each step, such as new priorities."""
-        # Not `next_state`: autograd would wait for the stream that the parameters were first differentiated on.
-        pure = update.pure(example)
 
         def step() -> None:
-            update.commit(pure(*update.inputs(next_batch())))
+            update.captured_step(next_batch())
             after()
 
-        inputs = update.inputs(example)
-        self._graph = Graph(step, update.device, warm_up=lambda: pure(*inputs))
+        self._graph = Graph(step, update.device, warm_up=lambda: update.own_gradient(example))
 
     def replay(self) -> None:
         """Learn from the next minibatch."""
