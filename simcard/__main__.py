@@ -12,9 +12,13 @@ import simcard
 def main() -> None:
     """Installs the card, runs the rest of the command line, and prints what the card did."""
     parser = argparse.ArgumentParser(prog="python -m simcard", description=__doc__)
-    parser.add_argument("--timed", metavar="CARD", choices=sorted(simcard.CARDS), help="timed mode, as this card")
+    parser.add_argument(
+        "--timed", metavar="CARD", choices=sorted(simcard.CARDS), help="timed mode, as this card"
+    )
     parser.add_argument("--devices", type=int, default=2, help="how many devices (default: 2)")
-    parser.add_argument("--counters", action="store_true", help="print the counters of each device at the end")
+    parser.add_argument(
+        "--counters", action="store_true", help="print the counters of each device at the end"
+    )
     parser.add_argument("command", nargs=argparse.REMAINDER, help="a command of flatout, or a script")
     args = parser.parse_args()
     if not args.command:

@@ -84,7 +84,9 @@ class Server:
         while self.asked is not None:
             asked, said = self.asked, io.StringIO()
             with contextlib.redirect_stdout(said):
-                pytest.main(["-p", "no:cacheprovider", "-p", "no:xdist", asked.partition("::")[0]], plugins=[self])
+                pytest.main(
+                    ["-p", "no:cacheprovider", "-p", "no:xdist", asked.partition("::")[0]], plugins=[self]
+                )
             if self.asked is asked:  # no such test, or a file that cannot be imported
                 self._answer([{"when": "call", "outcome": "failed", "longrepr": said.getvalue()}])
 

@@ -192,7 +192,7 @@ def test_another_thread_may_use_the_card_during_a_capture_unless_it_is_global(mo
         thread.join()
 
     if mode == "global":
-        with pytest.raises(RuntimeError, match="the capture is invalid: .* by another thread"):
+        with pytest.raises(RuntimeError, match=r"the capture is invalid: .* by another thread"):
             capture(body, capture_error_mode=mode)
         assert isinstance(results[0], RuntimeError)
     else:

@@ -6,6 +6,7 @@ import copy
 import io
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -44,10 +45,11 @@ def gradients(net: nn.Module, x: Tensor) -> list[Tensor]:
 def per_sample_gradients(x: Tensor) -> list[Tensor]:
     torch.manual_seed(0)
     net = nn.Linear(6, 3).to(x.device)
-    parameters = dict(net.named_parameters())
+    parameters: dict[str, Tensor] = dict(net.named_parameters())
 
     def loss(p: dict[str, Tensor], row: Tensor) -> Tensor:
-        return torch.func.functional_call(net, p, (row,)).pow(2).mean()
+        result: Tensor = torch.func.functional_call(net, p, (row,))
+        return result.pow(2).mean()
 
     return list(torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(parameters, x).values())
 
@@ -55,7 +57,7 @@ def per_sample_gradients(x: Tensor) -> list[Tensor]:
 def random_numbers(x: Tensor) -> tuple[Tensor, ...]:
     torch.manual_seed(5)
     generator = torch.Generator(x.device).manual_seed(7)
-    on = {"device": x.device}
+    on: Any = {"device": x.device}
     return (
         torch.rand(9, **on),
         torch.randn(33, generator=generator, **on),
@@ -92,7 +94,9 @@ CASES: dict[str, Case] = {
     "views": lambda x: (x.unfold(1, 3, 1).sum(2), x.t().reshape(-1), x[:, 1].expand(2, 8), x.flip(0)),
     "one value": lambda x: x + x[0, 0].item(),
     "gradients": lambda x: gradients(nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 2)), x),
-    "convolution": lambda x: gradients(nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 2, 3)), x.view(2, 1, 4, 6)),
+    "convolution": lambda x: gradients(
+        nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 2, 3)), x.view(2, 1, 4, 6)
+    ),
     "per sample": per_sample_gradients,
     "random": random_numbers,
 }
@@ -111,7 +115,7 @@ def test_an_operator_gives_what_the_cpu_gives(name: str) -> None:
 
 
 @pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}, {"foreach": False}], ids=str)
-def test_twenty_steps_of_adam_leave_the_parameters_of_the_cpu(options: dict[str, bool]) -> None:
+def test_twenty_steps_of_adam_leave_the_parameters_of_the_cpu(options: Any) -> None:
     def train(device: str) -> list[Tensor]:
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 3)).to(device)
@@ -134,7 +138,10 @@ def test_autocast_computes_products_in_bfloat16() -> None:
     with torch.autocast("sim", torch.bfloat16):
         y = net(x)
     assert y.dtype == torch.bfloat16
-    assert torch.equal(y.cpu(), nn.functional.linear(x.cpu().bfloat16(), net.weight.cpu().bfloat16(), net.bias.cpu().bfloat16()))
+    assert torch.equal(
+        y.cpu(),
+        nn.functional.linear(x.cpu().bfloat16(), net.weight.cpu().bfloat16(), net.bias.cpu().bfloat16()),
+    )
 
 
 def test_modules_and_tensors_are_copied_and_saved(tmp_path: Path) -> None:

@@ -60,7 +60,9 @@ def test_a_gather_of_rows_takes_only_their_bytes() -> None:
     rows = torch.zeros(4096, dtype=torch.long, device="sim")
     moved = 2 * 4096 * 64 * 4 + rows.nbytes
     assert busy(lambda: table[rows]) == pytest.approx(moved / CARD.memory_bandwidth + CARD.kernel_seconds)
-    assert busy(lambda: table.index_select(0, rows)) == pytest.approx(moved / CARD.memory_bandwidth + CARD.kernel_seconds)
+    assert busy(lambda: table.index_select(0, rows)) == pytest.approx(
+        moved / CARD.memory_bandwidth + CARD.kernel_seconds
+    )
 
 
 def test_the_host_runs_on_and_a_sync_waits() -> None:
@@ -133,7 +135,9 @@ def test_a_graph_costs_the_sum_of_its_kernels_with_a_smaller_fixed_cost() -> Non
     graph.replay()
     counters = simcard.counters()
     assert (counters.launches, counters.replays) == (1, 1)
-    assert counters.busy_seconds == pytest.approx(100 * (CARD.graph_kernel_seconds + 2 * x.nbytes / CARD.memory_bandwidth), rel=0.5)
+    assert counters.busy_seconds == pytest.approx(
+        100 * (CARD.graph_kernel_seconds + 2 * x.nbytes / CARD.memory_bandwidth), rel=0.5
+    )
 
 
 def test_utilisation_is_what_was_busy_of_what_went_by() -> None:
