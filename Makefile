@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: install train test check browser format walk chaos bench clean
+.PHONY: install train test check browser compiler format walk chaos bench clean
 
 install: $(VENV)/.installed
 
@@ -38,7 +38,14 @@ browser:
 		$$sudo apt-get update -qq && $$sudo env DEBIAN_FRONTEND=noninteractive \
 			apt-get install -y -qq --no-install-recommends chromium chromium-driver >/dev/null; }
 
-test: check browser
+# The simulated card of the tests is C++, built once.
+compiler:
+	@command -v g++ >/dev/null && command -v ninja >/dev/null || { \
+		echo "flatout: installing a compiler for the simulated card"; sudo=$$([ "$$(id -u)" = 0 ] || echo sudo); \
+		$$sudo apt-get update -qq && $$sudo env DEBIAN_FRONTEND=noninteractive \
+			apt-get install -y -qq --no-install-recommends g++ ninja-build >/dev/null; }
+
+test: check browser compiler
 	@$(BIN)/pytest -n 2
 
 # The files and functions that a short training enters, in order.

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
+from torch.utils import backend_registration
 
 from .cards import CARDS, Card
 
@@ -75,11 +76,11 @@ def install(
         from . import build, torch_module
 
         extension = build.load()
-        torch.utils.rename_privateuse1_backend("sim")
+        backend_registration.rename_privateuse1_backend("sim")
         extension.install(n_devices, memory)
         torch_module.extension = extension
         torch._register_device_module("sim", torch_module)
-        torch.utils.generate_methods_for_privateuse1_backend()
+        backend_registration.generate_methods_for_privateuse1_backend()
         _extension = extension
     elif n_devices != _extension.device_count():
         raise ValueError(f"the card has {_extension.device_count()} devices in this process, not {n_devices}")

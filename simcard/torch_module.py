@@ -6,7 +6,8 @@ import types
 
 import torch
 
-extension: types.ModuleType
+extension = types.ModuleType("not built yet")
+"""the built extension; `simcard.install` puts it here"""
 
 
 def is_available() -> bool:

@@ -43,13 +43,13 @@ struct Call {
   Call(const Operator& of, Arguments* stack)
       : op(of), arguments(std::make_move_iterator(stack->end() - static_cast<std::ptrdiff_t>(of.arguments)), std::make_move_iterator(stack->end())) {
     stack->resize(stack->size() - op.arguments);
-    for (const auto& value : arguments) look_at(value);
+    for (size_t i = 0; i < op.arguments; i++) look_at(arguments[i], op.rewrites[i] ? 2 : 1);
     if (device < 0) device = current_device();
     TORCH_CHECK(!host_indices || op.host_index, "Expected all tensors to be on the same device, but found at least two devices, sim:",
                 device, " and cpu! (when calling ", op.name, ")");
   }
 
-  void look_at(const c10::IValue& value) {
+  void look_at(const c10::IValue& value, double times) {
     bool index_list = value.isOptionalTensorList();
     each_tensor(value, [&](const at::Tensor& tensor) {
       if (index_list && (tensor.scalar_type() == at::kBool || tensor.scalar_type() == at::kByte)) bool_indices = true;
@@ -61,20 +61,23 @@ struct Call {
       TORCH_CHECK(device < 0 || device == index, "Expected all tensors to be on the same device, but found at least two devices, sim:",
                   device, " and sim:", index, "! (when calling ", op.name, ")");
       device = index;
-      add_bytes(tensor);
+      add_bytes(tensor, times);
     });
     if (device < 0 && value.isDevice() && value.toDevice().has_index()) device = value.toDevice().index();
   }
 
-  void add_bytes(const at::Tensor& tensor) {
-    double size = static_cast<double>(tensor.unsafeGetTensorImpl()->numel()) * static_cast<double>(tensor.element_size());
+  void add_bytes(const at::Tensor& tensor, double times) {
+    double size = times * static_cast<double>(tensor.unsafeGetTensorImpl()->numel()) * static_cast<double>(tensor.element_size());
     if (first_bytes == 0 && bytes == 0) first_bytes = size;
     else most_bytes = std::max(most_bytes, size);
     bytes += size;
   }
 
   // Bytes that the kernel moves; of a table, only the rows it reads or writes.
-  double moved() const { return op.moves_rows ? bytes - first_bytes + std::min(first_bytes, most_bytes) : bytes; }
+  double moved(double results) const {
+    if (!op.moves_rows) return bytes + results;
+    return bytes + results - first_bytes + std::min(first_bytes, std::max(most_bytes, results));
+  }
 
   // The arguments for the CPU's kernel, over device memory.
   Arguments for_cpu() const {
@@ -253,7 +256,7 @@ void launch(const c10::OperatorHandle& handle, Arguments* stack) {
   if (outcome && !outcome->known) return run_at_once(call, stream, stack, "no Meta kernel: ");
   auto results = make_results(call, outcome);
   if (timed()) {
-    double bytes = call.moved() + result_bytes(call, results);
+    double bytes = call.moved(result_bytes(call, results));
     occupy(stream, {.flops = outcome ? outcome->flops : 0, .bytes = bytes, .dtype = outcome ? outcome->dtype : at::kFloat});
   } else {
     queue(call, stream, results);

@@ -17,6 +17,7 @@ struct Operator {
   size_t arguments, returns;
   std::vector<int> alias_of;   // for each return: the argument that it is, or -1
   std::vector<bool> is_out;    // for each argument: resized by the operator (`out=`)
+  std::vector<bool> rewrites;  // for each argument: read and written in place
   bool resizes = false, creates = false;
   int generator = -1;          // the argument, or -1
   bool reads_data = false;     // the shape of the result depends on data: the host must wait

@@ -61,6 +61,8 @@ Operator::Operator(const c10::OperatorHandle& of) : handle(of) {
     bool out = argument.is_out();
     is_out.push_back(out);
     resizes |= out;
+    const auto* alias = argument.alias_info();
+    rewrites.push_back(alias && alias->isWrite() && !out && name != "aten::fill_" && name != "aten::zero_");
     if (argument.type()->str().find("Generator") != std::string::npos) generator = static_cast<int>(i);
   }
   reads_data |= kReadsData.count(name) > 0;

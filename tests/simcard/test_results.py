@@ -6,6 +6,7 @@ import copy
 import io
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -44,10 +45,11 @@ def gradients(net: nn.Module, x: Tensor) -> list[Tensor]:
 def per_sample_gradients(x: Tensor) -> list[Tensor]:
     torch.manual_seed(0)
     net = nn.Linear(6, 3).to(x.device)
-    parameters = dict(net.named_parameters())
+    parameters: dict[str, Tensor] = dict(net.named_parameters())
 
     def loss(p: dict[str, Tensor], row: Tensor) -> Tensor:
-        return torch.func.functional_call(net, p, (row,)).pow(2).mean()
+        result: Tensor = torch.func.functional_call(net, p, (row,))
+        return result.pow(2).mean()
 
     return list(torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(parameters, x).values())
 
@@ -55,7 +57,7 @@ def per_sample_gradients(x: Tensor) -> list[Tensor]:
 def random_numbers(x: Tensor) -> tuple[Tensor, ...]:
     torch.manual_seed(5)
     generator = torch.Generator(x.device).manual_seed(7)
-    on = {"device": x.device}
+    on: Any = {"device": x.device}
     return (
         torch.rand(9, **on),
         torch.randn(33, generator=generator, **on),
@@ -113,7 +115,7 @@ def test_an_operator_gives_what_the_cpu_gives(name: str) -> None:
 
 
 @pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}, {"foreach": False}], ids=str)
-def test_twenty_steps_of_adam_leave_the_parameters_of_the_cpu(options: dict[str, bool]) -> None:
+def test_twenty_steps_of_adam_leave_the_parameters_of_the_cpu(options: Any) -> None:
     def train(device: str) -> list[Tensor]:
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 3)).to(device)
