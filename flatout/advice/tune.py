@@ -96,7 +96,10 @@ def tune(
     tell: Callable[[str, float], None] = lambda *_: None,
     **settings: Any,
 ) -> Tuned:
-    """Find the fastest way to run these settings within about `budget` seconds; `tell(what, share_done)`."""
+    """Find the fastest way to run these settings within about `budget` seconds; `tell(what, share_done)`.
+
+    The most promising way is tried in any case.
+    """
     began = perf_counter()
 
     def told(what: str) -> None:
@@ -115,7 +118,7 @@ def tune(
     while candidate := _most_promising(simulated, trials):
         expected = candidate.as_predicted
         seconds = expected.seconds + sum(trial.seconds for trial in _contenders([*trials, expected]))
-        if perf_counter() - began + seconds > budget:
+        if len(trials) > 1 and perf_counter() - began + seconds > budget:
             break
         told(candidate.words)
         trials.append(_run(agent, candidate))

@@ -102,10 +102,9 @@ def decide(
         if len(beside) > 1:
             beside = _rank(beside, request.timesteps, speeds.running)
         ways = beside + [replace(way, overlap=True) for way in lockstep]
-    collectors = next((way for way in ways if way.in_subprocesses), None)
-    if request.n_collectors and collectors is not None:
-        n = min(request.n_collectors, settings.n_envs)
-        ways = [replace(collectors, n_collectors=n), *ways]
+    if request.n_collectors and not request.env and known.picklable and not settings.on_device:
+        n, plain = min(request.n_collectors, settings.n_envs), settings.in_one_process
+        ways = [replace(plain, overlap=overlap, in_subprocesses=True, n_collectors=n), *ways]
     ways = list(dict.fromkeys(ways))
     reasons = {way: _reason(way, request, known, speeds) for way in ways}
     if ways[:1] == [settings.in_one_process] and request.executor == "auto":

@@ -259,7 +259,7 @@ def _plan_untimed(request: Request, settings: Settings, fault: str) -> Decision:
         overlap = "on" if request.began_overlapped else "off"
     kinds = dict.fromkeys((executor, "serial"))
     decisions = [decide(replace(request, executor=kind, overlap=overlap), settings) for kind in kinds]
-    ways = [way for decision in decisions for way in decision.ways]
+    ways = list(dict.fromkeys(way for decision in decisions for way in decision.ways))
     reasons = dict.fromkeys(ways, f"its steps could not be timed: {fault}")
     return replace(decisions[0], ways=ways, reasons=reasons)
 

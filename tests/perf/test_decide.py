@@ -116,7 +116,7 @@ DECISIONS: dict[str, tuple[Costs | None, Settings, dict[str, Any], str]] = {
         {"n_collectors": 1, "overlap": "on"},
         "1 collectors, overlap",
     ),
-    "collectors are asked for on one core": (QUICK, ONE_CORE, {"n_collectors": 2}, "serial, lockstep"),
+    "collectors are asked for on one core": (QUICK, ONE_CORE, {"n_collectors": 2}, "2 collectors, lockstep"),
     "overlap is asked for": (QUICK, SETTINGS, {"overlap": "on"}, "1 collectors, overlap"),
     "overlap is asked for on one core": (QUICK, ONE_CORE, {"overlap": "on"}, "serial, overlap"),
     "overlap is asked for without pickle": (
