@@ -213,11 +213,11 @@ class _Loads:
 class TensorUniform(_Loads, Sampler[TensorReplay]):
     """As `Uniform`, on the device of its replay."""
 
-    TRIES = 8
-    """Candidate slots drawn for each transition: the first that is not empty is taken."""
+    SPARE = 32
+    """Candidates besides four for each transition: at most every second slot is empty, so these never run out."""
 
     def width(self, size: int) -> int:
-        return size * self.TRIES
+        return 4 * size + self.SPARE
 
     def _draw(self, size: int, beta: float | Tensor) -> tuple[Tensor, int] | None:  # noqa: ARG002
         it = self.replay
@@ -225,16 +225,17 @@ class TensorUniform(_Loads, Sampler[TensorReplay]):
             return None
         first, last = it.ranges(self._n_step)
         upto = (last - first).cumsum(0)
-        u = self.take(size).view(size, self.TRIES)
-        nth = torch.minimum((u * upto[-1]).long(), upto[-1] - 1)
+        nth = torch.minimum((self.take(size) * upto[-1]).long(), upto[-1] - 1)
         env = torch.searchsorted(upto, nth, right=True)
         number = last[env] - (upto[env] - nth)
         full = it.end[it.slots(env, number)] != EMPTY
-        pick = full.to(torch.uint8).argmax(1, keepdim=True)
-        env, number = env.gather(1, pick).squeeze(1), number.gather(1, pick).squeeze(1)
-        # If all candidates are empty, a neighbour is not: two empty slots are never side by side.
+        # The first candidates that are not empty, in their order.
+        wanted = torch.arange(1, size + 1, device=it.device)
+        pick = torch.searchsorted(full.cumsum(0), wanted).clamp(max=len(nth) - 1)
+        env, number = env[pick], number[pick]
+        # If they did run out: a neighbour of the last one, as two empty slots are never side by side.
         beside = torch.where(number > first[env], number - 1, number + 1)
-        number = torch.where(full.any(1), number, beside)
+        number = torch.where(full[pick], number, beside)
         return it.slots(env, number), 1
 
 

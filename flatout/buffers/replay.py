@@ -128,7 +128,7 @@ def load(saved: Mapping[str, Array], state: Mapping[str, Array | Tensor]) -> Non
         if isinstance(x, np.ndarray):
             x[:] = saved[name]
         else:
-            x.copy_(torch.from_numpy(saved[name]))
+            x.copy_(torch.tensor(saved[name]))  # not `from_numpy`: a checkpoint's arrays are read-only
 
 
 def to_host(x: Array | Tensor) -> Array:
