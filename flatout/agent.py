@@ -23,7 +23,7 @@ from flatout.config.fields import replace as replace_fields
 from flatout.config.run_config import RunConfig, preset_note, read_file, resolve
 from flatout.config.trust import require_trust
 from flatout.device import private
-from flatout.device.accelerator import resolve_device
+from flatout.device.accelerator import resolve_device, use_device
 from flatout.device.machine import gc_frozen, machine, usable_cores
 from flatout.envs.check import EnvInfo, check
 from flatout.envs.make import EnvFactory, EnvSource, env_factory
@@ -209,6 +209,7 @@ class Agent:
     @gc_frozen()
     def run(self, total_timesteps: int | None, callback: Callback | None, progress_bar: bool) -> None:
         """The same as `learn`, but a signal that stops it is kept in `stop_signal` and not raised."""
+        use_device(self.policy.device)  # another agent may have used another one
         early: list[tuple[str, str]] = []
 
         def on_restart(note: str, traceback_text: str) -> None:

@@ -219,3 +219,17 @@ def test_cartpole_is_solved_by_its_recipe() -> None:
     agent = flatout.PPO("CartPole-v1", seed=1).learn()
     assert agent.summary["env_steps"] <= 100_352
     assert agent.evaluate(100).return_mean >= 490
+
+
+@pytest.mark.parametrize("algo", ["ppo", "dqn"])
+def test_accumulated_gradients_learn_what_whole_minibatches_do(algo: str) -> None:
+    settings: dict[str, Any] = {"ppo": {"n_epochs": 2}, "dqn": {"learning_starts": 64}}[algo]
+    settings |= {"n_envs": 4, "n_steps": 32, "batch_size": 64, "seed": 1, "overlap": "off"}
+    agents = [flatout.Agent(Match, algo=algo, compile="off", **settings)]
+    agents += [flatout.Agent(Match, algo=algo, accumulate=n, **settings) for n in (3, 16)]
+    flat = [agent.learn(512).trainer().learner.params.flat for agent in agents]
+    for parts in flat[1:]:
+        torch.testing.assert_close(parts, flat[0], atol=1e-5, rtol=1e-4)
+    assert [agent.trainer().learner.update.parts.n_rows for agent in agents] == [64, 22, 4]
+    assert [agent.summary["backend"] for agent in agents] == ["eager"] * 3
+    assert "eager backend" in agents[1].header()[4]

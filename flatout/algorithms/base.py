@@ -57,14 +57,14 @@ class AlgorithmConfig:
     NOT_IN_UPDATE: ClassVar[frozenset[str]] = frozenset()
     """Fields that the code of an update does not depend on; a compiled update is reused when only these change."""
     AUTO_BATCH: ClassVar[tuple[int, int]] = (256, 2048)
-    """What `--batch-size auto` aims at, on a CPU and on an accelerator."""
+    """What `--batch-size auto` aims at, on a CPU and on an accelerator; with a replay buffer it goes by the card."""
     USES_REPLAY: ClassVar[bool] = False
     """Whether updates draw from a replay buffer instead of the newest rollout."""
 
     n_steps: int = 256
     """Env steps of each env in a rollout."""
     batch_size: int = 256
-    """Transitions in a minibatch; must divide n_envs x n_steps, except for DQN."""
+    """Transitions in a minibatch; must divide n_envs x n_steps, except for DQN. auto: by the device."""
     learning_rate: float = 3e-4
     """Learning rate of Adam."""
     learning_rate_schedule: Schedule = "constant"

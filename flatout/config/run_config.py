@@ -16,6 +16,8 @@ from flatout.algorithms import base as algorithms
 from flatout.algorithms.base import Algorithm, AlgorithmConfig, LearnerSpec, Recipe, check
 from flatout.config.fields import all_fields, convert, flatten_json, replace, sections
 from flatout.config.trust import CODE, SIGNATURE, require_trust, signed
+from flatout.device.accelerator import accelerators
+from flatout.device.cards import replay_batch_size
 from flatout.device.machine import read_cache, write_cache
 from flatout.envs.make import env_id
 from flatout.errors import FlatoutError
@@ -55,11 +57,13 @@ class RunConfig:
     overlap: Literal["auto", "on", "off"] = "auto"
     """Collect the next rollout while the learner updates from this one; auto: if that is predicted to pay."""
     device: str = "auto"
-    """Device of the learner: auto, cpu, cuda or cuda:1."""
+    """Device of the learner and of envs made of tensors: auto, cpu, cuda[:N] (ROCm too), xpu[:N] or mps."""
     precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = "auto"
     """Floating-point format of the update."""
     compile: Literal["auto", "on", "off"] = "auto"
     """Backend of the update: off is eager PyTorch; on is compiled, on a GPU a CUDA graph; auto is the fastest available."""
+    accumulate: int = 1
+    """Split each minibatch into this many parts and sum their gradients: the same result with less memory."""
     target_return: float | None = None
     """Stop when the mean return of the last 100 episodes reaches this value."""
     eval_every: int = 0
@@ -90,6 +94,11 @@ class RunConfig:
                 f"--n-collectors {self.n_collectors} needs --executor auto, not {self.executor}"
             )
         self.algorithm.check_rollout(self.n_envs)
+        size = self.algorithm.batch_size
+        if not 1 <= self.accumulate <= size:
+            raise FlatoutError(
+                f"--accumulate is {self.accumulate}; it must be from 1 to the batch size, {size}"
+            )
 
     @property
     def descriptor(self) -> Algorithm:
@@ -111,6 +120,11 @@ class RunConfig:
     def total_batch(self) -> int:
         """Transitions in one rollout."""
         return self.n_envs * self.algorithm.n_steps
+
+    @property
+    def part_size(self) -> int:
+        """Transitions of a minibatch that are differentiated at once."""
+        return -(-self.algorithm.batch_size // self.accumulate)
 
     @property
     def updates_per_iteration(self) -> float:
@@ -292,8 +306,20 @@ def _with_batch_size(given: dict[str, Any], recipe: Recipe, device: str) -> dict
     total = _value(given, "n_envs", recipe.n_envs) * _value(given, "n_steps", it.n_steps)
     if wanted not in (None, "auto"):
         return given
-    target = it.AUTO_BATCH[device != "cpu"] if wanted == "auto" else it.batch_size
+    target = _auto_batch_size(it, device) if wanted == "auto" else it.batch_size
     return given | {"batch_size": it.fit_batch_size(max(total, 1), target)}
+
+
+def _auto_batch_size(algorithm: AlgorithmConfig, device: str) -> int:
+    """What `--batch-size auto` aims at; with a replay buffer it goes by the card, on the CPU it is the default."""
+    if not algorithm.USES_REPLAY:
+        return algorithm.AUTO_BATCH[device != "cpu"]
+    if device == "cpu":
+        return algorithm.batch_size
+    gpus, index = accelerators(), int(device.partition(":")[2] or 0)
+    if index >= len(gpus) or not gpus[index].memory_bytes:
+        return algorithm.AUTO_BATCH[True]
+    return replay_batch_size(gpus[index].name, gpus[index].memory_bytes)
 
 
 def _value(given: Mapping[str, Any], name: str, default: Any) -> Any:

@@ -83,7 +83,10 @@ def _total_memory(device: torch.device) -> int:
 
 
 def resolve_device(text: str, gpus: Sequence[Gpu] | None = None) -> str:
-    """Turn `auto`, `cpu`, `cuda`, `cuda:N`, `xpu:N`, `mps` into a device that exists; `gpus` defaults to torch's."""
+    """Turn `auto`, `cpu`, `cuda`, `cuda:N`, `xpu:N`, `mps` into a device that exists; `gpus` defaults to torch's.
+
+    With its index: torch takes a name without one for whatever device is the current one of the thread.
+    """
     name = text.strip().lower()
     if name == "cpu":
         return name
@@ -92,10 +95,10 @@ def resolve_device(text: str, gpus: Sequence[Gpu] | None = None) -> str:
     there = gpus[0].kind if gpus else ""
     named = re.fullmatch(r"([a-z]+)(?::(\d+))?", name)
     if name == "auto":
-        return there or "cpu"
+        return _with_index(there, "0") if there else "cpu"
     if named is None or named[1] not in (*KINDS, there):
         raise FlatoutError(
-            f"--device {text!r}: no such device{_hint(name)} (auto, cpu, cuda or cuda:N, xpu, mps)"
+            f"--device {text!r}: no such device{_hint(name)} (auto, cpu, cuda or cuda:N, xpu or xpu:N, mps)"
         )
     kind, index = named[1], named[2]
     if kind != there:
@@ -103,7 +106,11 @@ def resolve_device(text: str, gpus: Sequence[Gpu] | None = None) -> str:
     if index is not None and int(index) >= len(gpus):
         found = ", ".join(f"{kind}:{nth} ({gpu.name})" for nth, gpu in enumerate(gpus))
         raise FlatoutError(f"--device {name}: this machine has {found}")
-    return name
+    return _with_index(kind, index or "0")
+
+
+def _with_index(kind: str, index: str) -> str:
+    return kind if kind == "mps" else f"{kind}:{index}"
 
 
 def _hint(name: str) -> str:

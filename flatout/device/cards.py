@@ -38,10 +38,36 @@ CARDS = {
     "h100": Card(67.0, 494.0, 989.0, 3350, 80, 50),
 }
 
+BATCH_SIZES = {
+    "rtx3060": (64, 128),
+    "rtx3070": (64, 128),
+    "rtx3080": (256, 512),
+    "rtx3090": (256, 512),
+    "rtx4090": (512, 1024),
+    "a100": (1024, 2048),
+    "t4": (128, 128),
+}
+"""Smallest and largest batch of off-policy learning that suits a card."""
+BY_MEMORY = ((80, 2048), (40, 1024), (24, 512), (16, 256), (6, 128), (0, 64))
+"""The same batch for other cards: memory from which on it suits, in 10⁹ bytes, and its size."""
+
+
+def replay_batch_size(name: str, memory_bytes: int) -> int:
+    """The batch of off-policy learning on a card of this name and memory; within the card's range if it is listed."""
+    # Drivers report somewhat less than what the data sheet says.
+    size = next(size for least, size in BY_MEMORY if memory_bytes / 1e9 >= 0.95 * least)
+    found = next((sizes for known, sizes in BATCH_SIZES.items() if known in _key(name)), (size, size))
+    return min(max(size, found[0]), found[1])
+
+
+def _key(name: str) -> str:
+    """A card's name in the form of the tables: case, spaces, hyphens and a leading `nvidia` do not matter."""
+    return name.lower().replace(" ", "").replace("-", "").replace("_", "").removeprefix("nvidia")
+
 
 def card(name: str) -> Card:
-    """A card by name; case, spaces, hyphens and a leading `nvidia` do not matter."""
-    key = name.lower().replace(" ", "").replace("-", "").replace("_", "").removeprefix("nvidia")
+    """A card by name."""
+    key = _key(name)
     if key not in CARDS:
         known = ", ".join(CARDS)
         raise FlatoutError(f"--what-if gpu={name}: unknown card{did_you_mean(key, CARDS)} ({known})")

@@ -107,14 +107,16 @@ class UpdateProbe:
         learner = config.descriptor.make_learner(
             policy.model, config.algorithm, n_envs=config.n_envs, seed=0, clock=PhaseClock()
         )
-        if config.compile == "auto":
+        learner.update.parts.n_rows = config.part_size
+        if config.compile == "auto" and config.accumulate == 1:
             learner.use_fused()
         return cls(config, policy, learner)
 
     def form(self, n_threads: int) -> str:
         """The backend of the run's updates: `fused`, `compiled` (if that is in the cache) or `eager`."""
         backend = self.learner.update.backend
-        if backend != "eager" or self.config.compile == "off" or self.policy.device.type != "cpu":
+        off = self.config.compile == "off" or self.config.accumulate > 1
+        if backend != "eager" or off or self.policy.device.type != "cpu":
             return backend
         return "compiled" if is_available() and self._compiled_path(n_threads).exists() else "eager"
 
@@ -146,7 +148,8 @@ class UpdateProbe:
         try:
             for size in sorted(set(sizes)):
                 batch = self.learner.example_batch(size)
-                update.parts.n_rows = max(n_samples, size)
+                if n_samples >= update.batch_size:  # else minibatches are split, as in the run
+                    update.parts.n_rows = max(n_samples, size)
                 with on_threads(n_threads), update.preserving_state():
                     points.append((size, fastest(partial(update.eager_step, batch), update.device)))
         finally:
@@ -218,7 +221,7 @@ def plan_run(
             "updates": config.updates_per_iteration,
             "network": list(config.network.network_arch),
             "cores": n_cores,
-            "compile": config.compile,
+            "compile": [config.compile, config.accumulate],
             "update": probe.form(learner.threads(n_cores, 1)),
         }
         return remembered(facts, measure)

@@ -92,7 +92,8 @@ class Trainer:
             clock=self.clock,
             precision=self.precision,
         )
-        if config.compile == "auto":
+        self.learner.update.parts.n_rows = config.part_size
+        if config.compile == "auto" and config.accumulate == 1:  # the other backends take whole minibatches
             self.learner.use_fused()
         self.learner.fit_into(free_memory(policy.device))
         self.learner.reserve()
@@ -148,7 +149,11 @@ class Trainer:
             if config.compile == "on":
                 self.notes.append(f"updates on {device} are captured as a graph; nothing is compiled for it")
             return
-        if self.learner.update.backend == "fused" or not is_available():
+        if config.accumulate > 1 and config.compile == "on":
+            self.notes.append(
+                "nothing is compiled: --accumulate splits minibatches, a compiled update takes whole ones"
+            )
+        if config.accumulate > 1 or self.learner.update.backend == "fused" or not is_available():
             return
         spec = config.learner_spec(self.policy.obs, self.policy.action)
         recipe = Recipe(spec=spec, device="cpu", precision=self.precision, n_threads=n_threads)

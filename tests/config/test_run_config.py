@@ -129,3 +129,10 @@ def test_a_preset_too_big_for_the_machine_names_one_that_fits() -> None:
 @pytest.mark.parametrize("text", ["1e6", "1_000_000", "1000000", 1_000_000, 1e6])
 def test_large_numbers_may_be_written_in_several_ways(text: object) -> None:
     assert config(timesteps=text).timesteps == 1_000_000
+
+
+@pytest.mark.parametrize("n", [0, 65])
+def test_a_minibatch_has_at_least_one_sample_in_each_part(n: int) -> None:
+    with pytest.raises(FlatoutError, match=f"--accumulate is {n}; it must be from 1 to the batch size, 64"):
+        resolve("CartPole-v1", {"preset": "cpu", "accumulate": n}, device="cpu", n_cores=1)
+    assert resolve("CartPole-v1", {"preset": "cpu", "accumulate": 3}, device="cpu", n_cores=1).part_size == 22

@@ -47,9 +47,9 @@ CARDS = [
     ("text", "gpus", "device"),
     [
         ("auto", [], "cpu"),
-        ("auto", CARDS, "cuda"),
+        ("auto", CARDS, "cuda:0"),
         ("cpu", CARDS, "cpu"),
-        (" CUDA ", CARDS, "cuda"),
+        (" CUDA ", CARDS, "cuda:0"),
         ("cuda:1", CARDS, "cuda:1"),
     ],
 )
@@ -82,4 +82,4 @@ def test_missing_devices_are_explained_in_one_line(text: str, gpus: list[Gpu], w
 def test_torch_is_asked_for_devices_by_default() -> None:
     import torch
 
-    assert resolve_device("auto") == ("cuda" if torch.cuda.is_available() else "cpu")
+    assert resolve_device("auto") == ("cuda:0" if torch.cuda.is_available() else "cpu")

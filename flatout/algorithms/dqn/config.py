@@ -72,7 +72,7 @@ class DQNConfig(QLearningConfig):
     n_steps: int = 4
     """Env steps of each env between two rounds of updates."""
     batch_size: int = 64
-    """Transitions in a minibatch."""
+    """Transitions in a minibatch; auto: by the card and its memory."""
     buffer_size: int | str = 100_000
     """Capacity of the replay buffer in transitions, or in memory such as 50GB."""
     train_ratio: float = 0.25
