@@ -94,7 +94,7 @@ def test_every_form_of_adam_equals_the_reference() -> None:
         fused.adam(float(grad.norm()), 1e9, rate, 0.0, math.inf, state)
         padded = torch.zeros_like(own[0])
         padded[:n] = grad
-        update._adam_in_place(padded, torch.ones(()), torch.zeros(()), torch.tensor(float(step)))
+        update._adam_in_place(padded, torch.ones(()), torch.zeros(()), torch.tensor(float(step)), rate)
         for want, by_loop, by_torch in zip((flat, momentum, variance), loop, own, strict=True):
             torch.testing.assert_close(torch.from_numpy(by_loop), want, rtol=1e-5, atol=1e-6)
             torch.testing.assert_close(by_torch[:n].detach(), want, rtol=1e-5, atol=1e-6)
