@@ -54,7 +54,9 @@ def _build(target: Path, file: Path) -> None:
     print("simcard: building the simulated card (once, one to two minutes)", file=sys.stderr)
     work = target / "build"
     work.mkdir(exist_ok=True)
-    result = subprocess.run([sys.executable, __file__, str(work)], capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        [sys.executable, __file__, str(work)], capture_output=True, text=True, check=False
+    )
     if result.returncode:
         raise RuntimeError(f"the simulated card was not built:\n{result.stdout}{result.stderr}")
     (work / f"{NAME}.so").rename(file)
