@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: install train test check browser compiler format walk chaos bench clean
+.PHONY: install train test check browser card format walk chaos bench clean
 
 install: $(VENV)/.installed
 
@@ -39,13 +39,14 @@ browser:
 			apt-get install -y -qq --no-install-recommends chromium chromium-driver >/dev/null; }
 
 # The simulated card of the tests is C++, built once.
-compiler:
+card: install
 	@command -v g++ >/dev/null && command -v ninja >/dev/null || { \
 		echo "flatout: installing a compiler for the simulated card"; sudo=$$([ "$$(id -u)" = 0 ] || echo sudo); \
 		$$sudo apt-get update -qq && $$sudo env DEBIAN_FRONTEND=noninteractive \
 			apt-get install -y -qq --no-install-recommends g++ ninja-build >/dev/null; }
+	@$(BIN)/python -c "from simcard import build; build.library()"
 
-test: check browser compiler
+test: check browser card
 	@$(BIN)/pytest -n 2
 
 # The files and functions that a short training enters, in order.

@@ -73,7 +73,7 @@ def install(
     global _extension
     memory = CARDS[card].memory_bytes if memory_bytes is None else memory_bytes
     if _extension is None:
-        from . import build, torch_module
+        from . import build, parameters, torch_module
 
         extension = build.load()
         backend_registration.rename_privateuse1_backend("sim")
@@ -81,6 +81,7 @@ def install(
         torch_module.extension = extension
         torch._register_device_module("sim", torch_module)
         backend_registration.generate_methods_for_privateuse1_backend()
+        parameters.keep_when_modules_move()
         _extension = extension
     elif n_devices != _extension.device_count():
         raise ValueError(f"the card has {_extension.device_count()} devices in this process, not {n_devices}")

@@ -61,7 +61,7 @@ def _start() -> subprocess.Popen[str]:
     child = subprocess.Popen(
         [sys.executable, "-m", "tests.card_process"],
         cwd=ROOT,
-        env=os.environ | {IN_CHILD: "1", "PYTHONPATH": str(ROOT)},
+        env=os.environ | {IN_CHILD: "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

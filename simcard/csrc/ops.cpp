@@ -87,6 +87,11 @@ struct Copy final : Work {
 bool on_card(const at::Tensor& tensor) { return tensor.device().type() == kSim; }
 bool pinned(const at::Tensor& tensor) { return tensor.numel() > 0 && is_pinned(tensor.storage().data()); }
 
+// Whether the copy engine can move the bytes as they are; else the host converts a pageable copy of them.
+bool same_layout(const at::Tensor& from, const at::Tensor& to) {
+  return from.scalar_type() == to.scalar_type() && from.strides() == to.strides() && from.is_non_overlapping_and_dense();
+}
+
 // Host memory by address alone, as a copy engine sees it.
 at::Tensor by_address(const at::Tensor& host) { return over_memory(host, const_cast<void*>(host.storage().data())); }
 
@@ -114,7 +119,7 @@ void copy_values(const at::Tensor& from, const at::Tensor& to, bool fresh) {
 
 void copy_to_card(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
   Stream& stream = current_stream(to.device().index());
-  bool late = pinned(from);
+  bool late = pinned(from) && same_layout(from, to);
   if (!late || !non_blocking)
     if (capture_of(stream)) forbid_in_capture(stream.device, &stream, "a copy from pageable memory, or one that blocks");
   count_copy(stream, CopyKind::to_device, static_cast<int64_t>(to.nbytes()));
@@ -130,7 +135,7 @@ void copy_to_card(const at::Tensor& from, const at::Tensor& to, bool non_blockin
 
 void copy_to_host(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
   Stream& stream = current_stream(from.device().index());
-  bool late = non_blocking && pinned(to);
+  bool late = non_blocking && pinned(to) && to.is_non_overlapping_and_dense();
   if (!late && capture_of(stream)) forbid_in_capture(stream.device, &stream, "a copy to the host that blocks");
   count_copy(stream, CopyKind::to_host, static_cast<int64_t>(to.nbytes()));
   if (timed()) {

@@ -133,7 +133,7 @@ std::string python_line() {
     PyCodeObject* code = PyFrame_GetCode(frame);
     const char* file = PyUnicode_AsUTF8(code->co_filename);
     std::string name = file ? file : "?";
-    bool ours = name.find("/torch/") == std::string::npos && name.find("/simcard/") == std::string::npos;
+    bool ours = name.find("-packages/torch/") == std::string::npos && name.find("/simcard/") == std::string::npos;
     bool tests = name.find("/tests/") != std::string::npos;
     if (ours || tests) line = name + ":" + std::to_string(PyFrame_GetLineNumber(frame));
     Py_DECREF(code);

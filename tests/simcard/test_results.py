@@ -132,6 +132,22 @@ def test_twenty_steps_of_adam_leave_the_parameters_of_the_cpu(options: Any) -> N
         assert torch.equal(a, b)
 
 
+def test_a_module_that_moves_keeps_its_parameters() -> None:
+    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    before = list(net.parameters())
+    net(torch.ones(1, 3)).sum().backward()
+    for place in ("sim", "sim:1", "cpu", "sim:1"):
+        net.to(place)
+        assert all(a is b for a, b in zip(before, net.parameters(), strict=True))
+        assert all(
+            p.device == p.grad.device == torch.device(place if ":" in place or place == "cpu" else "sim:0")
+            for p in before
+            if p.grad is not None
+        )
+    torch.optim.SGD(before, lr=1.0).step()
+    assert all(torch.equal(p, q) for p, q in zip(before, net.parameters(), strict=True))
+
+
 def test_autocast_computes_products_in_bfloat16() -> None:
     x = torch.randn(4, 6, device="sim")
     net = nn.Linear(6, 3).to("sim")
