@@ -22,6 +22,7 @@ SMALL: dict[str, Any] = {
     "seed": 3,
 }
 STEPS = 4 * 16 * 6
+CHILDREN: dict[str, Any] = {"overlap": "on", "n_collectors": 1}
 
 
 def params(agent: Any) -> torch.Tensor:
@@ -34,8 +35,8 @@ def learned(env: Any = "CartPole-v1", steps: int = STEPS, **settings: Any) -> fl
     return agent
 
 
-def with_children(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let even a short run overlap with collectors in subprocesses."""
+def with_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let even a short run overlap."""
     monkeypatch.setattr("flatout.perf.decide.MIN_UPDATES", 0)
     monkeypatch.setattr("flatout.perf.decide.MIN_GAIN", {"waits": 0.0, "computes": 0.0})
     monkeypatch.setattr("flatout.perf.decide.MIN_ITERATIONS", {"waits": 0, "computes": 0})
@@ -55,18 +56,16 @@ def test_lag_forced_to_0_is_lockstep_to_the_bit(monkeypatch: pytest.MonkeyPatch)
     with_lag(monkeypatch, 0)
     forced = learned(overlap="on", executor="serial")
     assert torch.equal(params(forced), params(lockstep))
-    with_children(monkeypatch)
-    children = learned()
-    assert children.summary["overlap"]["on"]
+    children = learned(**CHILDREN)
+    assert children.summary["executor"]["children"]
     assert children.summary["policy_lag_max"] == 0
     assert torch.equal(params(children), params(lockstep))
 
 
-def test_lag_1_is_deterministic_in_one_process_and_with_subprocesses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lag_1_is_deterministic_in_one_process_and_with_subprocesses() -> None:
     runs = [learned(overlap="on", executor="serial") for _ in range(2)]
-    with_children(monkeypatch)
-    runs += [learned() for _ in range(2)]
-    assert runs[2].summary["executor"]["reason"].startswith("1 collector beside the learner")
+    runs += [learned(**CHILDREN) for _ in range(2)]
+    assert runs[2].summary["executor"]["children"]
     for agent in runs[1:]:
         assert torch.equal(params(agent), params(runs[0]))
     assert not torch.equal(params(runs[0]), params(learned(overlap="off")))
@@ -78,10 +77,9 @@ def test_lag_1_is_deterministic_in_one_process_and_with_subprocesses(monkeypatch
         assert agent.summary["env_steps"] == STEPS
 
 
-def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with_children(monkeypatch)
-    whole = learned()
-    half = flatout.PPO("CartPole-v1", **SMALL)
+def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path: Path) -> None:
+    whole = learned(**CHILDREN)
+    half = flatout.PPO("CartPole-v1", **(SMALL | CHILDREN))
     half.learn(STEPS, callback=lambda progress: progress.env_steps < STEPS // 2)
     half.save(tmp_path / "half.flatout")
     again = flatout.load(tmp_path / "half.flatout")
@@ -129,7 +127,7 @@ def test_a_policy_that_changes_too_fast_falls_back_to_lockstep() -> None:
 
 
 def test_overlap_is_on_by_default_for_envs_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    with_children(monkeypatch)
+    with_overlap(monkeypatch)
     slow = Script(seconds=(0.001, 0.003))
     agent = learned(lambda: Counter(slow), steps=4 * 16 * 3)
     assert agent.summary["overlap"]["on"]
