@@ -6,22 +6,25 @@ import shlex
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from flatout.advice.short_benchmark import TINY, measure
 from flatout.agent import Agent
 from flatout.config.fields import flag
+from flatout.device.accelerator import choose_precision, device_memory_share, is_accelerator
 from flatout.device.cards import card
 from flatout.device.machine import usable_memory
 from flatout.envs.make import EnvSource
 from flatout.errors import FlatoutError, did_you_mean
-from flatout.perf.case import Case, Finding
+from flatout.perf.case import Case, Finding, peak_memory, throttling
 from flatout.perf.costs import Costs, Settings, UpdateCost, update_seconds
 from flatout.perf.decide import describe
 from flatout.perf.decide import duration as _time
-from flatout.perf.findings import diagnose
+from flatout.perf.findings import UNFILLED_CARD, diagnose
 from flatout.perf.planner import UpdateProbe, copied_to_cpu
 from flatout.perf.simulate import Forecast, simulate
+from flatout.runlog.samples import Samples, read_samples
 
 BENCHMARK_SECONDS = 5.0
 SMALLER = (256, 256)
@@ -55,6 +58,11 @@ class Diagnosis:
     command: str
     """What to run next."""
 
+    @property
+    def _unfilled(self) -> list[Finding]:
+        """That one run cannot fill the card, if it is so: no change of its settings would."""
+        return [finding for finding in self.findings if finding.kind == UNFILLED_CARD]
+
     def to_json(self) -> dict[str, Any]:
         """The same as plain data."""
         return asdict(self)
@@ -79,7 +87,9 @@ class Diagnosis:
             f"learn rate     {forecast.learn_rate:,.0f} steps/s if data were always ready",
             f"pipeline limit {forecast.limit:,.0f} steps/s: {limit} is the limit",
         ]
-        for nth, finding in enumerate(self.findings[:MAX_SHOWN], 1):
+        lines += [f"device         {finding.what}: {finding.change}" for finding in self._unfilled]
+        shown = [finding for finding in self.findings if finding not in self._unfilled]
+        for nth, finding in enumerate(shown[:MAX_SHOWN], 1):
             lines += ["", f"{nth}. {finding.what}", f"   {finding.evidence}", f"   → {_advice(finding)}"]
         if not self.findings:
             lines += ["", "Nothing found that is worth changing."]
@@ -118,8 +128,10 @@ def doctor(
     with tempfile.TemporaryDirectory() as folder:
         agent = Agent(env, runs_dir=folder, run_name="probe", **settings)
         case = measure(agent, BENCHMARK_SECONDS, tell)
-        total, free = usable_memory()
-        case = replace(case, smaller=_smaller(agent), on_cpu=_on_cpu(agent), memory_share=1 - free / total)
+        samples = read_samples(Path(folder, "probe", "samples.jsonl"))
+        memory = _memory_share(agent, samples)
+        case = replace(case, smaller=_smaller(agent), on_cpu=_on_cpu(agent), memory_share=memory)
+        case = replace(case, throttled=throttling(samples))
         agent.close()
     findings = diagnose(case)
     return Diagnosis(
@@ -141,6 +153,14 @@ def doctor(
     )
 
 
+def _memory_share(agent: Agent, samples: Samples) -> float | None:
+    """The used share of the memory of the device that learns: the card's peak, or as it is now."""
+    if not is_accelerator(agent.policy.device):
+        total, free = usable_memory()
+        return 1 - free / total
+    return peak_memory(samples, {}) if samples.gpu else device_memory_share(agent.policy.device)
+
+
 def _smaller(agent: Agent) -> tuple[tuple[int, ...], UpdateCost] | None:
     """A usual network and its update, if the agent's network is far bigger."""
     policy, config = agent.policy, agent.config
@@ -149,8 +169,11 @@ def _smaller(agent: Agent) -> tuple[tuple[int, ...], UpdateCost] | None:
     n_params = sum(p.numel() for p in spec.make_model().parameters())
     if policy.n_params < 4 * n_params:
         return None
-    learner = spec.make_learner(str(policy.device), "fp32")
+    precision = choose_precision(config.precision, policy.device, n_params)
+    learner = spec.make_learner(str(policy.device), precision)
     probe, n_threads = UpdateProbe(config, policy, learner), learner.threads(agent.machine.cores)
+    if is_accelerator(policy.device) and (cost := probe.fast(n_threads)) is not None:
+        return SMALLER, cost
     return SMALLER, probe.eager(n_threads, TINY, config.algorithm.batch_size, launch=probe.launch_seconds())
 
 
@@ -158,7 +181,8 @@ def _on_cpu(agent: Agent) -> UpdateCost | None:
     """The agent's update on the CPU, if it learns on a GPU."""
     if agent.policy.device.type == "cpu":
         return None
-    probe = UpdateProbe.of_copy(agent.config, copied_to_cpu(agent.policy))
+    config = replace(agent.config, precision="auto")  # the CPU may not have the card's
+    probe = UpdateProbe.of_copy(config, copied_to_cpu(agent.policy))
     return probe.seconds(probe.learner.threads(agent.machine.cores))
 
 
