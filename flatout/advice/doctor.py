@@ -12,6 +12,7 @@ from typing import Any
 from flatout.advice.short_benchmark import TINY, measure
 from flatout.agent import Agent
 from flatout.config.fields import flag
+from flatout.config.run_config import memory_needed
 from flatout.device.accelerator import choose_precision, device_memory_share, is_accelerator
 from flatout.device.cards import card
 from flatout.device.machine import usable_memory
@@ -99,6 +100,10 @@ class Diagnosis:
             speed = _speed(reply["steps_per_second"], reply["learner_busy"])
             source = " (the card from its data sheet, not measured)" if "gpu" in wishes else ""
             lines += ["", f"what if {words}: about {speed}, best with {reply['way']}{source}"]
+            if (share := reply["memory_share"]) is not None and share > 1:
+                lines.append(
+                    f"   its rollouts and network need {share:.1f} × the card's memory: fewer envs or shorter rollouts"
+                )
         return "\n".join([*lines, "", f"run: {self.command}"])
 
 
@@ -133,7 +138,9 @@ def doctor(
         case = replace(case, smaller=_smaller(agent), on_cpu=_on_cpu(agent), memory_share=memory)
         case = replace(case, throttled=throttling(samples))
         agent.close()
-    findings = diagnose(case)
+    findings, reply = diagnose(case), answer(case, wishes) if wishes else None
+    if reply is not None:
+        reply["memory_share"] = _share_of_card(agent, reply["wishes"])
     return Diagnosis(
         env=agent.config.env,
         device=agent.device,
@@ -148,7 +155,7 @@ def doctor(
         learner_busy=case.learner_busy,
         forecast=case.now,
         findings=findings,
-        what_if=answer(case, wishes) if wishes else None,
+        what_if=reply,
         command=command(agent.config.env, settings, findings),
     )
 
@@ -184,6 +191,17 @@ def _on_cpu(agent: Agent) -> UpdateCost | None:
     config = replace(agent.config, precision="auto")  # the CPU may not have the card's
     probe = UpdateProbe.of_copy(config, copied_to_cpu(agent.policy))
     return probe.seconds(probe.learner.threads(agent.machine.cores))
+
+
+def _share_of_card(agent: Agent, wishes: dict[str, str]) -> float | None:
+    """What a run needs at least of the memory of the card that is wished for."""
+    if "gpu" not in wishes:
+        return None
+    config, obs_bytes = agent.config, sum(x.nbytes for x in agent.policy.obs.alloc(1))
+    n_envs, n_steps = config.n_envs, config.algorithm.n_steps
+    n_envs, n_steps = int(float(wishes.get("n_envs", n_envs))), int(float(wishes.get("n_steps", n_steps)))
+    needed = memory_needed(n_envs * n_steps, config.network.network_arch, obs_bytes)
+    return needed / (card(wishes["gpu"]).memory * 1e9)
 
 
 def parse_what_if(text: str) -> dict[str, str]:
