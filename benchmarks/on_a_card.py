@@ -22,7 +22,7 @@ CASES: dict[str, dict[str, Any]] = {
     "fast": {"env": "CartPole-v1", "algo": "ppo", "preset": "fast"},
     "heavy": {"env": "CartPole-v1", "algo": "ppo", "preset": "heavy"},
     "snake": {"env": "snake", "algo": "pqn", "n_envs": 4096},
-    "dqn": {"env": "CartPole-v1", "algo": "dqn", "preset": "gpu", "train_ratio": 1.0},
+    "dqn": {"env": "CartPole-v1", "algo": "dqn", "preset": "gpu", "train_ratio": 1.0, "learning_starts": 32},
 }
 
 
