@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: install train test check browser card format walk chaos bench clean
+.PHONY: install train test test-gpu check browser card format walk chaos bench clean
 
 install: $(VENV)/.installed
 
@@ -48,6 +48,10 @@ card: install
 
 test: check browser card
 	@$(BIN)/pytest -n 2
+
+# For a machine with a card: the tests that need one, two minutes of benchmark, and a text to paste into an issue.
+test-gpu: install
+	@$(BIN)/python -m benchmarks.on_a_card --tests
 
 # The files and functions that a short training enters, in order.
 walk: install

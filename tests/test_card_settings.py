@@ -89,3 +89,34 @@ def test_two_agents_on_two_devices_take_turns() -> None:
             agent.learn(256)
     first, second = (agent.trainer().learner.params.flat.detach().cpu() for agent in agents)
     torch.testing.assert_close(first, second)
+
+
+def test_the_doctor_measures_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flatout.advice.doctor.BENCHMARK_SECONDS", 0.5)
+    monkeypatch.setattr("flatout.advice.short_benchmark.ENV_SECONDS", 0.5)
+    simcard.reset()
+    settings = ROLLOUTS | {"n_epochs": 20}
+    found = flatout.doctor(Match, device="sim:1", network_arch=(16, 16), what_if="n_epochs=1", **settings)
+    assert found.device == "sim:1"
+    assert found.settings.on_device
+    assert 0 < found.learner_busy < 1
+    assert simcard.counters(1).sync_kinds
+    assert simcard.counters(0).launches == 0
+    kinds = {finding.kind: finding for finding in found.findings}
+    # The card computes by the CPU's own kernels, one after the other, so the CPU's fused update is faster.
+    assert kinds["GPU slower than CPU"].flags == ("--device", "cpu")
+    assert "memory near the limit" not in kinds
+    assert found.what_if is not None
+    assert found.what_if["learn_rate"] > 4 * found.forecast.learn_rate
+
+
+def test_the_doctor_knows_the_memory_of_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flatout.advice.doctor.BENCHMARK_SECONDS", 0.5)
+    monkeypatch.setattr("flatout.advice.short_benchmark.ENV_SECONDS", 0.5)
+    simcard.set_memory_limit(1 << 30, device=1)
+    kept = torch.empty(1020 << 18, device="sim:1")  # by another user of the card
+    found = flatout.doctor(Match, device="sim:1", network_arch=(16, 16), **ROLLOUTS)
+    del kept
+    simcard.install()
+    (finding,) = [f for f in found.findings if f.kind == "memory near the limit"]
+    assert finding.flags == ("--accumulate", "2")

@@ -6,23 +6,27 @@ import shlex
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from flatout.advice.short_benchmark import TINY, measure
 from flatout.agent import Agent
 from flatout.config.fields import flag
+from flatout.config.run_config import memory_needed
+from flatout.device.accelerator import choose_precision, device_memory_share, is_accelerator
 from flatout.device.cards import card
 from flatout.device.machine import usable_memory
 from flatout.envs.make import EnvSource
 from flatout.errors import FlatoutError, did_you_mean
-from flatout.perf.case import Case, Finding
+from flatout.perf.case import Case, Finding, peak_memory, throttling
 from flatout.perf.costs import Settings, UpdateCost, update_seconds
 from flatout.perf.decide import describe
 from flatout.perf.decide import duration as _time
-from flatout.perf.findings import diagnose
+from flatout.perf.findings import UNFILLED_CARD, diagnose
 from flatout.perf.planner import UpdateProbe, copied_to_cpu
 from flatout.perf.roofline import on_card
 from flatout.perf.simulate import Forecast, simulate
+from flatout.runlog.samples import Samples, read_samples
 
 BENCHMARK_SECONDS = 5.0
 SMALLER = (256, 256)
@@ -52,6 +56,11 @@ class Diagnosis:
     command: str
     """What to run next."""
 
+    @property
+    def _unfilled(self) -> list[Finding]:
+        """That one run cannot fill the card, if it is so: no change of its settings would."""
+        return [finding for finding in self.findings if finding.kind == UNFILLED_CARD]
+
     def to_json(self) -> dict[str, Any]:
         """The same as plain data."""
         return asdict(self)
@@ -76,7 +85,9 @@ class Diagnosis:
             f"learn rate     {forecast.learn_rate:,.0f} steps/s if data were always ready",
             f"pipeline limit {forecast.limit:,.0f} steps/s: {limit} is the limit",
         ]
-        for nth, finding in enumerate(self.findings[:MAX_SHOWN], 1):
+        lines += [f"device         {finding.what}: {finding.change}" for finding in self._unfilled]
+        shown = [finding for finding in self.findings if finding not in self._unfilled]
+        for nth, finding in enumerate(shown[:MAX_SHOWN], 1):
             lines += ["", f"{nth}. {finding.what}", f"   {finding.evidence}", f"   → {_advice(finding)}"]
         if not self.findings:
             lines += ["", "Nothing found that is worth changing."]
@@ -86,6 +97,10 @@ class Diagnosis:
             speed = _speed(reply["steps_per_second"], reply["learner_busy"])
             source = " (the card from its data sheet, not measured)" if "gpu" in wishes else ""
             lines += ["", f"what if {words}: about {speed}, best with {reply['way']}{source}"]
+            if (share := reply["memory_share"]) is not None and share > 1:
+                lines.append(
+                    f"   its rollouts and network need {share:.1f} × the card's memory: fewer envs or shorter rollouts"
+                )
         return "\n".join([*lines, "", f"run: {self.command}"])
 
 
@@ -115,10 +130,14 @@ def doctor(
     with tempfile.TemporaryDirectory() as folder:
         agent = Agent(env, runs_dir=folder, run_name="probe", **settings)
         case = measure(agent, BENCHMARK_SECONDS, tell)
-        total, free = usable_memory()
-        case = replace(case, smaller=_smaller(agent), on_cpu=_on_cpu(agent), memory_share=1 - free / total)
+        samples = read_samples(Path(folder, "probe", "samples.jsonl"))
+        memory = _memory_share(agent, samples)
+        case = replace(case, smaller=_smaller(agent), on_cpu=_on_cpu(agent), memory_share=memory)
+        case = replace(case, throttled=throttling(samples))
         agent.close()
-    findings = diagnose(case)
+    findings, reply = diagnose(case), answer(case, wishes, agent) if wishes else None
+    if reply is not None:
+        reply["memory_share"] = _share_of_card(agent, reply["wishes"])
     return Diagnosis(
         env=agent.config.env,
         device=agent.device,
@@ -133,9 +152,17 @@ def doctor(
         learner_busy=case.learner_busy,
         forecast=case.now,
         findings=findings,
-        what_if=answer(case, wishes, agent) if wishes else None,
+        what_if=reply,
         command=command(agent.config.env, settings, findings),
     )
+
+
+def _memory_share(agent: Agent, samples: Samples) -> float | None:
+    """The used share of the memory of the device that learns: the card's peak, or as it is now."""
+    if not is_accelerator(agent.policy.device):
+        total, free = usable_memory()
+        return 1 - free / total
+    return peak_memory(samples, {}) if samples.gpu else device_memory_share(agent.policy.device)
 
 
 def _smaller(agent: Agent) -> tuple[tuple[int, ...], UpdateCost] | None:
@@ -146,8 +173,11 @@ def _smaller(agent: Agent) -> tuple[tuple[int, ...], UpdateCost] | None:
     n_params = sum(p.numel() for p in spec.make_model().parameters())
     if policy.n_params < 4 * n_params:
         return None
-    learner = spec.make_learner(str(policy.device), "fp32")
+    precision = choose_precision(config.precision, policy.device, n_params)
+    learner = spec.make_learner(str(policy.device), precision)
     probe, n_threads = UpdateProbe(config, policy, learner), learner.threads(agent.machine.cores)
+    if is_accelerator(policy.device) and (cost := probe.fast(n_threads)) is not None:
+        return SMALLER, cost
     return SMALLER, probe.eager(n_threads, TINY, config.algorithm.batch_size, launch=probe.launch_seconds())
 
 
@@ -155,8 +185,20 @@ def _on_cpu(agent: Agent) -> UpdateCost | None:
     """The agent's update on the CPU, if it learns on a GPU."""
     if agent.policy.device.type == "cpu":
         return None
-    probe = UpdateProbe.of_copy(agent.config, copied_to_cpu(agent.policy))
+    config = replace(agent.config, precision="auto")  # the CPU may not have the card's
+    probe = UpdateProbe.of_copy(config, copied_to_cpu(agent.policy))
     return probe.seconds(probe.learner.threads(agent.machine.cores))
+
+
+def _share_of_card(agent: Agent, wishes: dict[str, str]) -> float | None:
+    """What a run needs at least of the memory of the card that is wished for."""
+    if "gpu" not in wishes:
+        return None
+    config, obs_bytes = agent.config, sum(x.nbytes for x in agent.policy.obs.alloc(1))
+    n_envs, n_steps = config.n_envs, config.algorithm.n_steps
+    n_envs, n_steps = int(float(wishes.get("n_envs", n_envs))), int(float(wishes.get("n_steps", n_steps)))
+    needed = memory_needed(n_envs * n_steps, config.network.network_arch, obs_bytes)
+    return needed / (card(wishes["gpu"]).memory * 1e9)
 
 
 def parse_what_if(text: str) -> dict[str, str]:

@@ -9,8 +9,9 @@ from dataclasses import replace
 from time import perf_counter
 
 from flatout.agent import Agent
+from flatout.device.accelerator import use_device
 from flatout.errors import EnvError
-from flatout.perf.case import EXTRA_PHASES, Case, Measured
+from flatout.perf.case import EXTRA_PHASES, Case, Measured, on_device_clock
 from flatout.perf.costs import COROUTINE_SECONDS, THREAD_SECONDS, Costs, Settings, at, learn_seconds
 from flatout.perf.planner import UpdateProbe, acting_times
 from flatout.perf.simulate import simulate
@@ -56,6 +57,7 @@ def measure(agent: Agent, seconds: float, tell: Callable[[str], None] = lambda _
 def measure_costs(agent: Agent, tell: Callable[[str], None] = lambda _: None) -> Costs:
     """The costs of env, policy and learner on this machine."""
     info, config, policy = agent.env_info(), agent.config, agent.policy
+    use_device(policy.device)
     tell("stepping envs")
     costs = Costs(wait=(0.0,), compute=(0.0,))
     if not info.batched:
@@ -87,20 +89,22 @@ def measure_costs(agent: Agent, tell: Callable[[str], None] = lambda _: None) ->
 
 def short_benchmark(agent: Agent, seconds: float) -> Measured:
     """Train for about so long after a first iteration, for at least two more; nothing new is compiled."""
-    seen: list[tuple[float, Progress]] = []
+    seen: list[tuple[float, Progress, dict[str, float]]] = []
+    trainer = agent.trainer(10**9)
 
     def watch(progress: Progress) -> bool:
-        seen.append((perf_counter(), progress))
+        phases = on_device_clock(progress.phases, trainer.pipeline.read_lanes())
+        seen.append((perf_counter(), progress, phases))
         return seen[-1][0] - seen[0][0] < seconds or len(seen) < 3
 
-    compilation = agent.trainer(10**9).learner.compilation
+    compilation = trainer.learner.compilation
     if compilation is not None:
         compilation.only_cached = True
     agent.learn(10**9, callback=watch)
-    (began, first), (ended, last) = seen[0], seen[-1]
+    (began, first, before), (ended, last, after) = seen[0], seen[-1]
     wall = max(ended - began, 1e-9)
-    phases = {name: (s - first.phases.get(name, 0.0)) / wall for name, s in last.phases.items()}
-    metrics = {name: [p.metrics[name] for _, p in seen if name in p.metrics] for name in METRICS}
+    phases = {name: (s - before.get(name, 0.0)) / wall for name, s in after.items()}
+    metrics = {name: [p.metrics[name] for _, p, _ in seen if name in p.metrics] for name in METRICS}
     return Measured(
         steps_per_second=(last.env_steps - first.env_steps) / wall,
         learner_busy=sum(phases.get(phase, 0.0) for phase in LEARN_PHASES),

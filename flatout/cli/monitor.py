@@ -25,11 +25,12 @@ def monitor(argv: Sequence[str]) -> int:
     """Show the machine and its runs until they end or Ctrl-C; returns the exit code."""
     parser = Parser(
         "monitor",
-        "Show this machine and the runs on it, live in the terminal. Ctrl-C ends the monitor, not the runs.",
+        "Show this machine, its NVIDIA cards and the runs on it, live in the terminal. Ctrl-C ends the monitor, not the runs.",
     )
     parser.flag("runs", "runs to show, also ended ones (all that are running)", nargs="*", metavar="RUN")
     add_runs_dir(parser)
-    parser.flag("--interval", "time between updates (0.5)", type=float, default=0.5, metavar="SECONDS")
+    text = "time between updates of the screen (0.5); cards are sampled 5 times a second"
+    parser.flag("--interval", text, type=float, default=0.5, metavar="SECONDS")
     parser.flag("--once", "print one screen and exit; the default without a terminal")
     parser.flag("--json", "print the figures of one screen as JSON")
     args = parser.parse(argv)
@@ -46,6 +47,7 @@ def monitor(argv: Sequence[str]) -> int:
         console.print(screen(watched.read(cells_for(console.width)), console.width))
     else:
         _watch(watched, stream, args.interval)
+    watched.close()
     return 0
 
 

@@ -6,7 +6,7 @@ Later sources override earlier ones: the env's recipe or the preset, a config fi
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from itertools import pairwise
 from pathlib import Path
@@ -220,10 +220,8 @@ def _tuned_for(env: str, algo: str, *others: Any) -> list[Any]:
     return [env, *others] if algo == algorithms.DEFAULT else [env, algo, *others]
 
 
-def memory_needed(recipe: Recipe, obs_bytes: int) -> int:
+def memory_needed(n_transitions: int, widths: Sequence[int], obs_bytes: int) -> int:
     """Bytes that a run needs at least: its rollout, the shuffled copy, parameters and Adam's state."""
-    n_transitions = recipe.n_envs * recipe.algorithm.n_steps
-    widths = recipe.network.network_arch
     n_params = 2 * (obs_bytes // 4 * widths[0] + sum(a * b for a, b in pairwise(widths)))
     return 3 * n_transitions * (obs_bytes + 32) + 5 * 4 * n_params
 
@@ -232,8 +230,13 @@ def preset_note(
     presets: Mapping[str, Recipe], preset: str, n_cores: int, memory_bytes: int, obs_bytes: int
 ) -> str | None:
     """A warning if a preset needs more cores or memory than the machine has, with the preset that fits."""
+
+    def memory(recipe: Recipe) -> int:
+        total = recipe.n_envs * recipe.algorithm.n_steps
+        return memory_needed(total, recipe.network.network_arch, obs_bytes)
+
     recipe = presets[preset]
-    needed = memory_needed(recipe, obs_bytes)
+    needed = memory(recipe)
     if recipe.n_cores > n_cores:
         needs, has = f"{recipe.n_cores} cores", f"{n_cores}"
     elif needed > memory_bytes:
@@ -241,9 +244,7 @@ def preset_note(
     else:
         return None
     fitting = [
-        name
-        for name, other in presets.items()
-        if other.n_cores <= n_cores and memory_needed(other, obs_bytes) <= memory_bytes
+        name for name, other in presets.items() if other.n_cores <= n_cores and memory(other) <= memory_bytes
     ]
     fits = max(fitting, key=lambda name: presets[name].n_cores, default="auto")
     return f"preset {preset} needs {needs}; this machine has {has}; --preset {fits} fits"

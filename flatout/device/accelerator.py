@@ -237,6 +237,17 @@ def free_device_memory(device: torch.device) -> int:
     return int(torch.accelerator.get_memory_info(device)[0])
 
 
+def device_memory_share(device: torch.device) -> float | None:
+    """Share of an accelerator's memory that is in use, by all processes; None: not known."""
+    import torch
+
+    try:
+        free, total = torch.accelerator.get_memory_info(device)
+    except (RuntimeError, NotImplementedError):
+        return None
+    return 1 - free / total if total else None
+
+
 def release_memory(device: torch.device) -> None:
     """Give back memory that is cached but not used."""
     import torch

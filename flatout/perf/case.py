@@ -14,6 +14,7 @@ from flatout.perf.costs import COMPILED_PYTHON, Costs, Settings, UpdateCost
 from flatout.perf.decide import Decision, Request, decide, seconds_per_step
 from flatout.perf.simulate import Forecast, simulate
 from flatout.runlog.samples import Samples
+from flatout.timing import LEARN_PHASES, Phase
 
 EXTRA_PHASES = ("checkpoint", "evaluate", "record")
 """An iteration's work besides collecting and learning."""
@@ -119,22 +120,39 @@ def case_of_run(
     """
     settings = _settings(summary, config, int(system["cores"]))
     wall = float(summary["wall_seconds"])
-    throttled = samples.throttled if samples is not None else {}
     return Case(
         costs=_costs(summary, settings),
         settings=settings,
         timesteps=float(summary["env_steps"]),
         steps_per_second=float(summary["steps_per_second"]),
         learner_busy=float(summary["learner_busy"]),
-        phases={name: seconds / wall for name, seconds in summary["phases"].items()},
+        phases={name: seconds / wall for name, seconds in _phases(summary).items()},
         metrics=summary.get("metrics") or {},
         network_arch=tuple(config["network"]["network_arch"]),
         eval_every=config["eval_every"],
         checkpoint_every=config["checkpoint_every"],
-        memory_share=_memory_share(samples, system),
+        memory_share=peak_memory(samples, system),
         device_utilization=summary.get("device_utilization"),
-        throttled=tuple(reason for reason, share in throttled.items() if share >= THROTTLED_SHARE),
+        throttled=throttling(samples),
     )
+
+
+def throttling(samples: Samples | None) -> tuple[str, ...]:
+    """The card's reasons for running below its clock in a notable part of the samples."""
+    reasons = samples.throttled.items() if samples is not None else ()
+    return tuple(reason for reason, share in reasons if share >= THROTTLED_SHARE)
+
+
+def on_device_clock(
+    phases: Mapping[str, float], lanes: Mapping[str, Mapping[str, float]]
+) -> dict[str, float]:
+    """The learner's phases, its work and copies by the clock of the device where there is one: the host only launches."""
+    device = lanes.get("device") or {}
+    return {**phases, **{name: device[name] for name in (Phase.STAGE, *LEARN_PHASES) if name in device}}
+
+
+def _phases(summary: Mapping[str, Any]) -> dict[str, float]:
+    return on_device_clock(summary["phases"], summary["lanes"])
 
 
 def _settings(summary: Mapping[str, Any], config: Mapping[str, Any], n_cores: int) -> Settings:
@@ -161,7 +179,7 @@ def _settings(summary: Mapping[str, Any], config: Mapping[str, Any], n_cores: in
 
 
 def _costs(summary: Mapping[str, Any], settings: Settings) -> Costs:
-    measured, phases = summary["measured"], summary["phases"]
+    measured, phases = summary["measured"], _phases(summary)
     step, share = measured["step_seconds"], measured["compute_share"]
     collectors = [lane for name, lane in summary["lanes"].items() if name.startswith("collector")]
     if step is None:  # it was not timed before the run: what stepping took, spread over the env steps
@@ -184,7 +202,7 @@ def _costs(summary: Mapping[str, Any], settings: Settings) -> Costs:
     )
 
 
-def _memory_share(samples: Samples | None, system: Mapping[str, Any]) -> float | None:
+def peak_memory(samples: Samples | None, system: Mapping[str, Any]) -> float | None:
     """The highest share of the card's memory that was in use, or of the machine's."""
     if samples is None:
         return None

@@ -11,7 +11,14 @@ from dataclasses import replace
 from typing import Any
 
 from flatout.perf.case import Case, Finding, case_of_run
-from flatout.perf.costs import COMPILED_PYTHON, WORKERS_PER_CORE, WORTH, UpdateCost, update_seconds
+from flatout.perf.costs import (
+    COMPILED_PYTHON,
+    WORKERS_PER_CORE,
+    WORTH,
+    Settings,
+    UpdateCost,
+    update_seconds,
+)
 from flatout.perf.decide import describe, stepping
 from flatout.perf.decide import duration as _time
 from flatout.perf.simulate import ladder
@@ -27,8 +34,11 @@ SETTLED = 0.8
 """From here on the second half of the epochs hardly moved the policy."""
 NO_CHANGE = 1e-4
 """KL below which an iteration has hardly changed the policy."""
+UNFILLED = 0.3
+"""A run that cannot keep a card busier than this leaves it to others."""
 OVERHEAD_SHARE = 0.02
 """Evaluation or checkpoints may take this share of the time."""
+UNFILLED_CARD = "small network on a big GPU"
 COMPILED_NATIVE = 0.9
 """Arithmetic of a compiled update ÷ that of the eager one."""
 
@@ -175,8 +185,8 @@ def _updates(case: Case) -> Iterator[Finding]:
             "the network's arithmetic is the limit",
             f"an update of {names[0]} takes {_time(total)}, {settings.n_updates:g} of them an iteration; the envs could "
             f"give {_rate(now.collect_rate)}",
-            f"see whether {names[1]} learns as well (its update takes {_time(its_cost.seconds(size))}), "
-            "or learn on a GPU",
+            f"see whether {names[1]} learns as well (its update takes {_time(its_cost.seconds(size))})"
+            + ("" if settings.on_device else ", or learn on a GPU"),
             ("--network-arch", names[1]),
             *case.predict(replace(settings, compiled=False), update=its_cost, compiled=None),
         )
@@ -250,7 +260,7 @@ def _interruptions(case: Case) -> Iterator[Finding]:
 
 
 def _device(case: Case) -> Iterator[Finding]:
-    costs, settings, now = case.costs, case.settings, case.now
+    costs, settings = case.costs, case.settings
     here = update_seconds(costs, settings)
     there = case.on_cpu.seconds(settings.batch_size) if case.on_cpu is not None else here
     if case.on_cpu is not None and settings.on_device and there <= here:
@@ -262,14 +272,17 @@ def _device(case: Case) -> Iterator[Finding]:
             ("--device", "cpu"),
             *case.predict(replace(settings, on_device=False), update=case.on_cpu, compiled=None),
         )
-    used = case.device_utilization
-    if used is not None and used <= 0.3 and now.learn_rate >= 2 * now.collect_rate:
+    used, busy = case.device_utilization, case.learner_busy
+    most = case.predict(case.decision("auto").ways[0])[1] if settings.on_device else 1.0
+    if max(busy if used is None else used, most) <= UNFILLED:
+        known = (
+            "" if used is None else f", device utilisation {_percent(used)} (time in which any kernel ran)"
+        )
         yield Finding(
-            "small network on a big GPU",
+            UNFILLED_CARD,
             "one run cannot fill this GPU",
-            f"device utilisation {_percent(used)} (time in which any kernel ran), learner busy "
-            f"{_percent(case.learner_busy)}",
-            "run several seeds or settings at the same time",
+            f"learner busy {_percent(busy)}{known}; the fastest way to collect would keep it busy {_percent(most)}",
+            "run several seeds or settings side by side, or a larger network; more epochs keep it busy with nothing new",
         )
     share = case.phases.get(Phase.STAGE, 0.0)
     if share >= 0.1 and settings.on_device:
@@ -284,10 +297,9 @@ def _device(case: Case) -> Iterator[Finding]:
     if case.memory_share is not None and case.memory_share >= 0.9:
         yield Finding(
             "memory near the limit",
-            "memory is nearly full",
+            "the card's memory is nearly full" if settings.on_device else "memory is nearly full",
             f"{_percent(case.memory_share)} in use",
-            "shorter rollouts or fewer envs; an update that does not fit is split by itself",
-            ("--n-steps", str(max(settings.n_steps // 2, 1))),
+            *_less_memory(settings),
         )
     if case.throttled:
         yield Finding(
@@ -296,6 +308,15 @@ def _device(case: Case) -> Iterator[Finding]:
             f"it gives as reason: {', '.join(case.throttled)}",
             "better cooling or a higher power limit",
         )
+
+
+def _less_memory(settings: Settings) -> tuple[str, tuple[str, ...]]:
+    """What to do about full memory, and as flags."""
+    by_itself = "an update that does not fit is split by itself"
+    if settings.on_device:
+        return f"minibatches in two parts, with the same result; {by_itself}", ("--accumulate", "2")
+    halved = str(max(settings.n_steps // 2, 1))
+    return f"shorter rollouts or fewer envs; {by_itself}", ("--n-steps", halved)
 
 
 def _round_up(value: float) -> int:

@@ -16,12 +16,13 @@ import numpy as np
 import torch
 
 from flatout.config.run_config import RunConfig
-from flatout.device.accelerator import is_accelerator, synchronize
+from flatout.device.accelerator import can_capture, choose_precision, is_accelerator, synchronize
 from flatout.device.machine import remembered
 from flatout.device.shared import no_processes
 from flatout.envs.check import EnvInfo
 from flatout.learning.compile import Recipe, cached_path, is_available, load
 from flatout.learning.learner import TINY_BATCH, Learner
+from flatout.learning.update import GraphBackend
 from flatout.models.actor import make_actor
 from flatout.models.policy import Policy
 from flatout.perf.costs import COMPILED_PYTHON, Costs, Points, Settings, UpdateCost, rising
@@ -104,17 +105,25 @@ class UpdateProbe:
     @classmethod
     def of_copy(cls, config: RunConfig, policy: Policy) -> UpdateProbe:
         """With a learner of its own."""
+        precision = choose_precision(config.precision, policy.device, policy.n_params)
         learner = config.descriptor.make_learner(
-            policy.model, config.algorithm, n_envs=config.n_envs, seed=0, clock=PhaseClock()
+            policy.model,
+            config.algorithm,
+            n_envs=config.n_envs,
+            seed=0,
+            clock=PhaseClock(),
+            precision=precision,
         )
         learner.update.parts.n_rows = config.part_size
         if config.compile == "auto" and config.accumulate == 1:
             learner.use_fused()
-        return cls(config, policy, learner)
+        return cls(config, policy, learner, precision)
 
     def form(self, n_threads: int) -> str:
-        """The backend of the run's updates: `fused`, `compiled` (if that is in the cache) or `eager`."""
+        """The backend of the run's updates: `graph`, `fused`, `compiled` (if that is in the cache) or `eager`."""
         backend = self.learner.update.backend
+        if can_capture(self.policy.device) and self.config.compile != "off":
+            return "graph"
         off = self.config.compile == "off" or self.config.accumulate > 1
         if backend != "eager" or off or self.policy.device.type != "cpu":
             return backend
@@ -134,12 +143,25 @@ class UpdateProbe:
         if form == "eager":
             return None
         batch = self.learner.example_batch(size)
+        if form == "graph":
+            return self._captured(batch, n_threads)
         step: Callable[[], Any] = partial(update.step, batch)
         if form == "compiled" and update.backend == "eager":
             step = partial(load(self._compiled_path(n_threads)), *update.inputs(batch))
         with on_threads(n_threads), update.preserving_state():
             seconds = fastest(step, update.device)
         return UpdateCost(python=min(COMPILED_PYTHON, seconds), points=((size, seconds),))
+
+    def _captured(self, batch: Any, n_threads: int) -> UpdateCost | None:
+        """The update as a graph on a device; None if it cannot be captured."""
+        update = self.learner.update
+        with on_threads(n_threads), update.preserving_state():
+            try:
+                graph = GraphBackend(update, lambda: batch, batch)
+            except RuntimeError:  # such as a kernel that reads back, or out of memory; the run notes it
+                return None
+            seconds = fastest(graph.replay, update.device)
+        return UpdateCost(python=min(COMPILED_PYTHON, seconds), points=((len(batch), seconds),))
 
     def eager(self, n_threads: int, *sizes: int, launch: float = 0.0) -> UpdateCost:
         """The eager update, for minibatches of these sizes; `launch`: seconds of launching it, if known."""

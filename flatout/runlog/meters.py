@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 from types import ModuleType
 from typing import Any
@@ -16,6 +17,8 @@ TREE_SECONDS = 1.0
 """The list of the run's processes is renewed this often: making it looks at every process of the machine."""
 
 
+MOST_SAMPLES = 1000
+"""Samples of a card that are kept for a reader who does not come."""
 _THROTTLED = {
     0x002: "clocks set by the user",
     0x004: "power cap",
@@ -210,6 +213,68 @@ def open_gpu(device: str) -> tuple[GpuMeter | None, str]:
     with suppress(pynvml.NVMLError):
         pynvml.nvmlShutdown()
     return None, reason
+
+
+def open_all_gpus() -> tuple[dict[str, GpuMeter], str]:
+    """A meter for every card of the driver by number and name, in its order; and why there is none."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        return {}, f"no NVIDIA driver answers: {error}"
+    meters: dict[str, GpuMeter] = {}
+    with suppress(pynvml.NVMLError):
+        for index, handle in enumerate(_cards(pynvml)):
+            pynvml.nvmlInit()  # each meter ends its own
+            meters[f"{index} {pynvml.nvmlDeviceGetName(handle)}"] = GpuMeter(pynvml, handle)
+    with suppress(pynvml.NVMLError):
+        pynvml.nvmlShutdown()
+    return meters, "" if meters else "the driver has no card"
+
+
+class GpuWatch:
+    """Reads all cards again and again in a thread that never fails its program."""
+
+    def __init__(self, hertz: float = 5.0) -> None:
+        self._meters, self.reason = open_all_gpus()
+        """Why there is no card; empty if there is one."""
+        self._period = 1 / hertz
+        self._lock = threading.Lock()
+        self._samples: dict[str, list[GpuSample]] = {name: [] for name in self._meters}
+        self._ending = threading.Event()
+        self._read()
+        if self._meters:
+            threading.Thread(target=self._run, name="flatout-cards", daemon=True).start()
+
+    def newest(self) -> dict[str, GpuSample]:
+        """The newest sample of each card that answers, with its mean utilisation since the last call."""
+        with self._lock:
+            seen = {name: samples for name, samples in self._samples.items() if samples}
+            self._samples = {name: samples[-1:] for name, samples in self._samples.items()}
+        return {name: _averaged(samples) for name, samples in seen.items()}
+
+    def close(self) -> None:
+        """Stop reading."""
+        self._ending.set()
+
+    def _run(self) -> None:
+        while not self._ending.wait(self._period):
+            self._read()
+        for meter in self._meters.values():
+            meter.close()
+
+    def _read(self) -> None:
+        read = {name: meter.read() for name, meter in self._meters.items()}
+        with self._lock:
+            for name, sample in read.items():
+                kept = self._samples[name][-MOST_SAMPLES:]
+                self._samples[name] = [] if sample is None else [*kept, sample]
+
+
+def _averaged(samples: list[GpuSample]) -> GpuSample:
+    known = [s.utilization for s in samples[1:] or samples if s.utilization is not None]
+    return replace(samples[-1], utilization=sum(known) / len(known) if known else None)
 
 
 def _find(nvml: ModuleType, device: str) -> tuple[Any, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from time import time
 from typing import Any
@@ -14,7 +14,7 @@ import numpy as np
 import psutil
 
 from flatout.runlog.files import Tail, number, read_json
-from flatout.runlog.meters import open_gpu
+from flatout.runlog.meters import GpuWatch
 from flatout.runlog.recorder import cell_value
 from flatout.runlog.records import is_running, run_status
 from flatout.runlog.spans import Floats, Lane, SpanFollower, idle_causes, lane_use, timeline
@@ -207,7 +207,7 @@ class MonitorState:
     """Bytes in use on the machine."""
     memory_total: int
     gpus: dict[str, dict[str, Any]]
-    """The newest sample of each device that a running run uses."""
+    """The newest sample of each card of this machine; without a driver here, of each device that a running run uses."""
     no_gpu: str
     """Why no GPU is shown; empty if one is."""
     jobs: list[Job]
@@ -223,7 +223,7 @@ class Monitor:
         self._runs_dir = runs_dir
         self._is_named = bool(named)
         self._readers = {path: JobReader(path) for path in named}
-        self._no_gpu: str | None = None
+        self._cards = GpuWatch()
         self._loads: list[float] = []
 
     def read(self, n_cells: int = 60) -> MonitorState:
@@ -232,7 +232,8 @@ class Monitor:
             self._find()
         jobs = [reader.read(n_cells) for reader in self._readers.values()]
         jobs.sort(key=lambda job: job.status != "running")
-        gpus = {job.device: job.gpu for job in jobs if job.gpu is not None}
+        gpus = {f"GPU {name}": asdict(sample) for name, sample in self._cards.newest().items()}
+        gpus = gpus or {job.device: job.gpu for job in jobs if job.gpu is not None}
         memory = psutil.virtual_memory()
         interval = None if self._loads else _FIRST_SECONDS
         self._loads = psutil.cpu_percent(interval, percpu=True)
@@ -241,7 +242,7 @@ class Monitor:
             memory=memory.total - memory.available,
             memory_total=memory.total,
             gpus=gpus,
-            no_gpu="" if gpus else self._why_no_gpu(),
+            no_gpu="" if gpus else f"no NVIDIA GPU: {self._cards.reason or 'it does not answer any more'}",
             jobs=jobs,
             note="" if any(job.status == "running" for job in jobs) else self._note(),
         )
@@ -263,10 +264,6 @@ class Monitor:
         place = os.path.join(self._runs_dir, "")
         return f"no run is running in {place}" if self._runs_dir.is_dir() else f"{place} does not exist"
 
-    def _why_no_gpu(self) -> str:
-        if self._no_gpu is None:
-            meter, reason = open_gpu("cuda")
-            self._no_gpu = reason if meter is None else ""
-            if meter is not None:
-                meter.close()
-        return f"no NVIDIA GPU: {self._no_gpu}" if self._no_gpu else "no shown run uses the GPU"
+    def close(self) -> None:
+        """Stop reading the cards."""
+        self._cards.close()

@@ -112,6 +112,8 @@
       { name: "device utilisation", color: "--second", x: t.t, y: t.gpu },
       { name: "cores in use", color: "--third", x: t.t, y: t.cores },
     ], { x: clock, y: percent, low: 0, high: 1, key: true, empty: "Neither spans nor samples are recorded." });
+    byId("power-part").hidden = !t.power.length;
+    if (t.power.length) lines(byId("power"), [{ name: "power of the card", color: "--second", x: t.t, y: t.power }], { x: clock, y: (v) => short(v) + " W", low: 0, empty: "" });
   };
 
   // The lanes, on a canvas: bins over the whole run, single spans where there is detail and room for it.

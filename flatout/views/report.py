@@ -182,18 +182,22 @@ def curve(records: RunRecords) -> dict[str, Any]:
 
 
 def over_time(records: RunRecords) -> dict[str, Any]:
-    """Steps/s, learner busy and the machine's load over wall time; each point is a mean around its time."""
+    """Steps/s, learner busy, the card's utilisation and power, and the machine's load over wall time.
+
+    Each point is a mean around its time.
+    """
     seconds, samples = records.metrics.get("time/time_elapsed", np.zeros(0)), records.samples
     times = np.concatenate([seconds, samples.t])
     end = float(np.max(times, where=np.isfinite(times), initial=records.spans.end))
     if end <= 0:
-        return {"t": [], "rate": [], "busy": [], "gpu": [], "cores": []}
+        return {"t": [], "rate": [], "busy": [], "gpu": [], "power": [], "cores": []}
     t = np.linspace(0, end, _N_TIMES)
     return {
         "t": plain(t, 3),
         "rate": plain(_rate(seconds, records.metrics.get("time/total_timesteps", np.zeros(0)), t), 1),
         "busy": plain(_busy(records.spans.lanes.get("learner"), t), 4),
         "gpu": plain(_means(samples.t, samples.gpu["utilization"], t), 4) if samples.gpu else [],
+        "power": plain(_means(samples.t, samples.gpu["power"], t), 1) if samples.gpu else [],
         "cores": plain(_means(samples.t, samples.cores_in_use(), t), 4),
     }
 

@@ -231,8 +231,12 @@ def _gpu(device: str, gpu: Mapping[str, Any], width: int) -> list[Text]:
         told("{} W", power, "{:.0f}".format),
         told("{} °C", temperature, "{:.0f}".format),
     )
-    shown = Text("  ").join(live.fitting([*map(Text, texts)], width - _GAUGE_LABEL_CELLS - 6, "  "))
-    line = _labelled(device, shown) if load is None else _gauge(device, load, shown, width)
+    label, name = device[: _GAUGE_LABEL_CELLS - 1].strip(), ""
+    if device.startswith("GPU "):  # with the card's number and name
+        label, name = " ".join(device.split()[:2]), " ".join(device.split()[2:])
+    room = width - _GAUGE_LABEL_CELLS - 6
+    shown = Text("  ").join(live.fitting([*map(Text, texts), Text(name, "dim")], room, "  "))
+    line = _labelled(label, shown) if load is None else _gauge(label, load, shown, width)
     reasons = gpu.get("throttled")
     if not isinstance(reasons, list) or not reasons:
         return [line]

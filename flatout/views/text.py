@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from flatout.perf.case import Finding
-from flatout.perf.findings import findings_of_run
+from flatout.perf.findings import UNFILLED_CARD, findings_of_run
 from flatout.runlog.files import number as known_number
 from flatout.runlog.files import plural
 from flatout.runlog.records import RunRecords, read_run
@@ -154,7 +154,12 @@ def run_findings(records: RunRecords) -> list[Finding]:
 
 def verdict(records: RunRecords) -> str:
     """Status, return, speed, learner busy, and what limits the run."""
-    return joined(" ", _outcome(records.summary), _limit(records))
+    unfilled = [
+        f"{f.what[0].upper()}{f.what[1:]}: {f.change}."
+        for f in run_findings(records)
+        if f.kind == UNFILLED_CARD
+    ]
+    return joined(" ", _outcome(records.summary), _limit(records), *unfilled)
 
 
 def _outcome(summary: Summary) -> str:

@@ -69,6 +69,10 @@ def test_what_if_predicts_other_machines() -> None:
     assert card.what_if is not None
     assert card.what_if["learn_rate"] > card.forecast.learn_rate
     assert "from its data sheet, not measured" in str(card)
+    assert card.what_if["memory_share"] < 0.01
+    small = "n_envs=20000,n_steps=30000,gpu=rtx3070"
+    big = flatout.doctor("CartPole-v1", **SMALL, n_envs=4, what_if=small)
+    assert "× the card's memory: fewer envs or shorter rollouts" in str(big)
 
 
 def test_the_command_line_prints_json(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from flatout.perf.case import Case
 from flatout.perf.costs import Costs, Settings, UpdateCost
-from flatout.perf.findings import diagnose, findings_of_run
+from flatout.perf.findings import UNFILLED_CARD, diagnose, findings_of_run
 from flatout.perf.simulate import simulate
 from flatout.runlog.samples import Samples, read_samples
 
@@ -87,6 +87,11 @@ CASES: list[tuple[str, Case, tuple[str, ...]]] = [
         ("--overlap", "on"),
     ),
     ("memory near the limit", case(CARTPOLE, CHILD, memory_share=0.95), ("--n-steps", "16")),
+    (
+        "memory near the limit",
+        case(CARTPOLE, replace(CHILD, on_device=True), memory_share=0.95),
+        ("--accumulate", "2"),
+    ),
     ("throttled", case(CARTPOLE, CHILD, throttled=("power cap",)), ()),
     ("copies", case(CARTPOLE, replace(SETTINGS, on_device=True), phases={"stage": 0.2}), ("--overlap", "on")),
     (
@@ -116,6 +121,21 @@ def test_each_bottleneck_is_found(kind: str, of: Case, flags: tuple[str, ...]) -
         assert finding.gain > 1.05
         assert finding.steps_per_second == pytest.approx(finding.gain * of.steps_per_second)
         assert found[0] == max(found, key=lambda f: f.gain or 0.0)
+
+
+def test_a_card_that_one_run_cannot_fill_is_left_to_several() -> None:
+    """Without NVML the device's own clock tells."""
+    waiting = replace(THREADS, on_device=True)
+    (finding,) = [f for f in diagnose(case(WAITS, waiting)) if f.kind == UNFILLED_CARD]
+    assert "side by side, or a larger network; more epochs" in finding.change
+    assert finding.flags == ()
+    turns = replace(
+        WAITS, wait=(0.2e-3,), compute=(0.05e-3,)
+    )  # busy, if only the envs waited at the same time
+    in_turn = case(turns, replace(SETTINGS, on_device=True, n_epochs=20))
+    assert in_turn.learner_busy < 0.3 < in_turn.predict(in_turn.decision("auto").ways[0])[1]
+    assert UNFILLED_CARD not in [f.kind for f in diagnose(in_turn)]
+    assert UNFILLED_CARD not in [f.kind for f in diagnose(case(WAITS, THREADS))]  # on the CPU
 
 
 def test_nothing_is_found_where_all_is_well() -> None:
@@ -183,5 +203,9 @@ def test_the_records_of_a_run_on_a_gpu_show_its_load(tmp_path: Path) -> None:
     found = {f.kind: f for f in findings_of_run(summary, config, system, hot)}
     assert found.keys() >= {"throttled", "memory near the limit", "copies", "small network on a big GPU"}
     assert found["throttled"].evidence == "it gives as reason: power cap"  # not what one sample says
+    on_its_clock = summary | {"phases": {"update": 1.0, "wait": 9.0, "stage": 0.001}}
+    assert "copies" not in {f.kind for f in findings_of_run(on_its_clock, config, system, hot)}
+    lanes = {"lanes": {"collector 0": {"act": 1.0, "env": 8.0}, "device": {"stage": 2.0, "update": 1.0}}}
+    assert "copies" in {f.kind for f in findings_of_run(on_its_clock | lanes, config, system, hot)}
     quiet = {f.kind for f in findings_of_run(summary, config, system, samples([[]] * 10, memory=5.0))}
     assert quiet.isdisjoint({"throttled", "memory near the limit"})

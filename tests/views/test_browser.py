@@ -77,6 +77,12 @@ def test_a_finished_run_is_drawn_and_zoomed_without_errors(browser: webdriver.Ch
         assert drawn.count("L") > 80
         assert "NaN" not in drawn
     assert colors(browser) >= 6
+    assert not browser.find_element(By.ID, "power-part").is_displayed()
+    open_page(browser, write_report(write_run(tmp_path / "b", gpu=True)))
+    power = browser.find_element(By.CSS_SELECTOR, "#power svg path").get_attribute("d") or ""
+    assert power.count("L") > 80
+    assert len(browser.find_elements(By.CSS_SELECTOR, "#busy svg path")) == 3
+    open_page(browser, tmp_path / "a" / "report.html")
 
     gantt = browser.find_element(By.ID, "gantt")
     assert view(gantt) == pytest.approx((0, 10))

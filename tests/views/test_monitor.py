@@ -11,14 +11,17 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from rich.console import Console
 
 from flatout.runlog.folder import RunFolder
+from flatout.runlog.meters import GpuWatch
 from flatout.views.monitor import Job, JobReader, Monitor, MonitorState
 from flatout.views.screen import cells_for, screen
+from tests.runlog.card import T4, install
 
 HEADER = {"began": 1_700_000_000.0, "offset": 0.0, "version": 1}
 
@@ -148,6 +151,45 @@ def test_a_gpu_is_shown_by_its_newest_sample(tmp_path: Path) -> None:
     text = text_of(look(runs_dir=tmp_path / "other"))
     assert "cuda     1.0 GB\n" in text
     assert "kernels" not in text
+
+
+def test_every_card_is_shown_with_or_without_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    idle = T4 | {
+        "nvmlDeviceGetUtilizationRates": SimpleNamespace(gpu=0, memory=0),
+        "nvmlDeviceGetCurrentClocksEventReasons": 0x1,
+        "nvmlDeviceGetPowerUsage": 9_100,
+    }
+    log = install(monkeypatch, T4, idle, models=("Tesla T4", "NVIDIA GeForce RTX 4070"))
+    monitor = Monitor(tmp_path)
+    state = monitor.read()
+    assert list(state.gpus) == ["GPU 0 Tesla T4", "GPU 1 NVIDIA GeForce RTX 4070"]
+    assert state.no_gpu == ""
+    text = text_of(state, columns=120)
+    assert re.search("GPU 0 .+63 % of time in kernels  3.0 GB of 15.0 GB  68 W  71 °C  Tesla T4", text)
+    assert "slowed by power cap" in text
+    assert re.search("GPU 1 .* 0 % of time in kernels .* 9 W", text)
+    make_run(tmp_path / "first", device="cuda:1", gpu={"utilization": 0.5})
+    assert list(monitor.read().gpus) == list(state.gpus)  # not a second time by the run's own samples
+    monitor.close()
+    deadline = time.monotonic() + 10
+    while log.count("shutdown") < log.count("init") and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert log.count("shutdown") == log.count("init")
+
+
+def test_between_two_screens_a_card_is_sampled_and_averaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loads = [SimpleNamespace(gpu=load, memory=0) for load in (0, *[100] * 10, 0)]
+    install(monkeypatch, T4 | {"nvmlDeviceGetUtilizationRates": loads})
+    watch = GpuWatch(hertz=500)
+    deadline = time.monotonic() + 10
+    while len(watch._samples["0 Tesla T4"]) < 20 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    (sample,) = watch.newest().values()
+    watch.close()
+    assert sample.utilization is not None
+    assert 0.0 < sample.utilization < 0.6  # half of the time, and less the longer it was read
 
 
 def test_a_killed_run_is_shown_when_it_is_named(tmp_path: Path) -> None:

@@ -65,6 +65,10 @@ def test_the_page_holds_verdict_findings_figures_and_nothing_from_elsewhere(tmp_
     assert page.data["curve"]["return"][-1] == pytest.approx(485, abs=2)
     assert page.data["time"]["rate"][70] == pytest.approx(5000, rel=0.02)
     assert page.data["time"]["gpu"][20] == pytest.approx(0.58, abs=0.04)
+    watts = [value for value in page.data["time"]["power"] if value is not None]
+    assert len(watts) > 100
+    assert 30 < min(watts) <= max(watts) < 300
+    assert Page(report_page(read_run(write_run(tmp_path / "b")))).data["time"]["power"] == []
 
 
 def test_names_given_by_users_cannot_break_the_page(tmp_path: Path) -> None:
