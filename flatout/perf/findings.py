@@ -260,7 +260,7 @@ def _interruptions(case: Case) -> Iterator[Finding]:
 
 
 def _device(case: Case) -> Iterator[Finding]:
-    costs, settings = case.costs, case.settings
+    costs, settings, now = case.costs, case.settings, case.now
     here = update_seconds(costs, settings)
     there = case.on_cpu.seconds(settings.batch_size) if case.on_cpu is not None else here
     if case.on_cpu is not None and settings.on_device and there <= here:
@@ -274,7 +274,7 @@ def _device(case: Case) -> Iterator[Finding]:
         )
     used, busy = case.device_utilization, case.learner_busy
     most = case.predict(case.decision("auto").ways[0])[1] if settings.on_device else 1.0
-    if max(busy if used is None else used, most) <= UNFILLED:
+    if max(busy if used is None else used, most) <= UNFILLED and now.learn_rate >= 2 * now.collect_rate:
         known = (
             "" if used is None else f", device utilisation {_percent(used)} (time in which any kernel ran)"
         )
