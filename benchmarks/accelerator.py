@@ -145,7 +145,7 @@ def run_sb3(case: Case) -> dict[str, float]:
     torch.distributions.Distribution.set_default_validate_args(False)  # all values are zero on this card
     window = Window()
 
-    class Marks(BaseCallback):
+    class Marks(BaseCallback):  # type: ignore[misc, unused-ignore]  # Any where it is not installed
         """Marks the beginning of every rollout but the first."""
 
         def _on_step(self) -> bool:
