@@ -54,6 +54,7 @@ def _build(target: Path, file: Path) -> None:
     print("simcard: building the simulated card (once, one to two minutes)", file=sys.stderr)
     work = target / "build"
     work.mkdir(exist_ok=True)
+    (work / "lock").unlink(missing_ok=True)  # torch's own, of a build that was killed: it would wait for ever
     result = subprocess.run(
         [sys.executable, __file__, str(work)], capture_output=True, text=True, check=False
     )
