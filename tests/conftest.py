@@ -18,9 +18,12 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
-def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
     """Tests of the simulated card run in a child process."""
     if item.get_closest_marker("card") is None or IN_CHILD in os.environ:
         return None
     run_in_child(item)
+    item.session._setupstate.teardown_exact(
+        nextitem
+    )  # what a test of the same file before it has left set up
     return True

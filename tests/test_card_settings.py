@@ -12,6 +12,7 @@ import flatout
 import simcard
 from flatout.advice.doctor import _on_cpu
 from flatout.advice.short_benchmark import measure
+from flatout.device.accelerator import free_device_memory, release_memory
 from flatout.learning.learner import Learner
 from flatout.perf.findings import diagnose
 from tests.known import Match
@@ -130,7 +131,10 @@ def test_the_doctor_knows_the_memory_of_the_card(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("flatout.advice.doctor.BENCHMARK_SECONDS", 0.5)
     monkeypatch.setattr("flatout.advice.short_benchmark.ENV_SECONDS", 0.5)
     simcard.set_memory_limit(1 << 30, device=1)
-    kept = torch.empty(1020 << 18, device="sim:1")  # by another user of the card
+    there = torch.device("sim", 1)
+    release_memory(there)
+    # By another user of the card: all but 64 MiB.
+    kept = torch.empty(free_device_memory(there) - (64 << 20), dtype=torch.uint8, device=there)
     found = flatout.doctor(Match, device="sim:1", network_arch=(16, 16), **ROLLOUTS)
     del kept
     simcard.install()

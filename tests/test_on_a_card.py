@@ -1,4 +1,4 @@
-"""`make test-gpu`: a text for an issue with a card, one line without."""
+"""`make test-gpu` on a card: a text for an issue."""
 
 from __future__ import annotations
 
@@ -6,19 +6,10 @@ import pytest
 
 import simcard
 from benchmarks.on_a_card import main
-from flatout.device.accelerator import accelerators
+
+pytestmark = pytest.mark.card
 
 
-def test_without_a_card_it_says_so_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    if accelerators():
-        pytest.skip("there is a card")
-    assert main([]) == 1
-    assert capsys.readouterr().out.splitlines() == [
-        "no card: torch sees no CUDA, ROCm, XPU or MPS device on this machine"
-    ]
-
-
-@pytest.mark.card
 def test_on_a_card_it_prints_a_text_to_paste(capsys: pytest.CaptureFixture[str]) -> None:
     simcard.install()
     assert main(["--cases", "snake,dqn", "--seconds", "0.5", "--device", "sim:1"]) == 0

@@ -1,9 +1,11 @@
-"""Batch sizes by card are those that are documented."""
+"""Batch sizes by card are those that are documented; `make test-gpu` needs a card."""
 
 from __future__ import annotations
 
 import pytest
 
+from benchmarks.on_a_card import main
+from flatout.device.accelerator import accelerators
 from flatout.device.cards import replay_batch_size
 
 
@@ -26,3 +28,12 @@ from flatout.device.cards import replay_batch_size
 )
 def test_the_batch_of_off_policy_learning_goes_by_the_card(name: str, gigabytes: float, size: int) -> None:
     assert replay_batch_size(name, int(gigabytes * 1e9)) == size
+
+
+def test_without_a_card_it_says_so_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    if accelerators():
+        pytest.skip("there is a card")
+    assert main([]) == 1
+    assert capsys.readouterr().out.splitlines() == [
+        "no card: torch sees no CUDA, ROCm, XPU or MPS device on this machine"
+    ]
