@@ -241,12 +241,14 @@ def release_memory(device: torch.device) -> None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error means that the memory of the device or the host is exhausted."""
+    """Whether an error, or its cause, means that the memory of the device or the host is exhausted."""
     import torch
 
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and "not enough memory" in str(error)
+    if isinstance(error, RuntimeError) and "not enough memory" in str(error):
+        return True
+    return error.__cause__ is not None and is_out_of_memory(error.__cause__)
 
 
 class Retries:
@@ -262,7 +264,7 @@ class Retries:
         """What `work` returns; it leaves no trace when it fails."""
         try:
             return work()
-        except (RuntimeError, MemoryError) as error:
+        except Exception as error:
             if not is_out_of_memory(error):
                 raise
             reason = short_reason(error)

@@ -11,6 +11,7 @@ import sys
 import textwrap
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from time import monotonic, sleep
 from typing import Any
 
@@ -177,7 +178,7 @@ def warmed_up() -> bool:
     x, y = torch.zeros(2, 3, device=device)
     accelerator.synchronize(device)
 
-    def warm_up() -> None:
+    def warm_up(reads_at_once: bool) -> None:
         y.copy_(x)
         if reads_at_once:
             accelerator.current_stream(device).synchronize()
@@ -185,7 +186,7 @@ def warmed_up() -> bool:
     right = []
     for reads_at_once in (False, True):
         x.fill_(7.0)
-        accelerator.Graph(lambda: y + 1, device, warm_up)
+        accelerator.Graph(lambda: y + 1, device, partial(warm_up, reads_at_once))
         right.append(bool((y == 7).all()))
         torch._foreach_zero_([x, y])
         accelerator.synchronize(device)
