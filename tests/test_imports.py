@@ -287,3 +287,10 @@ def test_each_kind_of_violation_is_found(
     check: Callable[[Path], list[str]], files: dict[str, str], expected: list[str], tmp_path: Path
 ) -> None:
     assert check(make_package(tmp_path, SOUND | files)) == [f"flatout/{line}" for line in expected]
+
+
+def test_only_the_device_layer_names_a_kind_of_accelerator() -> None:
+    for path in PACKAGE.rglob("*.py"):
+        if path != PACKAGE / "device" / "accelerator.py":
+            for kind in ("cuda", "xpu", "mps"):
+                assert f"torch.{kind}" not in path.read_text(), f"{path} names torch.{kind}"

@@ -8,7 +8,7 @@ B: batch, T: time steps, N: envs, M: slots of each; slot i = n · M + t.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from flatout.buffers.priority import FAN, LEAF_FAN, MAX_PRIORITY, MIN_PRIORITY, 
 from flatout.buffers.replay import Rings, Sampler
 from flatout.buffers.replay_kernels import EMPTY, GOES_ON, TERMINATED, TRUNCATED, draw_key, fill_uniforms
 from flatout.buffers.rollout import Rollout, TensorRollout
-from flatout.device.accelerator import has_streams, send
+from flatout.device.accelerator import Retries, has_streams, send
 from flatout.envs.spaces import ActionLayout, Array, ObsLayout
 from flatout.models.params import copy_all
 
@@ -28,34 +28,43 @@ class TensorReplay(Rings[Tensor]):
     """A replay on a device."""
 
     def __init__(
-        self, obs: ObsLayout, action: ActionLayout, n_envs: int, capacity: int, device: torch.device
+        self,
+        obs: ObsLayout,
+        action: ActionLayout,
+        n_envs: int,
+        capacity: int,
+        device: torch.device,
+        retries: Retries | None = None,
     ) -> None:
         def zeros(dtype: Any, *shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch_dtype(dtype), device=device)
 
         super().__init__(obs, action, n_envs, capacity, zeros, torch.arange(n_envs, device=device))
-        self.device = device
+        self.device, self._attempt = device, (retries or Retries(device)).attempt
         self.n_steps = 0
         """Steps that every env took, at least: what the host knows without a sync."""
 
     def add_rollout(self, rollout: TensorRollout | Rollout) -> None:
         """Store all steps of a rollout; see `Replay.add_rollout`."""
-        steps = self._to_device(rollout.action, rollout.reward, rollout.terminated, rollout.truncated)
-        obs = self._to_device(*rollout.obs)
+        attempt = self._attempt
+        columns = rollout.action, rollout.reward, rollout.terminated, rollout.truncated
+        steps, obs = attempt(lambda: [self._to_device(*x) for x in (columns, rollout.obs)])
         next_obs = finals = [x[1:] for x in obs]
         if isinstance(rollout, TensorRollout) or rollout.truncated.any():
-            finals = self._to_device(*rollout.final_obs)
-        self._begin([x[0] for x in obs], rollout.n_steps)
+            finals = attempt(lambda: self._to_device(*rollout.final_obs))
+        attempt(lambda: self._begin([x[0] for x in obs], rollout.n_steps))
         # Few enough at a time that no ring wraps around: then no slot is written twice.
         span = max(1, (self.n_slots - 1) // 2)
         for t in range(0, rollout.n_steps, span):
-            self._add(*([x[t : t + span] for x in arrays] for arrays in (steps, next_obs, finals)))
+            parts = [[x[t : t + span] for x in arrays] for arrays in (steps, next_obs, finals)]
+            attempt(partial(self._add, *parts))
         self.n_steps += rollout.n_steps
 
     def _to_device(self, *arrays: Tensor | Array) -> list[Tensor]:
         return [send(x, self.device) for x in arrays]
 
     def _add(self, steps: list[Tensor], obs: list[Tensor], final_obs: list[Tensor]) -> None:
+        """Store some steps; `head` changes last, so that all can be repeated if memory runs out."""
         action, reward, terminated, truncated = steps
         cut = truncated & ~terminated
         n_cut = cut.cumsum(0)
@@ -156,17 +165,22 @@ class DeviceDraws:
         self._sampler, self._size = sampler, size
         self._beta = torch.zeros((), dtype=torch.float64, device=sampler.replay.device)
         self._first = 0
+        self._moved = True
 
     def begin(self, n: int, beta: float) -> bool:
-        """Prepare `n` minibatches and draw the first; true if memory moved, so that a capture is out of date."""
+        """Prepare `n` minibatches and draw the first; true if memory moved, so that a capture is out of date.
+
+        It can be repeated if memory runs out.
+        """
         sampler, self._first = self._sampler, self._sampler.n_draws
-        moved = sampler.load(n + 1, self._size)
+        self._moved |= sampler.load(n + 1, self._size)
         self._beta.fill_(beta)
         drawn = sampler.sample(self._size, self._beta)
         if not hasattr(self, "batch"):
-            self.batch, moved = drawn, True
+            self.batch = drawn
         else:
             copy_all(self.batch.tensors(), drawn.tensors())
+        moved, self._moved = self._moved, False
         return moved
 
     def advance(self, priority: Tensor) -> None:

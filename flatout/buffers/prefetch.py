@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flatout.buffers.batch import ReplayBatch
 from flatout.buffers.replay import Sampler
-from flatout.device.accelerator import current_stream, has_streams, new_stream, use_device
+from flatout.device.accelerator import Retries, current_stream, has_streams, new_stream, use_device
 from flatout.device.machine import usable_cores
 
 Result = TypeVar("Result")
@@ -35,9 +35,11 @@ class Prefetch:
         *,
         alloc: Callable[[], ReplayBatch] | None = None,
         background: bool | None = None,
+        retries: Retries | None = None,
     ) -> None:
         """`alloc` allocates a batch in RAM; `background` defaults to a thread if there is more than one core."""
         self._sampler, self._size, self._device = sampler, size, device
+        self._attempt = (retries or Retries(device)).attempt
         # In turn: one is requested, one the learner works on.
         self._buffers = deque((alloc(), alloc()) if alloc is not None else (None, None))
         self._requested: Future[ReplayBatch] | None = None
@@ -66,9 +68,8 @@ class Prefetch:
 
     def update(self, batch: ReplayBatch, priority: Tensor) -> None:
         """Set new priorities of a batch; batches requested before this call do not see them."""
-        index, serial = batch.index.clone(), batch.serial.clone()
-        priority = priority.detach().clone()
-        self._updates.append(self._do(lambda: self._sampler.update(index, serial, priority)))
+        drawn = self._attempt(lambda: [x.detach().clone() for x in (batch.index, batch.serial, priority)])
+        self._updates.append(self._do(lambda: self._sampler.update(*drawn)))
         while self._updates and self._updates[0].done():
             self._updates.popleft().result()
 
@@ -97,10 +98,10 @@ class Prefetch:
 
     def _do(self, work: Callable[[], Result]) -> Future[Result]:
         if self._thread is not None:
-            return self._thread.submit(work)
+            return self._thread.submit(self._attempt, work)
         done: Future[Result] = Future()
         try:
-            done.set_result(work())
+            done.set_result(self._attempt(work))
         except Exception as error:
             done.set_exception(error)
         return done

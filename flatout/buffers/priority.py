@@ -201,9 +201,10 @@ class PrioritySampler(Sampler[Replayed]):
 
     def _catch_up(self) -> None:
         """Set the priorities of the slots that were written since the last call."""
-        n_new, self._reach = self.replay.reach - self._reach, self.replay.reach
-        if n_new:
-            self._add_new(n_new)
+        reach = self.replay.reach
+        if reach > self._reach:
+            self._add_new(reach - self._reach)
+            self._reach = reach
 
     def _add_new(self, n_new: int) -> None:
         """Give slots that have become eligible the largest priority so far, and overwritten ones 0.

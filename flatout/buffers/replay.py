@@ -72,7 +72,6 @@ class Rings(Generic[Values]):
         An env whose newest observation is a different one has started a new episode: the one before is truncated.
         """
         envs, head, start = self.envs, self.head, self.start
-        self.reach += 1 + 2 * n_steps
         pairs: list[tuple[Any, Any]] = list(zip(self.obs, obs, strict=True))
         at = self.slots(envs, head)
         changed = head == 0  # nothing stored yet
@@ -80,16 +79,19 @@ class Rings(Generic[Values]):
             changed |= (as_bytes(stored[at], 1) != as_bytes(new, 1)).any(1)
         in_ram = isinstance(head, np.ndarray)
         if in_ram and not changed.any():  # on a device this would be a host sync
+            self.reach += 1 + 2 * n_steps
             return
         where: Any = np.where if in_ram else torch.where
         cut, last = changed & (head > start), self.slots(envs, head - 1)
+        now = head + cut
+        began, at = where(cut, now, start), self.slots(envs, now)
         self.end[last] = where(cut, TRUNCATED, self.end[last])
-        head += cut
-        start[:] = where(cut, head, start)
-        at = self.slots(envs, head)
         for stored, new in pairs:
             stored[at] = new
         self.end[at] = EMPTY
+        # What decides where to write changes last: if memory runs out before, all of this can be repeated.
+        head[:], start[:] = now, began
+        self.reach += 1 + 2 * n_steps
 
     def sample(
         self, index: Values, weight: Any = 1, *, gamma: float, n_step: int = 1, out: ReplayBatch | None = None
@@ -206,8 +208,9 @@ class Sampler(Generic[Replayed]):
             raise FlatoutError(
                 f"the replay holds no {self._n_step}-step transition yet; collect more before sampling"
             )
+        sample = self.replay.sample(*drawn, gamma=self._gamma, n_step=self._n_step, out=out)
         self.n_draws += 1
-        return self.replay.sample(*drawn, gamma=self._gamma, n_step=self._n_step, out=out)
+        return sample
 
     def _draw(self, size: int, beta: Any) -> tuple[Any, Any] | None:
         """Slots of `size` transitions and their weights; None: nothing can be drawn."""

@@ -18,7 +18,7 @@ import torch
 from flatout.buffers.rollout import Rollout
 from flatout.collect.noise import NO_EXPLORATION, ActionNoise, Exploration
 from flatout.collect.ragged import Interrupted, RaggedCollection
-from flatout.device.accelerator import has_streams, new_stream, use_device
+from flatout.device.accelerator import Retries, has_streams, new_stream, use_device
 from flatout.envs.spaces import Array, ObsArrays
 from flatout.executors.base import Episode, Executor, Step
 from flatout.models.actor import Actor, make_actor
@@ -60,6 +60,9 @@ class Collects(Protocol[R_contra]):
     def restore(self, snapshot: Mapping[str, Array]) -> list[int]:
         """Bring the envs back to a snapshot of any executor; returns those that began a new episode."""
 
+    def take_notes(self) -> list[str]:
+        """Messages since the last call, one line each."""
+
     def close(self) -> None:
         """Close every env."""
 
@@ -73,6 +76,8 @@ class LocalCollector:
         """The stream for acting, so that it never waits for updates that are queued."""
         self.n_steps = 0
         """Steps each env has taken for finished rollouts: the position in its noise stream."""
+        self.retries = Retries(device)
+        """Of acting that ran out of memory."""
 
     def on_stream(self) -> AbstractContextManager[Any]:
         """Inside it, this thread launches into the collector's stream."""
@@ -92,6 +97,10 @@ class LocalCollector:
     def snapshot(self) -> dict[str, Array]:
         snapshot: dict[str, Array] = self.executor.snapshot()
         return snapshot
+
+    def take_notes(self) -> list[str]:
+        notes, self.retries.notes = self.retries.notes, []
+        return notes
 
     def close(self) -> None:
         self.executor.close()
@@ -203,7 +212,7 @@ class Collector(LocalCollector):
     def _acting(self, model: PolicyNet) -> _Policy:
         """A policy that acts with this model."""
         with self.on_stream():
-            actor = make_actor(model, self.executor.n_envs, self._device)
+            actor = make_actor(model, self.executor.n_envs, self._device, self.retries)
         source = self._source
         return _Policy(model, actor, None if source is None else ParamCopy(source, floats(model)))
 

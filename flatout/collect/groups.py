@@ -71,6 +71,9 @@ class GroupedCollector:
             fresh += [share[0] + n for n in group.restore(part_of_snapshot(snapshot, *share))]
         return fresh
 
+    def take_notes(self) -> list[str]:
+        return [note for group in self._groups for note in group.take_notes()]
+
     def close(self) -> None:
         for group in self._groups:
             group.close()

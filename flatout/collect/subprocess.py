@@ -171,6 +171,10 @@ class SubprocessCollectors:
     def restore(self, snapshot: Mapping[str, Array]) -> list[int]:
         return self._pool.restore(snapshot)
 
+    def take_notes(self) -> list[str]:
+        """None: what happens to envs is told by the restart budget."""
+        return []
+
     def close(self) -> None:
         """End every collector."""
         self._pool.close()

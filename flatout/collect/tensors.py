@@ -17,7 +17,7 @@ from flatout.buffers.rollout import Rollout, TensorRollout
 from flatout.collect.collector import Collector, Collects, LocalCollector
 from flatout.collect.noise import NO_EXPLORATION, Exploration
 from flatout.collect.ragged import Interrupted
-from flatout.device.accelerator import Graph, can_capture
+from flatout.device.accelerator import Graph, can_capture, is_out_of_memory
 from flatout.envs.check import same_device
 from flatout.envs.spaces import ActionLayout, Array
 from flatout.envs.validate import nan_message
@@ -147,7 +147,7 @@ class TensorCollector(LocalCollector):
         with self.on_stream():
             if self._copy is not None:
                 self._copy.finish()
-            noise = self._noise.draw(self.n_steps, rollout.n_steps)
+            noise = self.retries.attempt(lambda: self._noise.draw(self.n_steps, rollout.n_steps))
             _copy(rollout.obs_at[0], executor.current.obs)
             steps = self._captured(rollout)
             if steps is None:
@@ -155,7 +155,7 @@ class TensorCollector(LocalCollector):
             else:
                 steps.run(noise, stop)
             self.n_steps += rollout.n_steps
-            episodes = self._read_episodes(rollout)
+            episodes = self.retries.attempt(lambda: self._read_episodes(rollout))
         clock.enter(Phase.SLOT)
         clock.cut()
         return episodes
@@ -195,9 +195,10 @@ class TensorCollector(LocalCollector):
             self._graphs[id(rollout)] = None
         elif self._graphs[id(rollout)] is None:
             try:
-                self._graphs[id(rollout)] = _CapturedSteps(self, rollout)
-            except (RuntimeError, EnvError):  # it reads something back after all; nothing has run
-                self.executor.capturable = False
+                self._graphs[id(rollout)] = self.retries.attempt(lambda: _CapturedSteps(self, rollout))
+            except (RuntimeError, EnvError) as error:  # nothing has run
+                # If it is not memory, which may be free at the next rollout, the env reads something back after all.
+                self.executor.capturable = is_out_of_memory(error)
         return self._graphs[id(rollout)] if self.executor.capturable else None
 
     def _acting(self, rollout: TensorRollout, noise: Tensor) -> Callable[[int], None]:
@@ -206,7 +207,7 @@ class TensorCollector(LocalCollector):
         if actor is None:
 
             def act(t: int) -> None:
-                action, log_prob = model.sample(rollout.obs_at[t], noise[t])
+                action, log_prob = self.retries.attempt(lambda: model.sample(rollout.obs_at[t], noise[t]))
                 rollout.action[t].copy_(action)
                 rollout.log_prob[t].copy_(log_prob)
 
@@ -221,11 +222,14 @@ class TensorCollector(LocalCollector):
         return act_compiled
 
     def _read_episodes(self, rollout: TensorRollout) -> list[Episode]:
-        """The episodes that ended in the rollout; only here the host waits for the device."""
+        """The episodes that ended in the rollout; only here the host waits for the device.
+
+        Out of memory leaves no trace.
+        """
         ended = rollout.terminated | rollout.truncated
         returns, lengths = episode_sums(rollout.reward, ended, self._returns, self._lengths)
-        self._returns.copy_(returns[-1].masked_fill(ended[-1], 0.0))
-        self._lengths.copy_(lengths[-1].masked_fill(ended[-1], 0))
+        returns_after = returns[-1].masked_fill(ended[-1], 0.0)
+        lengths_after = lengths[-1].masked_fill(ended[-1], 0)
         cut = rollout.truncated & ~rollout.terminated
         n_ended, rollout.n_cut = torch.stack([ended.sum(), cut.sum()]).tolist()
         places = ended.view(-1).nonzero_static(size=n_ended).squeeze(1)
@@ -233,7 +237,10 @@ class TensorCollector(LocalCollector):
         seen = _floats_seen(rollout, places)
         # Sums are a cheap first test for NaN.
         sums = [values.sum().double() for _, values, _ in seen]
-        flat = torch.cat([*(column.double() for column in columns), torch.stack(sums)]).tolist()
+        read = torch.cat([*(column.double() for column in columns), torch.stack(sums)])
+        self._returns.copy_(returns_after)
+        self._lengths.copy_(lengths_after)
+        flat = read.tolist()
         if not all(map(math.isfinite, flat[3 * n_ended :])):
             self._refuse_nan(seen, rollout)
         table = zip(*(flat[i * n_ended : (i + 1) * n_ended] for i in range(3)), strict=True)
@@ -275,8 +282,12 @@ class _CapturedSteps:
             t.add_(1)
 
         # A capture records and does not run: the envs stay where they are.
-        self._graph = Graph(step, device, lambda: collector.model.sample(rollout.obs_at[0], self._noise[0]))
-        executor.n_steps = n_steps_before
+        try:
+            self._graph = Graph(
+                step, device, lambda: collector.model.sample(rollout.obs_at[0], self._noise[0])
+            )
+        finally:
+            executor.n_steps = n_steps_before
 
     def run(self, noise: Tensor, stop: Callable[[], bool]) -> None:
         """Step to the end of the rollout."""

@@ -12,13 +12,14 @@ import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from flatout.errors import FlatoutError, did_you_mean
 
 if TYPE_CHECKING:
     import torch
 
+T = TypeVar("T")
 KINDS = ("cuda", "xpu", "mps")
 """The kinds of accelerators that users name."""
 _MEANT = {"gpu": "cuda", "nvidia": "cuda", "rocm": "cuda", "hip": "cuda", "intel": "xpu", "metal": "mps"}
@@ -258,12 +259,43 @@ def release_memory(device: torch.device) -> None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error means that the memory of the device or the host is exhausted."""
+    """Whether an error, or its cause, means that the memory of the device or the host is exhausted."""
     import torch
 
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and "not enough memory" in str(error)
+    if isinstance(error, RuntimeError) and "not enough memory" in str(error):
+        return True
+    return error.__cause__ is not None and is_out_of_memory(error.__cause__)
+
+
+class Retries:
+    """Repeats work that has run out of memory, after giving back memory that is cached but not used."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.notes: list[str] = []
+        """One line for each time memory ran out; taken by those who tell the user."""
+        self.n_backoffs = 0
+
+    def attempt(self, work: Callable[[], T]) -> T:
+        """What `work` returns; it leaves no trace when it fails."""
+        try:
+            return work()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            reason = short_reason(error)
+        # Outside the except block, so that the tensors that the traceback held are freed.
+        self.n_backoffs += 1
+        self.notes.append(f"out of memory; cached memory is given back, same result ({reason})")
+        release_memory(self._device)
+        return work()
+
+
+def short_reason(error: BaseException) -> str:
+    """The first sentence of an error."""
+    return str(error).split("\n")[0].split(". ")[0]
 
 
 def choose_precision(wanted: str, device: torch.device, n_params: int) -> str:

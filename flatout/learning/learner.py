@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from time import perf_counter
 from typing import Any, ClassVar, Generic, Literal, Protocol
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from flatout.buffers.rollout import Learnable, Rollout, Staging
-from flatout.device.accelerator import is_accelerator, is_out_of_memory, send
+from flatout.device.accelerator import Retries, is_accelerator, is_out_of_memory, send, short_reason
 from flatout.device.machine import torch_threads
 from flatout.envs.spaces import Array
 from flatout.learning.normalize import RewardScaler, RunningMoments
@@ -149,7 +150,10 @@ class Learner(ABC, Generic[Batch]):
                 self._staging.stage(rollout, stop)
             except RuntimeError as error:
                 if not is_out_of_memory(error):
-                    raise  # out of memory: `learn` copies it
+                    raise
+                self.notes.append(
+                    f"out of memory: a rollout is copied later, same result ({short_reason(error)})"
+                )
 
     def learn(
         self,
@@ -175,18 +179,19 @@ class Learner(ABC, Generic[Batch]):
         for _ in range(self._n_epochs):
             if stop() or pass_over(batch, shuffle, stop) or self.update.has_stopped():
                 break
-            self.epoch_ended()
+            self._value_parts.attempt(self.epoch_ended)
         self._set_obs_statistics()
-        return self._end(self.after_updates(batch, progress))
+        return self._end(self._value_parts.attempt(lambda: self.after_updates(batch, progress)))
 
     @torch.no_grad()
     def _batch_of(self, data: Transitions, lag: int) -> Batch:
         """The samples of a rollout; on an accelerator in memory of their own, so that the rollout's is free again."""
-        if self._reward_scaler is not None:
-            ended = data.terminated_tn | data.truncated_tn
-            data = replace(data, reward_tn=self._reward_scaler.scale(data.reward_tn, ended))
+        scaler, attempt = self._reward_scaler, self._value_parts.attempt
+        if scaler is not None:
+            attempt(lambda: scaler.merge(data.reward_tn, data.terminated_tn | data.truncated_tn))
+            data = replace(data, reward_tn=attempt(lambda: scaler.scale(data.reward_tn)))
         self._enter(Phase.ADVANTAGE)
-        batch = self._value_parts.attempt(lambda: self._kept(self.samples(data, lag)))
+        batch = attempt(lambda: self._kept(self.samples(data, lag)))
         self._merge_obs_statistics(data.flat_obs())
         return batch
 
@@ -237,7 +242,8 @@ class Learner(ABC, Generic[Batch]):
         assert self._order is not None, "it is allocated before"
         n = self._order.numel() // self._n_epochs
         drawn = torch.cat([torch.randperm(n, generator=shuffle) for _ in range(self._n_epochs)])
-        self._order.copy_(send(drawn.view(self._order.shape), self.device))
+        drawn = drawn.view(self._order.shape)
+        self._order.copy_(self._value_parts.attempt(lambda: send(drawn, self.device)))
         self._row.zero_()
 
     def values(self, obs: tuple[Tensor, ...]) -> Tensor:
@@ -361,11 +367,15 @@ class Learner(ABC, Generic[Batch]):
     @property
     def n_backoffs(self) -> int:
         """How often memory ran out."""
-        return self.update.parts.n_backoffs + self._value_parts.n_backoffs
+        return sum(it.n_backoffs for it in self._watched())
+
+    def _watched(self) -> list[PartSize | Retries]:
+        """What repeats work that ran out of memory."""
+        return [self.update.parts, self._value_parts]
 
     def take_notes(self) -> list[str]:
         """Messages since the last call, one line each."""
-        sources = [self.notes, self.update.parts.notes, self._value_parts.notes]
+        sources = [self.notes, *(it.notes for it in self._watched())]
         if self.compilation is not None:
             sources.append(self.compilation.notes)
         notes = [note for source in sources for note in source]
@@ -377,21 +387,29 @@ class Learner(ABC, Generic[Batch]):
     def _merge_obs_statistics(self, obs: Sequence[Tensor]) -> None:
         """Merge these observations into the statistics."""
         for i, moments in self._obs_moments.items():
-            moments.merge(obs[i])
+            self._value_parts.attempt(partial(moments.merge, obs[i]))
 
     def _set_obs_statistics(self) -> None:
         """Normalize with the current statistics from now on; called after the updates."""
         # A rollout is learned from with the statistics it was collected with.
-        with torch.no_grad():
-            for i, moments in self._obs_moments.items():
-                self.model.get_buffer(f"obs_mean_{i}").copy_(moments.mean)
-                self.model.get_buffer(f"obs_scale_{i}").copy_((moments.var + 1e-8).rsqrt())
+        for i, moments in self._obs_moments.items():
+            self._value_parts.attempt(partial(self._set_statistics, i, moments))
+
+    @torch.no_grad()
+    def _set_statistics(self, i: int, moments: RunningMoments) -> None:
+        self.model.get_buffer(f"obs_mean_{i}").copy_(moments.mean)
+        self.model.get_buffer(f"obs_scale_{i}").copy_((moments.var + 1e-8).rsqrt())
 
     def _end(self, more: Mapping[str, Tensor | float]) -> dict[str, float]:
         """Means of the update's metrics, and `more` unless it is NaN: the only read from the device in an iteration."""
         update, on_device = self.update, {k: v for k, v in more.items() if isinstance(v, Tensor)}
-        tail = torch.stack([*on_device.values(), update.n_taken, update.n_bad])
-        values = torch.cat([update.metrics / update.n_taken.clamp(min=1), tail]).tolist()
+
+        def read() -> list[float]:
+            tail = torch.stack([*on_device.values(), update.n_taken, update.n_bad])
+            values: list[float] = torch.cat([update.metrics / update.n_taken.clamp(min=1), tail]).tolist()
+            return values
+
+        values = self._value_parts.attempt(read)
         names = (*self.METRICS, "train/grad_norm", *on_device, "train/n_taken", "train/nan_skips")
         metrics = {k: v for k, v in more.items() if not isinstance(v, Tensor)}
         metrics |= {k: v for k, v in zip(names, values, strict=True) if v == v or k not in on_device}

@@ -20,15 +20,17 @@ class RunningMoments:
         self.count = torch.zeros((), dtype=torch.float64, device=device)
 
     def merge(self, rows: Tensor) -> None:
-        """Merge rows (B, ...)."""
+        """Merge rows (B, ...); out of memory leaves no trace."""
         rows = rows.double()
         n = float(len(rows))
         mean, var = rows.mean(0), rows.var(0, correction=0)
         total = self.count + n
         delta = mean - self.mean
         spread = self.var * self.count + var * n + delta.square() * (self.count * n / total)
-        self.mean += delta * (n / total)
-        self.var.copy_(spread / total)
+        step, var = delta * (n / total), spread / total
+        # From here on everything happens in place: nothing can run out of memory.
+        self.mean += step
+        self.var.copy_(var)
         self.count.copy_(total)
 
     def state(self) -> dict[str, Tensor]:
@@ -45,16 +47,20 @@ class RewardScaler:
         self.carry = torch.zeros(n_envs, device=device)
         """Each env's discounted return so far, discounted once more; zero where an episode just ended."""
 
-    def scale(self, reward_tn: Tensor, ended_tn: Tensor) -> Tensor:
-        """Merge a rollout's rewards and return them scaled."""
+    def merge(self, reward_tn: Tensor, ended_tn: Tensor) -> None:
+        """Merge a rollout's rewards; out of memory leaves no trace."""
         # y[t] = r[t] + γ (1 - ended[t-1]) y[t-1] is the scan of GAE, forwards in time.
         decay = self._gamma * (~ended_tn).float()
         first = reward_tn.clone()
         first[0] += self.carry
         before = torch.cat([torch.zeros_like(decay[:1]), decay[:-1]])
         returns_tn = discounted_scan(first.flip(0), before.flip(0)).flip(0)
-        self.carry.copy_(returns_tn[-1] * decay[-1])
+        carry = returns_tn[-1] * decay[-1]
         self.moments.merge(returns_tn.reshape(-1))
+        self.carry.copy_(carry)
+
+    def scale(self, reward_tn: Tensor) -> Tensor:
+        """The rewards, scaled by the statistics so far."""
         scaled = reward_tn / (self.moments.var + EPSILON).sqrt()
         return scaled.clamp(-REWARD_CLIP, REWARD_CLIP).float()
 

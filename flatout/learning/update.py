@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 import torch
 from torch import Tensor, nn
 
-from flatout.device.accelerator import Graph, is_accelerator, is_out_of_memory, release_memory
+from flatout.device.accelerator import Graph, is_accelerator, is_out_of_memory, release_memory, short_reason
 from flatout.device.private import find
 from flatout.models.params import FlatParams, copy_all
 
@@ -401,7 +401,7 @@ class PartSize:
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error) or self.n_rows == 1:
                     raise
-                reason = str(error).split("\n")[0].split(". ")[0]
+                reason = short_reason(error)
             # Outside the except block, so that the tensors that the traceback held are freed.
             before, self.n_rows = self.n_rows, -(-self.n_rows // 2)
             self.n_backoffs += 1

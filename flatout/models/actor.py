@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flatout.device.accelerator import Graph, can_capture, has_streams, new_event
+from flatout.device.accelerator import Graph, Retries, can_capture, has_streams, new_event
 from flatout.envs.spaces import Array, ObsArrays
 from flatout.models.heads import GaussianHead, GreedyHead
 from flatout.models.policy import OBS_CLIP, Policy, PolicyNet
@@ -44,11 +44,15 @@ class Actor(Protocol):
         """Wait until they are written."""
 
 
-def make_actor(model: PolicyNet, max_batch: int, device: torch.device) -> Actor:
+def make_actor(
+    model: PolicyNet, max_batch: int, device: torch.device, retries: Retries | None = None
+) -> Actor:
     """The fastest actor for batches of up to `max_batch` observations."""
     if is_small(model, device):
         return KernelActor(model)
-    return (DeviceActor if has_streams(device) else TorchActor)(model, max_batch, device)
+    if not has_streams(device):
+        return TorchActor(model, max_batch, device)
+    return DeviceActor(model, max_batch, device, retries or Retries(device))
 
 
 def is_small(model: PolicyNet, device: torch.device) -> bool:
@@ -91,8 +95,8 @@ class DeviceActor:
     It always acts on `max_batch` observations, of which the first ones count, in the stream that is current.
     """
 
-    def __init__(self, model: PolicyNet, max_batch: int, device: torch.device) -> None:
-        self._model, self._device = model, device
+    def __init__(self, model: PolicyNet, max_batch: int, device: torch.device, retries: Retries) -> None:
+        self._model, self._device, self._retries = model, device, retries
         n = _whole_blocks(max_batch)
         zeros = np.zeros
         noise = zeros((n, model.action.noise_size), np.float32)
@@ -111,7 +115,8 @@ class DeviceActor:
         self._is_captured = True
         # Without a graph it acts all the same, only with more launches.
         with suppress(RuntimeError):
-            self._work = Graph(self._launch, self._device, warm_up=self._launch).replay
+            graph = self._retries.attempt(lambda: Graph(self._launch, self._device, warm_up=self._launch))
+            self._work = graph.replay
 
     @torch.no_grad()
     def _launch(self) -> None:
@@ -122,7 +127,7 @@ class DeviceActor:
     def begin(self, obs: ObsArrays, noise: Array, action_out: Array, log_prob_out: Array) -> None:
         for buffer, array in zip(self._in.arrays, (noise, *obs), strict=True):
             buffer[: len(array)] = array
-        self._work()
+        self._retries.attempt(self._work)
         self._done.record()
         self._to = action_out, log_prob_out
 

@@ -193,7 +193,7 @@ class Pipeline(Generic[R]):
 
     def take_notes(self) -> list[str]:
         """What happened since the last call, one line each."""
-        notes = self._learner.take_notes() + self._notes
+        notes = self._learner.take_notes() + self._collector.take_notes() + self._notes
         self._notes.clear()
         return notes
 

@@ -81,8 +81,9 @@ def n_updates(agent: flatout.Agent) -> int:
 
 
 def act_on(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
-    """The policy acts on this device, however long that takes."""
-    monkeypatch.setattr(trainer, "faster_device", lambda *_: torch.device(device))
+    """A policy on the card acts on this device, however long that takes."""
+    here, cpu = torch.device(device), torch.device("cpu")
+    monkeypatch.setattr(trainer, "faster_device", lambda policy, _: cpu if policy.device == cpu else here)
 
 
 def watch_iterations(monkeypatch: pytest.MonkeyPatch, watch: Callable[[int, Callable[[], Any]], Any]) -> None:

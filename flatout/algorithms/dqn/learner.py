@@ -21,11 +21,11 @@ from flatout.buffers.prefetch import Prefetch
 from flatout.buffers.priority import Prioritized
 from flatout.buffers.replay import Replay, Uniform
 from flatout.buffers.rollout import Learnable, Rollout, TensorRollout
-from flatout.device.accelerator import has_streams, is_accelerator
+from flatout.device.accelerator import Retries, has_streams, is_accelerator
 from flatout.device.machine import free_memory
 from flatout.envs.spaces import Array
 from flatout.learning.learner import Learner
-from flatout.learning.update import GraphBackend, Update
+from flatout.learning.update import GraphBackend, PartSize, Update
 from flatout.models.params import copy_all
 from flatout.models.policy import QNetwork
 from flatout.timing import Phase
@@ -96,7 +96,8 @@ class DQNLearner(Learner[DQNMinibatch]):
         if n_due:
             self._take(n_due, beta, stop)
         if self._obs_moments:
-            self._merge_obs_statistics(rollout.tensors(self._staging).flat_obs())
+            data = self._value_parts.attempt(lambda: rollout.tensors(self._staging))
+            self._merge_obs_statistics(data.flat_obs())
             self._staging.release()
             self._set_obs_statistics()
         epsilon = config.epsilon(progress)
@@ -136,7 +137,8 @@ class DQNLearner(Learner[DQNMinibatch]):
         """Take the updates by replays of a graph that samples too."""
         draws, n_done = self.experience.draws, 0
         assert draws is not None, "it samples on the device"
-        if draws.begin(n_updates, beta) or self._graph is None:
+        moved = self.experience.retries.attempt(lambda: draws.begin(n_updates, beta))
+        if moved or self._graph is None:
             self.update.parts.attempt(self._capture)
         assert self._graph is not None, "it is captured"
         while n_done < n_updates and not (n_done and stop()):
@@ -167,6 +169,9 @@ class DQNLearner(Learner[DQNMinibatch]):
                 experience.update_priorities(sample, update.sample_output)
             if stop():
                 break
+
+    def _watched(self) -> list[PartSize | Retries]:
+        return super()._watched() + ([self.experience.retries] if "experience" in vars(self) else [])
 
     def make_fused(self) -> FusedDQN | None:
         """The fused backend, for plain MLPs."""
@@ -220,13 +225,15 @@ class Experience:
         how: dict[str, Any] = {"gamma": config.gamma, "n_step": config.multi_step, "seed": seed}
         how |= {"alpha": config.priority_alpha} if prioritized else {}
         self._in_ram = not is_accelerator(device)
+        self.retries = Retries(device)
+        """Of storing and sampling that ran out of memory."""
         self.draws: DeviceDraws | None = None
         """Draws on the device for captured updates, if the replay buffer is there."""
         self.replay: Replay | TensorReplay
         self._sampler: Uniform | Prioritized | TensorUniform | TensorPrioritized
         alloc: Callable[[], ReplayBatch] | None = None
         if not self._in_ram and capacity * each <= free_memory(device) * (1 - SPARED) / 2:
-            self.replay = TensorReplay(obs, action, n_envs, capacity, device)
+            self.replay = TensorReplay(obs, action, n_envs, capacity, device, self.retries)
             self._sampler = on_device = (TensorPrioritized if prioritized else TensorUniform)(
                 self.replay, **how
             )
@@ -238,7 +245,14 @@ class Experience:
             alloc = partial(alloc_batch, obs, action, config.batch_size, pin=not self._in_ram)
         self._buffer = cache(self._alloc)
         in_thread = None if has_streams(device) and self.draws is None else False
-        self._prefetch = Prefetch(self._sampler, config.batch_size, device, alloc=alloc, background=in_thread)
+        self._prefetch = Prefetch(
+            self._sampler,
+            config.batch_size,
+            device,
+            alloc=alloc,
+            background=in_thread,
+            retries=self.retries,
+        )
 
     def batches(
         self, n: int, beta: float, target_q: Callable[[DQNMinibatch], Tensor] | None = None
