@@ -103,15 +103,20 @@ class Window:
         }
 
 
-def run_flatout(case: Case) -> dict[str, float]:
+def run_flatout(case: Case, card: str) -> dict[str, float]:
     """flatout, with everything but the settings as it comes; overlap on, as in a run of many rollouts."""
     import flatout
+    import simcard
     from flatout.training.pipeline import Pipeline
 
     window, iterate, n = Window(), Pipeline.iterate, 0
 
     def marked(self: Any, total_steps: int, stop: Any) -> Any:
         nonlocal n
+        if (
+            n == 0
+        ):  # until here, because envs on the card are checked before a run: their masks must not be zero
+            simcard.mode("timed", card)
         out = iterate(self, total_steps, stop)
         n += 1
         if n >= case.n_first:
@@ -133,8 +138,9 @@ def run_flatout(case: Case) -> dict[str, float]:
     }
 
 
-def run_sb3(case: Case) -> dict[str, float]:
+def run_sb3(case: Case, card: str) -> dict[str, float]:
     """Stable-Baselines3 as it is, with one process per env where envs wait."""
+    del card
     import torch
     from stable_baselines3 import DQN as PeerDQN
     from stable_baselines3 import PPO
@@ -189,8 +195,9 @@ def _env_class(name: str) -> tuple[Any, Any]:
     return name, None
 
 
-def run_loop(case: Case) -> dict[str, float]:
+def run_loop(case: Case, card: str) -> dict[str, float]:
     """A plain torch loop of PQN over the same games on the card: act, step, store, learn, operation by operation."""
+    del card
     import torch
 
     from flatout.workloads.snake.games import SnakeGames
@@ -241,7 +248,7 @@ def run_loop(case: Case) -> dict[str, float]:
     return window.figures()
 
 
-RUNS: dict[str, Callable[[Case], dict[str, float]]] = {
+RUNS: dict[str, Callable[[Case, str], dict[str, float]]] = {
     "flatout": run_flatout,
     "sb3": run_sb3,
     "loop": run_loop,
@@ -306,8 +313,10 @@ def main() -> None:
     if args.one:
         import simcard
 
-        simcard.install("timed", args.card, n_devices=1)
-        print(json.dumps(RUNS[args.one[1]](CASES[args.one[0]])))
+        name, library = args.one
+        exact = library == "flatout" and CASES[name].algo == "PQN"
+        simcard.install("exact" if exact else "timed", args.card, n_devices=1)
+        print(json.dumps(RUNS[library](CASES[name], args.card)))
         return
     rows, results = [], {}
     for name in args.cases.split(","):
