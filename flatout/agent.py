@@ -11,7 +11,7 @@ from dataclasses import replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from time import time
+from time import sleep, time
 from typing import Any, Self
 
 import numpy as np
@@ -50,6 +50,9 @@ from flatout.views.display import PlainDisplay, make_display
 from flatout.views.report import write_report
 from flatout.views.stream import SafeStream
 from flatout.views.text import report_text, summary_text
+
+SAVE_TRIES = 4
+"""How often a run's last checkpoint is tried."""
 
 
 class Agent:
@@ -454,8 +457,9 @@ class Agent:
             self._folder = None
             return
         checkpoints, n_steps = CheckpointFolder(folder.checkpoints), trainer.state.env_steps
-        self.is_saved = _try_to_save(lambda: checkpoints.save(trainer.checkpoint(), n_steps))
-        self.is_saved &= _try_to_save(lambda: folder.end(self.summary))
+        lost = _try_to_save(lambda: checkpoints.save(trainer.checkpoint(), n_steps), SAVE_TRIES)
+        self.summary["error"] = self.summary["error"] or lost
+        self.is_saved = not _try_to_save(lambda: folder.end(self.summary)) and not lost
         _try_to_save(lambda: write_report(folder.path))
         folder.settle()
         folder.lock.release()
@@ -533,14 +537,21 @@ def _try_env(factory: EnvFactory, config: RunConfig, timed: bool = True) -> tupl
     return try_out(factory, seed=config.seed, n_envs=config.n_envs, timeout=config.step_timeout, timed=timed)
 
 
-def _try_to_save(save: Callable[[], object]) -> bool:
-    """Save a part of a run's end; a failure is printed, and does not keep the other parts from being saved."""
+def _try_to_save(save: Callable[[], object], n_tries: int = 1) -> str | None:
+    """Save a part of a run's end; a failure is printed and returned, and does not keep the other parts from being saved.
+
+    A disk may fail for a moment: with `n_tries` it is tried again every second.
+    """
     try:
         save()
     except Exception as error:
-        PlainDisplay(SafeStream(sys.stderr)).note(f"flatout: {one_line(error)}")
-        return False
-    return True
+        if n_tries > 1:
+            sleep(1.0)
+            return _try_to_save(save, n_tries - 1)
+        problem = str(error) if isinstance(error, FlatoutError) else one_line(error)
+        PlainDisplay(SafeStream(sys.stderr)).note(f"flatout: {problem}")
+        return problem
+    return None
 
 
 def _refuse_other_n_envs(name: str, n_envs: int, given: Any) -> None:

@@ -131,7 +131,7 @@ def _learn(agent: Agent, args: argparse.Namespace) -> int:
     finally:
         with ignoring_signals():
             agent.close()
-    return 128 + agent.stop_signal if agent.stop_signal is not None else int(not agent.is_saved)
+    return 1 if not agent.is_saved else 0 if agent.stop_signal is None else 128 + agent.stop_signal
 
 
 def evaluate(argv: Sequence[str]) -> int:

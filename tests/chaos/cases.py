@@ -332,6 +332,9 @@ class Chaos:
             if summary.get("status") != "finished":
                 self._violated(f"exit code 0, but the summary says {summary.get('status')}")
             return True
+        if code == 1 and self._disk_failed and "\nflatout: cannot write" in f"\n{errors}":
+            self._newest()  # it says that its end is not saved
+            return False
         if code in (1, 2):
             return self._check_refusal(errors)
         if not stopped:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from flatout import PPO
 from tests.cli.test_runs import TINY, command, flatout, start_and_wait, summary_of
 
 RUN = ["train", "CartPole-v1", *TINY, "--executor", "serial", "--checkpoint-every", "1000", "--run-name", "a"]
@@ -90,11 +91,45 @@ def test_a_run_that_cannot_save_its_end_says_so_and_prints_its_summary(tmp_path:
     assert said == ["step-000000060032.flatout", "summary.json", "report.html"]
     summary = json.loads(out.splitlines()[-1])
     assert (summary["status"], summary["env_steps"]) == ("finished", 60_032)
+    assert summary["error"].startswith(
+        "cannot write checkpoint 'runs/a/checkpoints/step-000000060032.flatout'"
+    )
     assert summary["records_lost"] > 0
     assert not (run / "summary.json").exists()
     resumed = flatout("resume", "a", "--quiet", cwd=tmp_path)  # from the last good checkpoint
     assert (resumed.returncode, resumed.stderr) == (0, "")
     assert summary_of(run)["env_steps"] == 60_032
+
+
+def test_a_stop_that_cannot_be_saved_is_no_orderly_stop(tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "a"
+    with running(run, *RUN, "--timesteps", "1e7") as process:
+        set_full(process, True)
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert "\nflatout: cannot write checkpoint " in errors
+
+
+def test_the_end_of_a_run_is_saved_on_a_disk_that_fails_for_a_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    free = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (hard, hard))
+    monkeypatch.setattr("flatout.agent.sleep", lambda seconds: free())
+
+    def fill(progress: object) -> bool:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+        return False
+
+    agent = PPO("CartPole-v1", n_envs=2, n_steps=32, batch_size=64, runs_dir=tmp_path, run_name="a")
+    try:
+        agent.learn(640, callback=fill)
+    finally:
+        free()
+    assert agent.is_saved
+    assert newest(tmp_path / "a") == "step-000000000064.flatout"
+    assert summary_of(tmp_path / "a")["error"] is None
 
 
 def test_a_run_that_cannot_begin_on_a_full_disk_leaves_no_folder(tmp_path: Path) -> None:
