@@ -139,10 +139,11 @@ def test_learning_goes_on_while_this_thread_uses_the_other_device(
 
 
 @pytest.mark.parametrize("algo", ["ppo", "dqn"])
-def test_snake_on_the_card_learns_the_same_with_and_without_graphs(algo: str) -> None:
+def test_snake_on_the_card_ends_as_on_the_cpu_with_and_without_graphs(algo: str) -> None:
     settings = ALGORITHMS[algo] | {"executor": "auto"}
     runs = [trained("sim:1", settings, "snake", compile=compile) for compile in BACKENDS]
-    assert difference(*runs) <= CLOSE
+    expected = on_cpu(settings, "snake", env_kwargs={"compiled": False})
+    assert all(difference(run, expected) <= CLOSE for run in runs)
     assert all(isinstance(run.trainer().collector, TensorCollector) for run in runs)
 
 
