@@ -212,19 +212,24 @@ class Graph:
         stream, now = new_stream(device), current_stream(device)
         stream.wait_stream(now)
         self._graph = torch.accelerator.Graph(capture_error_mode="thread_local")
-        with stream:
-            for _ in range(WARM_UPS):
-                warm_up()
-            # Not `with graph`: that would empty the caches of other threads too.
-            self._graph.capture_begin()
-            try:
-                work()
-            except BaseException:
-                with suppress(RuntimeError):  # the capture is invalid anyway
-                    self._graph.capture_end()
-                raise
-            self._graph.capture_end()
-        now.wait_stream(stream)
+        try:
+            with stream:
+                for _ in range(WARM_UPS):
+                    warm_up()
+                self._capture(work)
+        finally:  # also if it failed: what was launched still reads memory of the current stream
+            now.wait_stream(stream)
+
+    def _capture(self, work: Callable[[], Any]) -> None:
+        # Not `with graph`: that would empty the caches of other threads too.
+        self._graph.capture_begin()
+        try:
+            work()
+        except BaseException:
+            with suppress(RuntimeError):  # the capture is invalid anyway
+                self._graph.capture_end()
+            raise
+        self._graph.capture_end()
 
     def replay(self) -> None:
         """Launch everything, in the current stream."""
