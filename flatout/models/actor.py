@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flatout.device.accelerator import Graph, Retries, can_capture, has_streams, new_event
+from flatout.device.accelerator import Graph, Retries, can_capture, current_stream, has_streams, new_event
 from flatout.envs.spaces import Array, ObsArrays
 from flatout.models.heads import GaussianHead, GreedyHead
 from flatout.models.policy import OBS_CLIP, Policy, PolicyNet
@@ -128,7 +128,7 @@ class DeviceActor:
         for buffer, array in zip(self._in.arrays, (noise, *obs), strict=True):
             buffer[: len(array)] = array
         self._retries.attempt(self._work)
-        self._done.record()
+        self._done.record(current_stream(self._device))
         self._to = action_out, log_prob_out
 
     def finish(self) -> None:

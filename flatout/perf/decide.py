@@ -102,7 +102,7 @@ def decide(
         if len(beside) > 1:
             beside = _rank(beside, request.timesteps, speeds.running)
         ways = beside + [replace(way, overlap=True) for way in lockstep]
-    if request.n_collectors and not request.env and known.picklable and not settings.on_device:
+    if request.n_collectors and not request.env and known.picklable:
         n, plain = min(request.n_collectors, settings.n_envs), settings.in_one_process
         ways = [replace(plain, overlap=overlap, in_subprocesses=True, n_collectors=n), *ways]
     ways = list(dict.fromkeys(ways))
