@@ -17,7 +17,7 @@ from flatout.buffers.rollout import Rollout, TensorRollout
 from flatout.collect.collector import Collector, Collects, LocalCollector
 from flatout.collect.noise import NO_EXPLORATION, Exploration
 from flatout.collect.ragged import Interrupted
-from flatout.device.accelerator import Graph, can_capture, is_out_of_memory
+from flatout.device.accelerator import Graph, can_capture, is_out_of_memory, short_reason
 from flatout.envs.check import same_device
 from flatout.envs.spaces import ActionLayout, Array
 from flatout.envs.validate import nan_message
@@ -199,6 +199,8 @@ class TensorCollector(LocalCollector):
             except (RuntimeError, EnvError) as error:  # nothing has run
                 # If it is not memory, which may be free at the next rollout, the env reads something back after all.
                 self.executor.capturable = is_out_of_memory(error)
+                if not self.executor.capturable:
+                    self.retries.notes.append(f"the env's steps are not captured: {short_reason(error)}")
         return self._graphs[id(rollout)] if self.executor.capturable else None
 
     def _acting(self, rollout: TensorRollout, noise: Tensor) -> Callable[[int], None]:

@@ -7,7 +7,6 @@ network and device alone, so every collector of a run computes the same.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from itertools import accumulate
 from typing import Protocol
 
@@ -15,7 +14,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flatout.device.accelerator import Graph, Retries, can_capture, current_stream, has_streams, new_event
+from flatout.device.accelerator import (
+    Graph,
+    Retries,
+    can_capture,
+    current_stream,
+    has_streams,
+    new_event,
+    short_reason,
+)
 from flatout.envs.spaces import Array, ObsArrays
 from flatout.models.heads import GaussianHead, GreedyHead
 from flatout.models.policy import OBS_CLIP, Policy, PolicyNet
@@ -113,9 +120,11 @@ class DeviceActor:
         if self._is_captured or not can_capture(self._device):
             return
         self._is_captured = True
-        # Without a graph it acts all the same, only with more launches.
-        with suppress(RuntimeError):
+        try:
             graph = self._retries.attempt(lambda: Graph(self._launch, self._device, warm_up=self._launch))
+        except RuntimeError as error:
+            self._retries.notes.append(f"acting without a graph, with more launches: {short_reason(error)}")
+        else:
             self._work = graph.replay
 
     @torch.no_grad()
