@@ -98,13 +98,15 @@ class Outcome:
 class Run:
     """One process of the run, its output, and what is done to it."""
 
-    def __init__(self, words: list[str], folder: Path, mark: str) -> None:
+    def __init__(self, words: list[str], folder: Path, mark: str, own_loops: bool = False) -> None:
         env = {
             **os.environ,
             "CHAOS": mark,
             "TMPDIR": str(folder / "tmp"),
             "FLATOUT_CACHE": str(folder / "cache"),
         }
+        if own_loops:  # compiled for this case alone, so that their files can be damaged
+            env["NUMBA_CACHE_DIR"] = str(folder / "cache")
         self.began = time.monotonic()
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.chaos.run", *words],
@@ -212,7 +214,7 @@ class Chaos:
         self.outcome.n_runs += 1
         self._disk_failed = False
         (self._faults / "armed").unlink(missing_ok=True)
-        run = Run(self._words(), self._folder, self._mark)
+        run = Run(self._words(), self._folder, self._mark, own_loops=self._case.corrupt_cache)
         learned_at, n_stops = None, 0
         deadline = time.monotonic() + RUN_SECONDS
         while run.wait(0.02) is None:
