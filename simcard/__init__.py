@@ -143,4 +143,7 @@ def _installed() -> types.ModuleType:
 def _set_mode(mode: str, card: str) -> None:
     if mode not in ("exact", "timed"):
         raise ValueError(f"mode is 'exact' or 'timed', not {mode!r}")
+    from . import torch_module
+
     _installed().set_mode(mode == "timed", CARDS[card].spec())
+    torch_module.capability = CARDS[card].capability if mode == "timed" else (0, 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
+NOT_SPEED = ("memory_bytes", "capability")
 GB = 10**9
 TERA = 10**12
 
@@ -23,6 +24,8 @@ class Card:
     memory_bytes: int
     link_bandwidth: float
     """bytes per second in one direction between host and card (PCIe, pinned memory)"""
+    capability: tuple[int, int]
+    """NVIDIA's compute capability: programs choose number formats by it"""
     link_latency: float = 8e-6
     """seconds for a copy of nothing; an assumption"""
     kernel_seconds: float = 2e-6
@@ -32,7 +35,7 @@ class Card:
 
     def spec(self) -> dict[str, float]:
         """The figures by name, for the extension."""
-        return {name: float(value) for name, value in asdict(self).items() if name != "memory_bytes"}
+        return {name: float(value) for name, value in asdict(self).items() if name not in NOT_SPEED}
 
 
 CARDS = {
@@ -43,6 +46,7 @@ CARDS = {
         memory_bandwidth=360 * GB,
         memory_bytes=12 * GB,
         link_bandwidth=24 * GB,
+        capability=(8, 6),
     ),
     "rtx4070": Card(
         fp32_flops=29.1 * TERA,
@@ -51,6 +55,7 @@ CARDS = {
         memory_bandwidth=504 * GB,
         memory_bytes=12 * GB,
         link_bandwidth=24 * GB,
+        capability=(8, 9),
     ),
     "rtx4090": Card(
         fp32_flops=82.6 * TERA,
@@ -59,6 +64,7 @@ CARDS = {
         memory_bandwidth=1008 * GB,
         memory_bytes=24 * GB,
         link_bandwidth=24 * GB,
+        capability=(8, 9),
     ),
     "t4": Card(
         fp32_flops=8.1 * TERA,
@@ -67,6 +73,7 @@ CARDS = {
         memory_bandwidth=300 * GB,
         memory_bytes=16 * GB,
         link_bandwidth=12 * GB,
+        capability=(7, 5),
     ),
     "a100": Card(
         fp32_flops=19.5 * TERA,
@@ -75,6 +82,7 @@ CARDS = {
         memory_bandwidth=1555 * GB,
         memory_bytes=40 * GB,
         link_bandwidth=24 * GB,
+        capability=(8, 0),
     ),
     "h100": Card(
         fp32_flops=67 * TERA,
@@ -83,5 +91,6 @@ CARDS = {
         memory_bandwidth=3350 * GB,
         memory_bytes=80 * GB,
         link_bandwidth=50 * GB,
+        capability=(9, 0),
     ),
 }

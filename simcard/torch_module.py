@@ -8,6 +8,8 @@ import torch
 
 extension = types.ModuleType("not built yet")
 """the built extension; `simcard.install` puts it here"""
+capability = (0, 0)
+"""NVIDIA's compute capability of the card that is timed"""
 
 
 def is_available() -> bool:
@@ -45,6 +47,11 @@ class device(torch.accelerator.device_index):  # named as torch.cuda's
 def get_device_name(device: int = 0) -> str:
     """The name of a device."""
     return f"simulated card {device}"
+
+
+def get_device_capability(device: torch.device | str | int | None = None) -> tuple[int, int]:  # noqa: ARG001
+    """The card's in timed mode; none in exact mode, where numbers are the CPU's."""
+    return capability
 
 
 def synchronize(device: torch.device | str | int | None = None) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, Protocol, TypeVar
 
 import numpy as np
@@ -16,16 +16,18 @@ from torch import Tensor
 
 from flatout.buffers.batch import torch_dtype
 from flatout.device.accelerator import (
+    Packed,
     current_stream,
     has_streams,
     new_event,
     new_stream,
-    pinned_like,
-    send,
     use_device,
 )
 from flatout.device.shared import Spec
 from flatout.envs.spaces import ActionLayout, Array, ObsLayout
+
+FINALS = 32
+"""Truncated episodes that there is room for at least when a rollout is copied to a device."""
 
 
 class Staging:
@@ -41,10 +43,7 @@ class Staging:
         self._staged: tuple[Rollout, Transitions] | None = None
         self._in_use = False
         """Whether the learner has taken a rollout and not released it."""
-        self._pinned: list[Tensor] = []
-        self._there: list[Tensor] = []
-        self._tail: list[Tensor] = []
-        """Tensors of the staged rollout whose size differs from rollout to rollout."""
+        self._block: Packed | None = None
         self._has_streams = has_streams(device)
         if self._has_streams:
             self._copies = new_stream(device)
@@ -75,8 +74,6 @@ class Staging:
             data, self._staged, self._in_use = self._staged[1], None, True
         now = current_stream(self.device)
         now.wait_event(self._sent)
-        for tensor in self._tail:
-            tensor.record_stream(now)
         return data
 
     def release(self) -> None:
@@ -88,24 +85,38 @@ class Staging:
                 self._turn.notify()
 
     def _send(self, rollout: Rollout) -> Transitions:
-        arrays = (*rollout.columns, *rollout.obs)
         index, final_obs = rollout.final_steps()
-        if not self._there:
-            self._there = [torch.empty_like(torch.from_numpy(x), device=self.device) for x in arrays]
-            self._pinned = [pinned_like(x) for x in arrays]
+        arrays = (index, *final_obs, *rollout.columns, *rollout.obs)
         if self._was_sent and not self._sent.query():
-            self._sent.synchronize()  # the copies of the rollout before still read the pinned memory
-        for pinned, array in zip(self._pinned, arrays, strict=True):
-            np.copyto(pinned.numpy(), array)
+            self._sent.synchronize()  # the copy of the rollout before still reads the pinned memory
+        block = self._block = self._room_for(arrays, 1 + len(final_obs))
+        for pinned, array in zip(block.arrays, arrays, strict=True):
+            pinned[: len(array)] = array
+        block.arrays[0][len(index) :] = rollout.n_transitions
         with self._copies:
             if self._was_read:
                 self._copies.wait_event(self._read)
-            for there, pinned in zip(self._there, self._pinned, strict=True):
-                there.copy_(pinned, non_blocking=True)
-            self._tail = [send(x, self.device) for x in (index, *final_obs)]
+            block.to_device()
         self._sent.record(self._copies)
         self._was_sent = True
-        return _transitions(self._there, tuple(self._tail[1:]), self._tail[0])
+        index_there, *there = block.tensors
+        n = len(final_obs)
+        return replace(_transitions(there[n:], tuple(there[:n]), index_there), stays=True)
+
+    def _room_for(self, arrays: Sequence[Array], n_tail: int) -> Packed:
+        """Memory for these arrays; the first `n_tail` have a row for each truncated episode, and room to spare.
+
+        It stays the same until more episodes are truncated in a rollout than there is room for.
+        """
+        n_rows = len(arrays[0])
+        if self._block is not None and n_rows <= len(self._block.arrays[0]):
+            return self._block
+        if self._was_read:
+            self._read.synchronize()  # what is still queued reads the memory that is replaced
+        room = max(FINALS, 1 << (n_rows - 1).bit_length()) if n_rows else FINALS
+        tail = [np.zeros((room, *x.shape[1:]), x.dtype) for x in arrays[:n_tail]]
+        with self._copies:
+            return Packed([*tail, *arrays[n_tail:]], self.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +134,9 @@ class Transitions:
     final_obs: tuple[Tensor, ...]
     """Last observations of the episodes that were truncated and not terminated, (K, …)."""
     final_index: Tensor
-    """Where those are in the rollout: t · N + n, (K,)."""
+    """Where those are in the rollout: t · N + n, (K,). Rows to spare have T · N."""
+    stays: bool = False
+    """Whether every rollout comes in this same memory."""
 
     def flat_obs(self) -> tuple[Tensor, ...]:
         """The observations (T · N, ...)."""
@@ -135,9 +148,10 @@ class Transitions:
         value_tn = value_of(self.flat_obs()).view(n_steps, n_envs)
         pairs = zip(self.last_obs_n, self.final_obs, strict=True)
         tail_value = value_of(tuple(torch.cat([last, final]) for last, final in pairs))
-        next_value = torch.cat([value_tn[1:].reshape(-1), tail_value[:n_envs]])
+        spare = tail_value[:1]  # what rows to spare are written to
+        next_value = torch.cat([value_tn[1:].reshape(-1), tail_value[:n_envs], spare])
         next_value = next_value.index_copy(0, self.final_index, tail_value[n_envs:])
-        return value_tn, next_value.view(n_steps, n_envs)
+        return value_tn, next_value[:-1].view(n_steps, n_envs)
 
 
 class Learnable(Protocol):

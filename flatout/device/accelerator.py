@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from flatout.errors import FlatoutError, did_you_mean
@@ -23,6 +24,8 @@ T = TypeVar("T")
 KINDS = ("cuda", "xpu", "mps")
 """The kinds of accelerators that users name."""
 _MEANT = {"gpu": "cuda", "nvidia": "cuda", "rocm": "cuda", "hip": "cuda", "intel": "xpu", "metal": "mps"}
+ALIGNMENT = 64
+"""Bytes; where arrays begin that are copied together."""
 WARM_UPS = 2
 """Runs before a graph is captured."""
 LARGE_NETWORK = 1_000_000
@@ -179,12 +182,36 @@ def synchronize(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-def pinned_like(array: Any) -> torch.Tensor:
-    """A tensor in pinned memory of the shape and type of a NumPy array."""
-    import torch
+class Packed:
+    """Several arrays side by side in one block of pinned memory, and the same block on a device: one copy moves all."""
 
-    like = torch.from_numpy(array)
-    return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
+    def __init__(self, like: Sequence[Any], device: torch.device) -> None:
+        import torch
+
+        starts = list(accumulate((-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in like), initial=0))
+        self._pinned = torch.zeros(starts[-1], dtype=torch.uint8, pin_memory=True)
+        self._there = torch.zeros(starts[-1], dtype=torch.uint8, device=device)
+
+        def part(block: torch.Tensor, start: int, array: Any) -> torch.Tensor:
+            dtype = torch.from_numpy(array[:0]).dtype
+            return block[start : start + array.nbytes].view(dtype).view(array.shape)
+
+        parts = list(zip(starts, like, strict=False))
+        self.arrays: list[Any] = [part(self._pinned, *it).numpy() for it in parts]
+        """In pinned memory."""
+        self.tensors: list[torch.Tensor] = [part(self._there, *it) for it in parts]
+        """On the device."""
+
+    def to_device(self) -> list[torch.Tensor]:
+        """Copy them to the device; returns them there."""
+        self._there.copy_(self._pinned, non_blocking=True)
+        return self.tensors
+
+    def to_host(self, values: Sequence[torch.Tensor]) -> None:
+        """Write values on the device, and copy them to the host."""
+        for tensor, value in zip(self.tensors, values, strict=True):
+            tensor.copy_(value)
+        self._pinned.copy_(self._there, non_blocking=True)
 
 
 def send(values: Any, device: torch.device) -> torch.Tensor:
@@ -258,6 +285,7 @@ def release_memory(device: torch.device) -> None:
     """Give back memory that is cached but not used."""
     import torch
 
+    gc.unfreeze()  # agents of earlier runs may be among what a run has frozen
     gc.collect()
     if has_streams(device):
         torch.accelerator.empty_cache()
@@ -309,15 +337,25 @@ def choose_precision(wanted: str, device: torch.device, n_params: int) -> str:
     fp32: plain. tf32: matrix products round their inputs to 10 bits. bf16 and fp16: forward passes in 16 bits,
     parameters and gradients in 32; fp16 scales the loss, because its range is small.
     """
-    import torch
-
-    if device.type == "cuda" and torch.version.hip is None:
-        return precision_for_capability(wanted, torch.cuda.get_device_capability(device), n_params)
+    capability = _compute_capability(device)
+    if capability is not None:
+        return precision_for_capability(wanted, capability, n_params)
     if wanted in ("tf32", "fp16"):
         raise FlatoutError(
             f"--precision {wanted} is for CUDA devices, this is {device.type}; use fp32 or bf16"
         )
     return "fp32" if wanted == "auto" else wanted
+
+
+def _compute_capability(device: torch.device) -> tuple[int, int] | None:
+    """Of a device that has one as NVIDIA's have."""
+    import torch
+
+    ask = getattr(torch.get_device_module(device), "get_device_capability", None)
+    if ask is None or torch.version.hip is not None:
+        return None
+    capability = ask(device)
+    return capability if isinstance(capability, tuple) and capability[0] > 0 else None
 
 
 def precision_for_capability(wanted: str, capability: tuple[int, int], n_params: int) -> str:

@@ -22,7 +22,7 @@ from flatout.device.machine import torch_threads
 from flatout.envs.spaces import Array
 from flatout.learning.normalize import RewardScaler, RunningMoments
 from flatout.learning.rollouts import Transitions
-from flatout.learning.update import Backend, Batch, GraphBackend, PartSize, Update, in_parts
+from flatout.learning.update import Backend, Batch, GraphBackend, PartSize, Repeated, Update, in_parts
 from flatout.models.params import FlatParams, copy_all
 from flatout.models.policy import PolicyNet
 from flatout.timing import DeviceClock, Phase, PhaseClock
@@ -35,10 +35,8 @@ SHARE_OF_FREE = 0.5
 """Fraction of the free memory that one part's activations may take; the rest is for gradients and copies."""
 VISIT_SECONDS = 0.2
 """How often to ask for a compiled update; an iteration of few steps is far shorter."""
-
-
-PassOver = Callable[[Any, torch.Generator, Callable[[], bool]], bool]
-"""(samples, generator that shuffles, stop) → whether it was stopped: one pass over all minibatches."""
+STEPS_OF_A_GRAPH = 64
+"""Steps that one graph has at most."""
 
 
 class Compiles(Protocol):
@@ -97,6 +95,10 @@ class Learner(ABC, Generic[Batch]):
         self._row = torch.zeros(1, dtype=torch.int64, device=self.device)
         """The row that the next captured step learns from."""
         self._graph: GraphBackend[Batch] | None = None
+        self._sampling, self._reading = Repeated[Batch](self.device), Repeated[Any](self.device)
+        """On an accelerator: making a rollout's samples, and the metrics after its updates."""
+        self._n_ended = 0
+        """Whole passes over the last rollout."""
         self.compilation: Compiles | None = None
         """Brings a compiled update in; None: no compilation."""
         self._visit_at = 0.0
@@ -137,7 +139,11 @@ class Learner(ABC, Generic[Batch]):
         return 0.0
 
     def epoch_ended(self) -> None:
-        """Called after each whole pass over a rollout."""
+        """Follows each whole pass over a rollout; may be captured as a part of a graph, so it changes tensors only."""
+
+    def batch_metrics(self, batch: Batch) -> dict[str, Tensor]:  # noqa: ARG002
+        """Metrics of a rollout's samples after its updates; may be captured as a graph."""
+        return {}
 
     def after_updates(self, batch: Batch, progress: float) -> dict[str, Tensor | float]:  # noqa: ARG002
         """Called after a rollout's updates; returns metrics besides the loss's."""
@@ -175,13 +181,17 @@ class Learner(ABC, Generic[Batch]):
         self._begin(progress)
         self._prepare_backend(lambda: batch.take(slice(0, self.config.batch_size)), progress)
         self._enter(Phase.UPDATE)
-        pass_over = self._pass_over if self._graph is None else self._replayed(self._graph, shuffle)
-        for _ in range(self._n_epochs):
-            if stop() or pass_over(batch, shuffle, stop) or self.update.has_stopped():
-                break
-            self._value_parts.attempt(self.epoch_ended)
+        self._n_ended = 0
+        if self._graph is None:
+            for _ in range(self._n_epochs):
+                if stop() or self._pass_over(batch, shuffle, stop) or self.update.has_stopped():
+                    break
+                self._value_parts.attempt(self.epoch_ended)
+                self._n_ended += 1
+        else:
+            self._replay(self._graph, shuffle, stop)
         self._set_obs_statistics()
-        return self._end(self._value_parts.attempt(lambda: self.after_updates(batch, progress)))
+        return self._end(self._value_parts.attempt(lambda: self.after_updates(batch, progress)), batch)
 
     @torch.no_grad()
     def _batch_of(self, data: Transitions, lag: int) -> Batch:
@@ -189,15 +199,17 @@ class Learner(ABC, Generic[Batch]):
         scaler, attempt = self._reward_scaler, self._value_parts.attempt
         if scaler is not None:
             attempt(lambda: scaler.merge(data.reward_tn, data.terminated_tn | data.truncated_tn))
-            data = replace(data, reward_tn=attempt(lambda: scaler.scale(data.reward_tn)))
+            data = replace(data, reward_tn=attempt(lambda: scaler.scale(data.reward_tn)), stays=False)
         self._enter(Phase.ADVANTAGE)
-        batch = attempt(lambda: self._kept(self.samples(data, lag)))
+        batch = attempt(lambda: self._sampled(data, lag) if self._on_accelerator else self.samples(data, lag))
         self._merge_obs_statistics(data.flat_obs())
         return batch
 
+    def _sampled(self, data: Transitions, lag: int) -> Batch:
+        key = (lag, len(data.final_index)) if data.stays and self.capture else None
+        return self._sampling.run(key, lambda: self._kept(self.samples(data, lag)))
+
     def _kept(self, batch: Batch) -> Batch:
-        if not self._on_accelerator:
-            return batch
         if self._samples is None:
             self._samples = batch.like([tensor.clone() for tensor in batch.tensors()])
         else:
@@ -222,20 +234,20 @@ class Learner(ABC, Generic[Batch]):
                 return True
         return False
 
-    def _replayed(self, graph: GraphBackend[Batch], shuffle: torch.Generator) -> PassOver:
-        """`_pass_over` by replays of a graph, with the order of all epochs sent to the device at once."""
+    def _replay(self, graph: GraphBackend[Batch], shuffle: torch.Generator, stop: Callable[[], bool]) -> None:
+        """All epochs by replays of a graph, with the order of all of them sent to the device at once."""
         assert self._order is not None, "the graph reads it"
-        n_minibatches = len(self._order) // self._n_epochs
+        n_updates = len(self._order)
+        n_minibatches = n_updates // self._n_epochs
         self._draw_order(shuffle)
-
-        def pass_over(_batch: Batch, _shuffle: torch.Generator, stop: Callable[[], bool]) -> bool:
-            for _ in range(n_minibatches):
-                graph.replay()
-                if stop():
-                    return True
-            return False
-
-        return pass_over
+        for n_done in range(0, n_updates, graph.n_steps):
+            if stop():
+                break
+            graph.replay()
+            n_done += graph.n_steps
+            if graph.n_steps < n_minibatches and n_done % n_minibatches == 0:
+                self._value_parts.attempt(self.epoch_ended)
+            self._n_ended = n_done // n_minibatches
 
     def _draw_order(self, shuffle: torch.Generator) -> None:
         """Shuffle the samples for every epoch, and send the order to the device."""
@@ -342,15 +354,23 @@ class Learner(ABC, Generic[Batch]):
         assert samples is not None, "there is a rollout to learn from"
         if len(samples) % size:
             raise RuntimeError(f"a rollout is no multiple of the batch size {size}")
-        shape = len(samples) // size * self._n_epochs, size
+        n_minibatches, n_taken = len(samples) // size, 0
+        shape = n_minibatches * self._n_epochs, size
         self._order = order = torch.zeros(shape, dtype=torch.int64, device=self.device)
+        n_steps = _steps_of_a_graph(n_minibatches, self._n_epochs)
 
         def next_batch() -> Batch:
             batch = samples.take(order.index_select(0, self._row).view(-1))
             self._row.add_(1)
             return batch
 
-        self._graph = GraphBackend(self.update, next_batch, samples.take(slice(0, size)))
+        def after() -> None:
+            nonlocal n_taken
+            n_taken += 1
+            if n_steps >= n_minibatches and n_taken % n_minibatches == 0:
+                self.epoch_ended()
+
+        self._graph = GraphBackend(self.update, next_batch, samples.take(slice(0, size)), after, n_steps)
         self.update.backend = self._graph.name
 
     def fit_into(self, free_bytes: int) -> None:
@@ -375,7 +395,12 @@ class Learner(ABC, Generic[Batch]):
 
     def take_notes(self) -> list[str]:
         """Messages since the last call, one line each."""
-        sources = [self.notes, *(it.notes for it in self._watched())]
+        sources = [
+            self.notes,
+            self._sampling.notes,
+            self._reading.notes,
+            *(it.notes for it in self._watched()),
+        ]
         if self.compilation is not None:
             sources.append(self.compilation.notes)
         notes = [note for source in sources for note in source]
@@ -400,24 +425,36 @@ class Learner(ABC, Generic[Batch]):
         self.model.get_buffer(f"obs_mean_{i}").copy_(moments.mean)
         self.model.get_buffer(f"obs_scale_{i}").copy_((moments.var + 1e-8).rsqrt())
 
-    def _end(self, more: Mapping[str, Tensor | float]) -> dict[str, float]:
-        """Means of the update's metrics, and `more` unless it is NaN: the only read from the device in an iteration."""
+    def _end(self, more: Mapping[str, Tensor | float], batch: Batch | None = None) -> dict[str, float]:
+        """Means of the update's metrics, and others unless they are NaN: the only read from the device in an iteration."""
         update, on_device = self.update, {k: v for k, v in more.items() if isinstance(v, Tensor)}
 
-        def read() -> list[float]:
-            tail = torch.stack([*on_device.values(), update.n_taken, update.n_bad])
-            values: list[float] = torch.cat([update.metrics / update.n_taken.clamp(min=1), tail]).tolist()
-            return values
+        def read() -> tuple[list[str], list[float]]:
+            if self._on_accelerator:
+                can_capture = self.capture and batch is not None
+                key = (self._sampling.version, self._n_ended) if can_capture else None
+                names, values = self._reading.run(key, lambda: self._metrics(batch))
+            else:
+                names, values = self._metrics(batch)
+            if on_device:
+                values = torch.cat([values, torch.stack(list(on_device.values()))])
+            return [*names, *on_device], values.tolist()
 
-        values = self._value_parts.attempt(read)
-        names = (*self.METRICS, "train/grad_norm", *on_device, "train/n_taken", "train/nan_skips")
+        n_always = len(self.METRICS) + 3
+        named = enumerate(zip(*self._value_parts.attempt(read), strict=True))
         metrics = {k: v for k, v in more.items() if not isinstance(v, Tensor)}
-        metrics |= {k: v for k, v in zip(names, values, strict=True) if v == v or k not in on_device}
+        metrics |= {k: v for i, (k, v) in named if v == v or i < n_always}
         self.n_updates += int(metrics["train/n_taken"])
         if self.device_clock is not None:
             self.device_clock.enter(Phase.IDLE)
             self.device_clock.cut()
         return metrics | {"train/n_updates": float(self.n_updates), "train/learning_rate": update.step_size}
+
+    def _metrics(self, batch: Batch | None) -> tuple[list[str], Tensor]:
+        update, more = self.update, {} if batch is None else self.batch_metrics(batch)
+        names = [*self.METRICS, "train/grad_norm", "train/n_taken", "train/nan_skips", *more]
+        rest = torch.stack([update.n_taken, update.n_bad, *more.values()])
+        return names, torch.cat([update.metrics / update.n_taken.clamp(min=1), rest])
 
     def state(self) -> dict[str, Tensor]:
         """Everything that a checkpoint needs, by name."""
@@ -448,6 +485,12 @@ def bytes_per_row(loss: Callable[[], Tensor], n_rows: int) -> float:
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         loss()
     return sum(kept.values()) / n_rows
+
+
+def _steps_of_a_graph(n_minibatches: int, n_epochs: int) -> int:
+    """Whole epochs if they are few steps, else a part of one; always so that a rollout's updates are whole graphs."""
+    whole, among = (n_minibatches, n_epochs) if n_minibatches <= STEPS_OF_A_GRAPH else (1, n_minibatches)
+    return whole * max(n for n in range(1, among + 1) if among % n == 0 and n * whole <= STEPS_OF_A_GRAPH)
 
 
 def rows_that_fit(free_bytes: int, row_bytes: float, n_rows: int) -> int:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from flatout.device.accelerator import Graph, is_accelerator, is_out_of_memory, release_memory, short_reason
 from flatout.device.private import find
-from flatout.models.params import FlatParams, copy_all
+from flatout.models.params import FlatParams, copy_all, zero_all
 
 BETA1, BETA2, EPSILON = 0.9, 0.999, 1e-5
 """Adam's constants."""
@@ -140,8 +140,8 @@ class Update(Generic[Batch]):
         self.step_size = learning_rate
         self.learning_rate.fill_(learning_rate)
         self.coefficient.fill_(coefficient)
-        for tensor in (self.metrics, self.n_taken, self.n_bad, self.stopped):
-            tensor.zero_()
+        zero_all([self.metrics, self.n_taken, self.n_bad])
+        self.stopped.zero_()
 
     def has_stopped(self) -> bool:
         """Whether the KL limit was exceeded, so that further steps would change nothing.
@@ -355,18 +355,63 @@ class GraphBackend(Generic[Batch]):
         next_batch: Callable[[], Batch],
         example: Batch,
         after: Callable[[], None] = lambda: None,
+        n_steps: int = 1,
     ) -> None:
-        """`after` follows each step, such as new priorities."""
+        """`after` follows each step, such as new priorities. `n_steps`: steps of one replay."""
 
-        def step() -> None:
-            update.captured_step(next_batch())
-            after()
+        def steps() -> None:
+            for _ in range(n_steps):
+                update.captured_step(next_batch())
+                after()
 
-        self._graph = Graph(step, update.device, warm_up=lambda: update.own_gradient(example))
+        self.n_steps = n_steps
+        self._graph = Graph(steps, update.device, warm_up=lambda: update.own_gradient(example))
 
     def replay(self) -> None:
-        """Learn from the next minibatch."""
+        """Learn from the next minibatches."""
         self._graph.replay()
+
+
+class Repeated(Generic[T]):
+    """Work that launches the same every time: done eagerly at first, then captured, and replayed from then on.
+
+    It must leave the same behind when it is done twice.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._key: object = None
+        self._captured: tuple[Graph, T] | None = None
+        self._may_capture = True
+        self.version = 0
+        """Stays the same for as long as results come in the same memory."""
+        self.notes: list[str] = []
+
+    def run(self, key: object, work: Callable[[], T]) -> T:
+        """What `work` returns. `key` stands for what it depends on besides the contents of memory; None: never captured."""
+        if key is None or key != self._key:
+            self._key, self._captured = key, None
+        elif self._captured is None and self._may_capture:
+            self._capture(work)
+        if self._captured is None:
+            self.version += 1
+            return work()
+        graph, result = self._captured
+        graph.replay()
+        return result
+
+    def _capture(self, work: Callable[[], T]) -> None:
+        results: list[T] = []
+        try:
+            graph = Graph(lambda: results.append(work()), self._device, warm_up=work)
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
+            self._may_capture = False
+            self.notes.append(f"not captured as a graph: {short_reason(error)}")
+        else:
+            self._captured = graph, results[0]
+            self.version += 1
 
 
 class _Loss(nn.Module):

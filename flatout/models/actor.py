@@ -6,19 +6,17 @@ network and device alone, so every collector of a run computes the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from flatout.device.accelerator import (
     Graph,
+    Packed,
     Retries,
     can_capture,
-    current_stream,
     has_streams,
     new_event,
     short_reason,
@@ -32,8 +30,6 @@ SMALL_NETWORK = 100_000
 BLOCK = 8
 """In torch the policy acts on multiples of this many observations. Matrix kernels round differently for different
 batch sizes; in whole blocks a result does not depend on the rest of the batch, nor on how envs are split."""
-ALIGNMENT = 64
-"""Bytes; where arrays begin that are copied together."""
 BRIEF_WORK = 1_000_000
 """Weights × observations that take about ten microseconds."""
 
@@ -137,7 +133,7 @@ class DeviceActor:
         for buffer, array in zip(self._in.arrays, (noise, *obs), strict=True):
             buffer[: len(array)] = array
         self._retries.attempt(self._work)
-        self._done.record(current_stream(self._device))
+        self._done.record()
         self._to = action_out, log_prob_out
 
     def finish(self) -> None:
@@ -145,35 +141,6 @@ class DeviceActor:
         self._done.synchronize()
         for out, buffer in zip(self._to, self._out.arrays, strict=True):
             out[...] = buffer[: len(out)]
-
-
-class Packed:
-    """Several arrays side by side in one block of pinned memory, and the same block on a device: one copy moves all."""
-
-    def __init__(self, like: Sequence[Array], device: torch.device) -> None:
-        starts = list(accumulate((-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in like), initial=0))
-        self._pinned = torch.zeros(starts[-1], dtype=torch.uint8, pin_memory=True)
-        self._there = torch.zeros(starts[-1], dtype=torch.uint8, device=device)
-
-        def part(block: Tensor, start: int, array: Array) -> Tensor:
-            dtype = torch.from_numpy(array[:0]).dtype
-            return block[start : start + array.nbytes].view(dtype).view(array.shape)
-
-        parts = list(zip(starts, like, strict=False))
-        self.arrays: list[Array] = [part(self._pinned, *it).numpy() for it in parts]
-        """In pinned memory."""
-        self._tensors = [part(self._there, *it) for it in parts]
-
-    def to_device(self) -> list[Tensor]:
-        """Copy them to the device; returns them there."""
-        self._there.copy_(self._pinned, non_blocking=True)
-        return self._tensors
-
-    def to_host(self, values: Sequence[Tensor]) -> None:
-        """Write values on the device, and copy them to the host."""
-        for tensor, value in zip(self._tensors, values, strict=True):
-            tensor.copy_(value)
-        self._pinned.copy_(self._there, non_blocking=True)
 
 
 class KernelActor:

@@ -27,6 +27,15 @@ copy_all: Callable[[Sequence[Tensor], Sequence[Tensor]], None] = (
 """Copies tensors into tensors."""
 
 
+def _zero_one_by_one(tensors: Sequence[Tensor]) -> None:
+    for tensor in tensors:
+        tensor.zero_()
+
+
+zero_all: Callable[[Sequence[Tensor]], None] = find("torch._foreach_zero_") or _zero_one_by_one
+"""Sets tensors to zero."""
+
+
 class FlatParams:
     """Rebinds a model's parameters to views of `flat`; in-place changes of either are seen by both."""
 

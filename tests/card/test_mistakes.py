@@ -19,9 +19,10 @@ import pytest
 import torch
 
 import simcard
+from flatout.buffers import rollout
 from flatout.buffers.rollout import Rollout, Staging
 from flatout.device import accelerator
-from flatout.models import actor, params
+from flatout.models import params
 from flatout.models.actor import DeviceActor
 from flatout.models.params import ParamCopy
 from tests.card.runs import DQN, PPO, act_on, difference, on_cpu, trained
@@ -166,7 +167,7 @@ def test_waiting_for_the_stream_of_another_device(monkeypatch: Patch) -> None:
         def of_thread(_: torch.device) -> torch.Stream:
             return torch.accelerator.current_stream(0)
 
-        patch.setattr(actor, "current_stream", of_thread)
+        patch.setattr(rollout, "current_stream", of_thread)
         patch.setattr(params, "current_stream", of_thread)
 
     assert goes_wrong(PPO, "sim:1", monkeypatch, break_it)

@@ -28,8 +28,14 @@ class PPOLearner(Learner[ppo.PPOMinibatch]):
     config: PPOConfig
     _log_ratio: Tensor | None
     """Log-ratios (T, N) of the current policy and an older one that collected the rollout."""
-    _kl_sums: list[Tensor]
-    """Sum of the updates' KL and their number after each epoch, left on the device."""
+
+    def __init__(self, model: ActorCritic, config: PPOConfig, **how: Any) -> None:
+        """`how`: the keywords of `Learner`."""
+        super().__init__(model, config, **how)
+        self._kl_sums = torch.zeros(config.epochs + 1, 2, device=self.device)
+        """Sum of the updates' KL and their number after each epoch; the first row is zero."""
+        self._epoch = torch.ones(1, dtype=torch.int64, device=self.device)
+        """The row to be written next."""
 
     def make_update(self, module: nn.Module, **options: Any) -> Update[ppo.PPOMinibatch]:
         """With advantages normalized over whole minibatches, and stopped by target_kl."""
@@ -47,18 +53,23 @@ class PPOLearner(Learner[ppo.PPOMinibatch]):
 
     def samples(self, data: Transitions, lag: int) -> ppo.PPOMinibatch:
         """Samples with their advantages by the current critic."""
-        self._kl_sums = [torch.zeros(2, device=self.device)]
+        self._epoch.fill_(1)
         self._log_ratio = self._log_ratio_of(data) if lag else None
         weights = self._log_ratio if self.config.vtrace else None
         return ppo.advantages(self.values, data, self.config, weights)
 
     def epoch_ended(self) -> None:
         """Remember the KL."""
-        self._kl_sums.append(torch.stack([self.update.metrics[ppo.KL], self.update.n_taken]))
+        now = torch.stack([self.update.metrics[ppo.KL], self.update.n_taken])
+        self._kl_sums.index_copy_(0, self._epoch, now.view(1, 2))
+        self._epoch.add_(1)
 
-    def after_updates(self, batch: ppo.PPOMinibatch, progress: float) -> dict[str, Tensor | float]:
+    def after_updates(self, batch: ppo.PPOMinibatch, progress: float) -> dict[str, Tensor | float]:  # noqa: ARG002
+        return {"train/clip_range": self.coefficient(progress)}
+
+    def batch_metrics(self, batch: ppo.PPOMinibatch) -> dict[str, Tensor]:
         """Metrics of the critic, the epochs and the policy lag."""
-        metrics = _settled(self._kl_sums) | {"train/clip_range": self.coefficient(progress)}
+        metrics = _settled(self._kl_sums[: self._n_ended + 1])
         metrics["train/explained_variance"] = 1 - (batch.returns - batch.value).var() / batch.returns.var()
         if self._log_ratio is not None:
             metrics |= dict(zip(ppo.DRIFT, ppo.drift(self._log_ratio), strict=True))
@@ -95,11 +106,11 @@ class PPOLearner(Learner[ppo.PPOMinibatch]):
         return ppo.PPOMinibatch(*self.example_inputs(n), *columns)
 
 
-def _settled(kl_sums: list[Tensor]) -> dict[str, Tensor | float]:
+def _settled(kl_sums: Tensor) -> dict[str, Tensor]:
     """The middle epoch's KL as a fraction of the last one's: near 1, the later epochs changed nothing."""
     if len(kl_sums) < 5:
         return {}
-    totals, counts = torch.stack(kl_sums).diff(dim=0).unbind(1)
+    totals, counts = kl_sums.diff(dim=0).unbind(1)
     means = totals / counts.clamp(min=1.0)
     middle, last = means[len(means) // 2 - 1], means[-1]
     return {"train/kl_settled": torch.where(last > 0, (middle / last).clamp(max=1.0), torch.nan)}
