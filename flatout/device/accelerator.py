@@ -218,10 +218,12 @@ def send(values: Any, device: torch.device) -> torch.Tensor:
     """An array or a tensor on a device; the host does not wait for the copy."""
     import torch
 
-    tensor = torch.as_tensor(values)
-    if has_streams(device) and tensor.device.type == "cpu":
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
+    return pinned(torch.as_tensor(values), device).to(device, non_blocking=True)
+
+
+def pinned(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor in memory that is copied to a device without waiting."""
+    return tensor.pin_memory() if has_streams(device) and tensor.device.type == "cpu" else tensor
 
 
 class Graph:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from flatout.buffers.rollout import Learnable, Rollout, Staging
-from flatout.device.accelerator import Retries, is_accelerator, is_out_of_memory, send, short_reason
+from flatout.device.accelerator import Retries, is_accelerator, is_out_of_memory, pinned, short_reason
 from flatout.device.machine import torch_threads
 from flatout.envs.spaces import Array
 from flatout.learning.normalize import RewardScaler, RunningMoments
@@ -92,6 +92,8 @@ class Learner(ABC, Generic[Batch]):
         """On an accelerator: memory for a rollout's samples, allocated once …"""
         self._order: Tensor | None = None
         """… and for the order of all its epochs, a row for each minibatch."""
+        self._drawn: tuple[int, Tensor] = -1, torch.empty(0)
+        """The iteration that an order was drawn for ahead, and that order."""
         self._row = torch.zeros(1, dtype=torch.int64, device=self.device)
         """The row that the next captured step learns from."""
         self._graph: GraphBackend[Batch] | None = None
@@ -172,7 +174,6 @@ class Learner(ABC, Generic[Batch]):
     ) -> dict[str, float]:
         """Learn from one rollout; `progress` in [0, 1] drives the schedules. Returns the metrics."""
         self._enter(Phase.STAGE)
-        shuffle = torch.Generator().manual_seed(self.seed * 1_000_003 + iteration)
         try:
             batch = self._batch_of(self._value_parts.attempt(lambda: rollout.tensors(self._staging)), lag)
         finally:
@@ -183,13 +184,14 @@ class Learner(ABC, Generic[Batch]):
         self._enter(Phase.UPDATE)
         self._n_ended = 0
         if self._graph is None:
+            shuffle = self._generator(iteration)
             for _ in range(self._n_epochs):
                 if stop() or self._pass_over(batch, shuffle, stop) or self.update.has_stopped():
                     break
                 self._value_parts.attempt(self.epoch_ended)
                 self._n_ended += 1
         else:
-            self._replay(self._graph, shuffle, stop)
+            self._replay(self._graph, iteration, stop)
         self._set_obs_statistics()
         return self._end(self._value_parts.attempt(lambda: self.after_updates(batch, progress)), batch)
 
@@ -234,12 +236,14 @@ class Learner(ABC, Generic[Batch]):
                 return True
         return False
 
-    def _replay(self, graph: GraphBackend[Batch], shuffle: torch.Generator, stop: Callable[[], bool]) -> None:
+    def _replay(self, graph: GraphBackend[Batch], iteration: int, stop: Callable[[], bool]) -> None:
         """All epochs by replays of a graph, with the order of all of them sent to the device at once."""
         assert self._order is not None, "the graph reads it"
         n_updates = len(self._order)
         n_minibatches = n_updates // self._n_epochs
-        self._draw_order(shuffle)
+        drawn_for, drawn = self._drawn
+        self._order.copy_(drawn if drawn_for == iteration else self._draw(iteration), non_blocking=True)
+        self._row.zero_()
         for n_done in range(0, n_updates, graph.n_steps):
             if stop():
                 break
@@ -248,15 +252,18 @@ class Learner(ABC, Generic[Batch]):
             if graph.n_steps < n_minibatches and n_done % n_minibatches == 0:
                 self._value_parts.attempt(self.epoch_ended)
             self._n_ended = n_done // n_minibatches
+        self._drawn = iteration + 1, self._draw(iteration + 1)  # now, while the device has work
 
-    def _draw_order(self, shuffle: torch.Generator) -> None:
-        """Shuffle the samples for every epoch, and send the order to the device."""
+    def _generator(self, iteration: int) -> torch.Generator:
+        """Shuffles the minibatches of an iteration."""
+        return torch.Generator().manual_seed(self.seed * 1_000_003 + iteration)
+
+    def _draw(self, iteration: int) -> Tensor:
+        """The order of the samples in all epochs of an iteration, a row for each minibatch."""
         assert self._order is not None, "it is allocated before"
-        n = self._order.numel() // self._n_epochs
+        shuffle, n = self._generator(iteration), self._order.numel() // self._n_epochs
         drawn = torch.cat([torch.randperm(n, generator=shuffle) for _ in range(self._n_epochs)])
-        drawn = drawn.view(self._order.shape)
-        self._order.copy_(self._value_parts.attempt(lambda: send(drawn, self.device)))
-        self._row.zero_()
+        return pinned(drawn.view(self._order.shape), self.device)
 
     def values(self, obs: tuple[Tensor, ...]) -> Tensor:
         """Values of many observations, in parts that fit into memory."""
