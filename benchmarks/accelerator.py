@@ -79,17 +79,17 @@ CASES = {
 class Window:
     """The part of a run that counts: from its first mark to its last."""
 
-    marks: list[tuple[float, int, int, Any]] = field(default_factory=list)
+    marks: list[tuple[float, int, int, Any, tuple[float, float]]] = field(default_factory=list)
 
-    def mark(self, env_steps: int, n_updates: int) -> None:
-        """Between two iterations."""
+    def mark(self, env_steps: int, n_updates: int, worked: tuple[float, float] = (0.0, 0.0)) -> None:
+        """Between two iterations; `worked`: seconds spent collecting and learning so far."""
         import simcard
 
-        self.marks.append((perf_counter(), env_steps, n_updates, simcard.counters()))
+        self.marks.append((perf_counter(), env_steps, n_updates, simcard.counters(), worked))
 
     def figures(self) -> dict[str, float]:
         """What happened between the first mark and the last."""
-        (began, steps, updates, before), (ended, last_steps, last_updates, after) = (
+        (began, steps, updates, before, _), (ended, last_steps, last_updates, after, _) = (
             self.marks[0],
             self.marks[-1],
         )
@@ -102,11 +102,18 @@ class Window:
             "updates_per_second": n_updates / seconds,
         }
 
+    def efficiency(self, together: bool) -> float:
+        """Share of the time in which the slower of collecting and learning worked; `together`: both, on one device."""
+        (began, *_, before), (ended, *_, after) = self.marks[0], self.marks[-1]
+        collected, learned = (b - a for a, b in zip(before, after, strict=True))
+        return (collected + learned if together else max(collected, learned)) / (ended - began)
+
 
 def run_flatout(case: Case, card: str) -> dict[str, float]:
     """flatout, with everything but the settings as it comes; overlap on, as in a run of many rollouts."""
     import flatout
     import simcard
+    from flatout.timing import busy_seconds, collect_seconds
     from flatout.training.pipeline import Pipeline
 
     window, iterate, n = Window(), Pipeline.iterate, 0
@@ -120,7 +127,9 @@ def run_flatout(case: Case, card: str) -> dict[str, float]:
         out = iterate(self, total_steps, stop)
         n += 1
         if n >= case.n_first:
-            window.mark(self._state.env_steps, int(n * agent.config.updates_per_iteration))
+            lanes = self.read_lanes()
+            worked = collect_seconds(lanes), busy_seconds(lanes)
+            window.mark(self._state.env_steps, int(n * agent.config.updates_per_iteration), worked)
         if len(window.marks) > 2 and perf_counter() - window.marks[0][0] > case.seconds:
             stop.requested = True
         return out
@@ -129,8 +138,8 @@ def run_flatout(case: Case, card: str) -> dict[str, float]:
     overlap = {} if case.algo == "PQN" else {"overlap": "on"}
     agent = getattr(flatout, case.algo)(case.env, seed=1, device="sim", **overlap, **case.settings)
     agent.learn(1_000_000_000)
-    keys = ("pipeline_efficiency", "collect_rate", "learn_rate")
-    figures = window.figures() | {key: agent.summary[key] for key in keys}
+    figures = window.figures() | {key: agent.summary[key] for key in ("collect_rate", "learn_rate")}
+    figures["pipeline_efficiency"] = window.efficiency(together=case.algo == "PQN")
     way = agent.summary["executor"]
     return figures | {
         "way": f"{way['kind']}, {way['collectors']} collectors",

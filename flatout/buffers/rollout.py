@@ -19,6 +19,7 @@ from flatout.device.accelerator import (
     Packed,
     current_stream,
     has_streams,
+    is_accelerator,
     new_event,
     new_stream,
     use_device,
@@ -113,7 +114,7 @@ class Staging:
             return self._block
         if self._was_read:
             self._read.synchronize()  # what is still queued reads the memory that is replaced
-        room = max(FINALS, 1 << (n_rows - 1).bit_length()) if n_rows else FINALS
+        room = _room(n_rows)
         tail = [np.zeros((room, *x.shape[1:]), x.dtype) for x in arrays[:n_tail]]
         with self._copies:
             return Packed([*tail, *arrays[n_tail:]], self.device)
@@ -177,6 +178,11 @@ def rollout_spec(obs: ObsLayout, action: ActionLayout, n_steps: int, n_envs: int
 
 
 Values = TypeVar("Values", bound=Array | Tensor)
+
+
+def _room(n_finals: int) -> int:
+    """Rows for so many truncated episodes, so that the next rollouts hardly need more."""
+    return max(FINALS, 1 << n_finals.bit_length())
 
 
 class _Fields(Generic[Values]):
@@ -254,19 +260,35 @@ class TensorRollout(_Fields[Tensor]):
         ]
         """In RAM: observations, actions and log-probabilities of each time step, as NumPy views."""
         self._host: Rollout | None = None
+        self._finals: list[Tensor] | None = None
+        """On an accelerator: where truncated episodes are, and their last observations."""
         self.n_cut: int | None = None
         """Number of episodes that were truncated and not terminated, where the collector has read it."""
 
     def tensors(self, staging: Staging) -> Transitions:
         """The rollout as tensors on the staging's device; nothing is copied if it is the same device."""
         device, cut = staging.device, (self.truncated & ~self.terminated).view(-1)
-        if self.n_cut is None:  # only the device knows: a host sync
-            index = cut.nonzero().squeeze(1)
-        else:
-            index = cut.nonzero_static(size=self.n_cut).squeeze(1)
+        if self.n_cut is not None and device == cut.device and is_accelerator(device):
+            return self._with_finals(cut, self.n_cut)
+        # Unless it was read before, only the device knows how many there are: a host sync.
+        index = (cut.nonzero() if self.n_cut is None else cut.nonzero_static(size=self.n_cut)).squeeze(1)
         sent = [x.to(device) for x in (*self.columns, *self.obs)]
         final_obs = tuple(x.flatten(0, 1)[index].to(device) for x in self.final_obs)
         return _transitions(sent, final_obs, index.to(device))
+
+    def _with_finals(self, cut: Tensor, n_cut: int) -> Transitions:
+        """The rollout where it is, with the last observations of truncated episodes in memory that stays the same."""
+        n, room = self.n_transitions, _room(n_cut)
+        if self._finals is None or room > len(self._finals[0]):
+            index = torch.zeros(room, dtype=torch.int64, device=cut.device)
+            self._finals = [index, *(x.new_zeros(room, *x.shape[2:]) for x in self.final_obs)]
+        index, *finals = self._finals
+        index.copy_(cut.nonzero_static(size=len(index), fill_value=n).squeeze(1))
+        rows = index.clamp(max=n - 1)
+        for out, x in zip(finals, self.final_obs, strict=True):
+            out.copy_(x.flatten(0, 1).index_select(0, rows))
+        sent = (*self.columns, *self.obs)
+        return replace(_transitions(sent, tuple(finals), index), stays=True)
 
     def on_host(self) -> Rollout:
         """The rollout as arrays in RAM: views, made once, if it is there already, else a copy."""

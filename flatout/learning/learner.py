@@ -208,7 +208,7 @@ class Learner(ABC, Generic[Batch]):
         return batch
 
     def _sampled(self, data: Transitions, lag: int) -> Batch:
-        key = (lag, len(data.final_index)) if data.stays and self.capture else None
+        key = (lag, data.reward_tn.data_ptr(), len(data.final_index)) if data.stays and self.capture else None
         return self._sampling.run(key, lambda: self._kept(self.samples(data, lag)))
 
     def _kept(self, batch: Batch) -> Batch:

@@ -20,6 +20,8 @@ def summarize(
         state.env_steps / seconds if seconds > 0 else None for seconds in (wall, collect, busy)
     )
     limit = min(collect_rate, learn_rate) if collect_rate and learn_rate else None
+    if collect_rate and learn_rate and trainer.envs_on_accelerator:  # both take turns on one device
+        limit = 1 / (1 / collect_rate + 1 / learn_rate)
     return {
         "status": status,
         "error": error,

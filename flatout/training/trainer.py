@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from flatout.buffers.rollout import Rollout
+from flatout.buffers.rollout import Rollout, TensorRollout
 from flatout.collect.collector import Collector, Collects
 from flatout.collect.groups import MIN_ENVS, GroupedCollector
 from flatout.collect.noise import NO_EXPLORATION
@@ -190,6 +190,11 @@ class Trainer:
             collector.close()
             raise
         return collector, rollouts
+
+    @property
+    def envs_on_accelerator(self) -> bool:
+        """Whether envs are stepped on the learner's accelerator."""
+        return is_accelerator(self.policy.device) and isinstance(self.pipeline.rollouts[0], TensorRollout)
 
     def _make_collector(self, plan: Settings) -> tuple[Collects[Any], Sequence[SizedRollout]]:
         """The collector of a plan, and the rollouts it fills."""
