@@ -144,6 +144,7 @@ def run_flatout(case: Case, card: str) -> dict[str, float]:
     return figures | {
         "way": f"{way['kind']}, {way['collectors']} collectors",
         "backend": agent.summary["backend"],
+        "precision": agent.summary["precision"],
     }
 
 
@@ -293,9 +294,36 @@ def row(name: str, library: str, it: dict[str, Any], ratio: str) -> list[str]:
         f"{it['steps_per_second']:,.0f}",
         ratio,
         f"{it['busy']:.1%}",
+        it.get("precision", "fp32"),
         f"{it['launches_per_update']:,.1f}",
         f"{it['syncs_per_iteration']:,.0f}",
         "" if efficiency is None else f"{efficiency:.2f}",
+        str(it["rounds"]),
+    ]
+
+
+def measure_case(name: str, card: str, n_rounds: int) -> dict[str, dict[str, Any]]:
+    """Medians of every library, with the median of the rounds' ratios."""
+    libraries = (*CASES[name].peers, "flatout")
+    runs: dict[str, list[dict[str, Any]]] = {library: [] for library in libraries}
+    for _ in range(n_rounds):
+        for library in libraries:
+            runs[library].append(measure(name, library, card))
+    medians = {library: median(it) for library, it in runs.items()}
+    for library in libraries:
+        pairs = zip(runs["flatout"], runs[library], strict=True)
+        medians[library]["flatout_is"] = statistics.median(
+            a["steps_per_second"] / b["steps_per_second"] for a, b in pairs
+        )
+        medians[library]["rounds"] = n_rounds
+    return medians
+
+
+def lines(name: str, medians: dict[str, dict[str, Any]]) -> list[list[str]]:
+    """A case's part of the table."""
+    return [
+        row(name, library, it, "" if library == "flatout" else f"{it['flatout_is']:.1f} ×")
+        for library, it in medians.items()
     ]
 
 
@@ -305,9 +333,11 @@ HEADER = [
     "env steps/s",
     "flatout is",
     "card busy",
+    "precision",
     "launches / update",
     "host waits / iteration",
     "pipeline efficiency",
+    "rounds",
 ]
 
 
@@ -327,29 +357,18 @@ def main() -> None:
         simcard.install("exact" if exact else "timed", args.card, n_devices=1)
         print(json.dumps(RUNS[library](CASES[name], args.card)))
         return
-    rows, results = [], {}
-    for name in args.cases.split(","):
-        libraries = (*CASES[name].peers, "flatout")
-        runs: dict[str, list[dict[str, Any]]] = {library: [] for library in libraries}
-        for _ in range(args.rounds):
-            for library in libraries:
-                runs[library].append(measure(name, library, args.card))
-        results[name] = medians = {library: median(it) for library, it in runs.items()}
-        for library in libraries:
-            pairs = zip(runs["flatout"], runs[library], strict=True)
-            times = statistics.median(a["steps_per_second"] / b["steps_per_second"] for a, b in pairs)
-            rows.append(
-                row(name, library, medians[library], "" if library == "flatout" else f"{times:.1f} ×")
-            )
     path = ROOT / "benchmarks" / "results" / f"accelerator_{args.card}.json"
-    known = json.loads(path.read_text()) if path.exists() else {}
-    path.write_text(json.dumps(known | results, indent=1) + "\n")
+    results: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    for name in args.cases.split(","):
+        results[name] = measure_case(name, args.card, args.rounds)
+        path.write_text(json.dumps(results, indent=1) + "\n")
     text = f"""## On a simulated {args.card}
-`python -m benchmarks.accelerator --card {args.card} --rounds {args.rounds} --cases {args.cases}`. {conditions()} The card is
-simulated: kernels compute nothing and take the time that the data sheet allows; the host's work is real. Median of
-{args.rounds} rounds; libraries alternate.
+`python -m benchmarks.accelerator --card {args.card} [--cases fast,heavy] [--rounds 3]`. {conditions()} The card is
+simulated: kernels compute nothing and take the time that the data sheet allows; the host's work is real (simcard/README.md
+has all assumptions). Libraries alternate; medians of the rounds. Both run with the same settings and everything else as it
+comes, so flatout computes in the number format that it chooses for such a card (`precision`), Stable-Baselines3 in fp32.
 
-{table(HEADER, rows)}
+{table(HEADER, [line for name in CASES if name in results for line in lines(name, results[name])])}
 """
     write_section(f"accelerator {args.card}", text)
 
