@@ -193,7 +193,7 @@ class Packed:
         self._there = torch.zeros(starts[-1], dtype=torch.uint8, device=device)
 
         def part(block: torch.Tensor, start: int, array: Any) -> torch.Tensor:
-            dtype = torch.from_numpy(array[:0]).dtype
+            dtype = torch.from_numpy(array.reshape(-1)[:0]).dtype
             return block[start : start + array.nbytes].view(dtype).view(array.shape)
 
         parts = list(zip(starts, like, strict=False))

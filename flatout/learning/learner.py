@@ -97,8 +97,9 @@ class Learner(ABC, Generic[Batch]):
         self._row = torch.zeros(1, dtype=torch.int64, device=self.device)
         """The row that the next captured step learns from."""
         self._graph: GraphBackend[Batch] | None = None
+        self._beginning = Repeated[None](self.device)
         self._sampling, self._reading = Repeated[Batch](self.device), Repeated[Any](self.device)
-        """On an accelerator: making a rollout's samples, and the metrics after its updates."""
+        """On an accelerator: before a rollout's updates, making its samples, and the metrics after the updates."""
         self._n_ended = 0
         """Whole passes over the last rollout."""
         self.compilation: Compiles | None = None
@@ -222,7 +223,11 @@ class Learner(ABC, Generic[Batch]):
         """Before a rollout's updates."""
         config = self.config
         rate = scheduled(config.learning_rate, config.learning_rate_schedule, progress)
-        self.update.begin(rate, self.coefficient(progress))
+        if self._on_accelerator:
+            self.update.set(rate, self.coefficient(progress))
+            self._beginning.run("the same every time" if self.capture else None, self.update.clear)
+        else:
+            self.update.begin(rate, self.coefficient(progress))
 
     def _pass_over(self, batch: Batch, shuffle: torch.Generator, stop: Callable[[], bool]) -> bool:
         """One pass over shuffled minibatches; true when `stop` ended it early."""
@@ -402,12 +407,8 @@ class Learner(ABC, Generic[Batch]):
 
     def take_notes(self) -> list[str]:
         """Messages since the last call, one line each."""
-        sources = [
-            self.notes,
-            self._sampling.notes,
-            self._reading.notes,
-            *(it.notes for it in self._watched()),
-        ]
+        repeated = (self._beginning, self._sampling, self._reading)
+        sources = [self.notes, *(it.notes for it in (*repeated, *self._watched()))]
         if self.compilation is not None:
             sources.append(self.compilation.notes)
         notes = [note for source in sources for note in source]

@@ -14,10 +14,19 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from flatout.device.accelerator import Graph, is_accelerator, is_out_of_memory, release_memory, short_reason
+from flatout.device.accelerator import (
+    Graph,
+    Packed,
+    has_streams,
+    is_accelerator,
+    is_out_of_memory,
+    release_memory,
+    short_reason,
+)
 from flatout.device.private import find
 from flatout.models.params import FlatParams, copy_all, zero_all
 
@@ -122,7 +131,12 @@ class Update(Generic[Batch]):
         self._state = [flat, self.momentum, self.variance, self.n_steps, self.scale]
         self._state += [self.metrics, self.n_taken, self.n_bad, self.stopped]
         self._state += [self.sample_output] if sample_output else []
+        self._sent: Packed | None = None
+        """The settings in pinned memory and on the device, where a graph can copy them."""
         self.learning_rate, self.coefficient = scalar(0.0), scalar(0.0)
+        if has_streams(flat.device):
+            self._sent = Packed([np.zeros((), np.float32), np.zeros((), np.float32)], flat.device)
+            self.learning_rate, self.coefficient = self._sent.tensors
         self._settings = [self.learning_rate, self.coefficient]
         self.step_size = 0.0
         lower = autocast and torch.autocast(flat.device.type, autocast, cache_enabled=False)
@@ -137,9 +151,23 @@ class Update(Generic[Batch]):
 
     def begin(self, learning_rate: float, coefficient: float = 0.0) -> None:
         """Start a rollout's updates: clear the sums, set the step size and the loss's coefficient."""
+        self.set(learning_rate, coefficient)
+        self.clear()
+
+    def set(self, learning_rate: float, coefficient: float = 0.0) -> None:
+        """Set the step size and the loss's coefficient; on an accelerator `clear` sends them."""
         self.step_size = learning_rate
-        self.learning_rate.fill_(learning_rate)
-        self.coefficient.fill_(coefficient)
+        if self._sent is None:
+            self.learning_rate.fill_(learning_rate)
+            self.coefficient.fill_(coefficient)
+        else:
+            for array, value in zip(self._sent.arrays, (learning_rate, coefficient), strict=True):
+                array[...] = value
+
+    def clear(self) -> None:
+        """Clear the sums; may be captured as a graph."""
+        if self._sent is not None:
+            self._sent.to_device()
         zero_all([self.metrics, self.n_taken, self.n_bad])
         self.stopped.zero_()
 
