@@ -206,50 +206,50 @@ def _env_class(name: str) -> tuple[Any, Any]:
 
 
 def run_loop(case: Case, card: str) -> dict[str, float]:
-    """A plain torch loop of PQN over the same games on the card: act, step, store, learn, operation by operation."""
+    """A plain torch loop of PQN over the same games on the card, at the settings of flatout's recipe, operation by operation."""
     del card
     import torch
+    from torch import nn
 
     from flatout.workloads.snake.games import SnakeGames
 
-    n_envs, n_steps, device = case.settings["n_envs"], 16, torch.device("sim")
+    n_envs, n_steps, size, n_epochs, device = case.settings["n_envs"], 32, 2048, 2, torch.device("sim")
     games, window = SnakeGames(n_envs, device), Window()
     obs, _ = games.reset(1)
-    net = torch.nn.Sequential(
-        torch.nn.Linear(obs["view"].shape[1], 64),
-        torch.nn.ReLU(),
-        torch.nn.Linear(64, 64),
-        torch.nn.ReLU(),
-        torch.nn.Linear(64, 4),
-    ).to(device)
+    layers: list[nn.Module] = []
+    for n in (obs["view"].shape[1], 64):
+        layers += [nn.Linear(n, 64), nn.LayerNorm(64), nn.ReLU()]
+    net = nn.Sequential(*layers, nn.Linear(64, 4)).to(device)
     adam = torch.optim.Adam(net.parameters(), 1e-3)
     steps = updates = 0
     while len(window.marks) < 3 or perf_counter() - window.marks[0][0] < case.seconds:
         rows = []
         for _ in range(n_steps):
             with torch.no_grad():
-                q = net(obs["view"])
-                action = torch.where(
-                    torch.rand(n_envs, device=device) < 0.1,
-                    torch.randint(4, (n_envs,), device=device),
-                    q.argmax(1),
-                )
-                view = obs["view"].clone()
+                view, allowed = obs["view"].clone(), obs["action_mask"]
+                best = net(view).masked_fill(~allowed, -1e8).argmax(1)
+                any_action = (torch.rand(n_envs, 4, device=device) * allowed).argmax(1)
+                action = torch.where(torch.rand(n_envs, device=device) < 0.1, any_action, best)
                 obs, reward, ended, _, _ = games.step(action)
-                rows.append((view, action, reward, ended.float()))
+                rows.append((view, action, reward, ended.float(), obs["action_mask"].clone()))
         with torch.no_grad():
-            target, targets = net(obs["view"]).amax(1), []
-            for _, _, reward, ended in reversed(rows):
-                target = reward + 0.99 * (1 - ended) * target
-                targets.append(target)
+            following = [*(row[0] for row in rows[1:]), obs["view"]]
+            returns, out = torch.zeros(n_envs, device=device), []
+            for t in reversed(range(n_steps)):
+                _, _, reward, ended, allowed = rows[t]
+                value = net(following[t]).masked_fill(~allowed, -1e8).amax(1)
+                mixed = value if t == n_steps - 1 else 0.35 * value + 0.65 * returns
+                returns = reward + 0.98 * (1 - ended) * mixed
+                out.append(returns)
         b_obs, b_action = (torch.cat([row[i] for row in rows]) for i in (0, 1))
-        b_target = torch.cat(targets[::-1])
-        for _ in range(2):
-            for index in torch.randperm(len(b_obs), device=device).chunk(4):
+        b_return = torch.cat(out[::-1])
+        for _ in range(n_epochs):
+            for index in torch.randperm(len(b_obs), device=device).split(size):
                 q = net(b_obs[index]).gather(1, b_action[index, None]).squeeze(1)
-                loss = (q - b_target[index]).square().mean()
+                loss = (q - b_return[index]).square().mean()
                 adam.zero_grad()
                 loss.backward()
+                nn.utils.clip_grad_norm_(net.parameters(), 10.0)
                 adam.step()
                 updates += 1
         loss.item()

@@ -185,7 +185,7 @@ class Learner(ABC, Generic[Batch]):
         self._enter(Phase.UPDATE)
         self._n_ended = 0
         if self._graph is None:
-            shuffle = self._generator(iteration)
+            shuffle = torch.Generator().manual_seed(self._shuffle_seed(iteration))
             for _ in range(self._n_epochs):
                 if stop() or self._pass_over(batch, shuffle, stop) or self.update.has_stopped():
                     break
@@ -259,16 +259,19 @@ class Learner(ABC, Generic[Batch]):
             self._n_ended = n_done // n_minibatches
         self._drawn = iteration + 1, self._draw(iteration + 1)  # now, while the device has work
 
-    def _generator(self, iteration: int) -> torch.Generator:
-        """Shuffles the minibatches of an iteration."""
-        return torch.Generator().manual_seed(self.seed * 1_000_003 + iteration)
+    def _shuffle_seed(self, iteration: int) -> int:
+        """Of the order of an iteration's minibatches."""
+        return self.seed * 1_000_003 + iteration
 
     def _draw(self, iteration: int) -> Tensor:
         """The order of the samples in all epochs of an iteration, a row for each minibatch."""
+        from flatout.learning.shuffle import draw_orders  # imports Numba, which takes a moment
+
         assert self._order is not None, "it is allocated before"
-        shuffle, n = self._generator(iteration), self._order.numel() // self._n_epochs
-        drawn = torch.cat([torch.randperm(n, generator=shuffle) for _ in range(self._n_epochs)])
-        return pinned(drawn.view(self._order.shape), self.device)
+        drawn = draw_orders(
+            self._shuffle_seed(iteration), self._n_epochs, self._order.numel() // self._n_epochs
+        )
+        return pinned(torch.from_numpy(drawn).view(self._order.shape), self.device)
 
     def values(self, obs: tuple[Tensor, ...]) -> Tensor:
         """Values of many observations, in parts that fit into memory."""
