@@ -56,7 +56,7 @@ class Case:
     env: str
     settings: dict[str, Any]
     algo: str = "PPO"
-    seconds: float = 10.0
+    seconds: float = 8.0
     """How long flatout runs at least; peers take as long as two iterations need, if that is longer."""
     peers: tuple[str, ...] = ("sb3",)
     n_first: int = 3
