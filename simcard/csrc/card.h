@@ -67,7 +67,8 @@ struct Stream {
   int id = 0;
   std::deque<Entry> queue;
   std::atomic<uint64_t> queued{0}, done{0};
-  double ready = 0;  // timed mode: when all work so far is finished
+  double ready = 0;         // timed mode: when all work so far is finished
+  std::deque<double> ends;  // timed mode: when its last launches finish
   std::shared_ptr<Capture> capture;
   c10::Stream unwrap() const {
     return c10::Stream(c10::Stream::UNSAFE, c10::Device(kSim, static_cast<c10::DeviceIndex>(device)), id);
@@ -104,7 +105,6 @@ struct Device {
   Counters counters;
   double engine_free[3] = {0, 0, 0};  // timed mode: compute, copies to the device, copies to the host
   double urgent_free = 0;  // timed mode: when the work of streams with priority is finished
-  std::deque<double> ends;            // timed mode: when the last launches finish
 };
 
 struct Card {

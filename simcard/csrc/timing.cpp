@@ -65,10 +65,10 @@ double place(Stream& stream, int engine, double seconds) {
   }
   else device.engine_free[engine] = start + seconds;
   stream.ready = start + seconds;
-  device.ends.push_back(stream.ready);
-  if (device.ends.size() <= kLaunchesAhead) return 0;
-  double oldest = device.ends.front();
-  device.ends.pop_front();
+  stream.ends.push_back(stream.ready);
+  if (stream.ends.size() <= kLaunchesAhead) return 0;
+  double oldest = stream.ends.front();
+  stream.ends.pop_front();
   return oldest;
 }
 
