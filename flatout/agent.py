@@ -115,13 +115,6 @@ class Agent:
         if settings.get("batch_size") == "auto" and config.algorithm.USES_REPLAY:
             self._measure_batch_size()
 
-    def _measure_batch_size(self) -> None:
-        """On a card for which no batch of off-policy learning is known: up to what its memory allows, what is fast."""
-        device = self.policy.device
-        if is_accelerator(device) and not is_listed(self.machine.gpus[device.index or 0].name):
-            size = measured_batch_size(self.config, self.policy)
-            self.config = replace_fields(self.config, {"batch_size": size})
-
     def _set_up(
         self,
         config: RunConfig,
@@ -153,6 +146,13 @@ class Agent:
         self._folder: RunFolder | None = None
         self._resume_notes: list[str] = []
         self._n_predictions = 0
+
+    def _measure_batch_size(self) -> None:
+        """On a card for which no batch of off-policy learning is known: up to what its memory allows, what is fast."""
+        device = self.policy.device
+        if is_accelerator(device) and not is_listed(self.machine.gpus[device.index or 0].name):
+            size = measured_batch_size(self.config, self.policy)
+            self.config = replace_fields(self.config, {"batch_size": size})
 
     @classmethod
     def from_checkpoint(

@@ -168,13 +168,15 @@ def _traced(update: Update[Any], batch: Any) -> tuple[Any, tuple[Tensor, ...]]:
 
 def compiled_here(update: Update[Any], batch: Any) -> Step:
     """The step compiled in this process, to be captured in a graph."""
-    compiled = torch.compile(_traced(update, batch)[0], dynamic=False)
+    compiled: Any = torch.compile(_traced(update, batch)[0], dynamic=False)
 
     def step(*groups: Sequence[Tensor]) -> Sequence[Tensor]:
-        new: Sequence[Tensor] = compiled(*(tensor for group in groups for tensor in group))
+        with torch.no_grad():
+            new: Sequence[Tensor] = compiled(*(tensor for group in groups for tensor in group))
         return new
 
-    with torch.no_grad():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         check_same(update, step, batch)
     return step
 

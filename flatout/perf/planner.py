@@ -42,7 +42,7 @@ NARROW = 8
 """Units per layer of a network whose update is nothing but launching operations."""
 SMALLEST_BATCH = 64
 """Of off-policy learning, where it is measured which batch suits a card."""
-NOTABLY_MORE = 1.2
+NOTABLY_MORE = 1.3
 """A batch of twice the size must learn from this many times as many samples a second."""
 MAX_SECONDS = 0.5
 """For timing one thing before a run begins."""

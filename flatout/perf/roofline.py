@@ -140,7 +140,7 @@ def _step_of(env: EnvInfo, learner: Learner[Any], n_envs: int) -> Callable[[], A
         action, log_prob = act()
         now = executor.step(actions.to_env(model.head.squash(action)))
         kept = action, log_prob, now.reward, now.terminated, now.truncated, *now.final_obs, *now.obs
-        for value in kept:
+        for value in (*kept, *now.obs):  # the observations are read from the rollout, too
             value.clone()
 
     return step
