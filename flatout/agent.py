@@ -23,7 +23,8 @@ from flatout.config.fields import replace as replace_fields
 from flatout.config.run_config import RunConfig, preset_note, read_file, resolve
 from flatout.config.trust import require_trust
 from flatout.device import private
-from flatout.device.accelerator import resolve_device, use_device
+from flatout.device.accelerator import is_accelerator, resolve_device, use_device
+from flatout.device.cards import is_listed
 from flatout.device.machine import gc_frozen, machine, usable_cores
 from flatout.envs.check import EnvInfo, check
 from flatout.envs.make import EnvFactory, EnvSource, env_factory
@@ -33,7 +34,7 @@ from flatout.executors.base import RestartBudget
 from flatout.models.actor import env_actions
 from flatout.models.policy import Policy
 from flatout.perf.costs import Costs
-from flatout.perf.planner import needs_step_times
+from flatout.perf.planner import measured_batch_size, needs_step_times
 from flatout.perf.trial import try_out
 from flatout.runlog.files import write_json
 from flatout.runlog.folder import RunFolder, default_run_name
@@ -111,6 +112,8 @@ class Agent:
         self._set_up(config, source, spaces, device, info.factory.mask_in_info, env=info)
         self._costs = costs
         self.began_at = began_at
+        if settings.get("batch_size") == "auto" and config.algorithm.USES_REPLAY:
+            self._measure_batch_size()
 
     def _set_up(
         self,
@@ -143,6 +146,13 @@ class Agent:
         self._folder: RunFolder | None = None
         self._resume_notes: list[str] = []
         self._n_predictions = 0
+
+    def _measure_batch_size(self) -> None:
+        """On a card for which no batch of off-policy learning is known: up to what its memory allows, what is fast."""
+        device = self.policy.device
+        if is_accelerator(device) and not is_listed(self.machine.gpus[device.index or 0].name):
+            size = measured_batch_size(self.config, self.policy)
+            self.config = replace_fields(self.config, {"batch_size": size})
 
     @classmethod
     def from_checkpoint(

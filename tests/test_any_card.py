@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import flatout
-from flatout.device.accelerator import accelerators
+from flatout.device.accelerator import accelerators, no_compiler
 from tests.known import Match
 
 REAL = pytest.param(
@@ -54,6 +54,23 @@ def test_updates_on_a_card_are_those_of_the_cpu(there: str, algo: str, overlap: 
     parts = flatout.Agent(Match, device=there, precision="fp32", accumulate=3, **how, **ROLLOUTS).learn(640)
     for agent in (whole, parts):
         assert agent.summary["backend"] == "graph"
+        torch.testing.assert_close(flat(agent), flat(plain), atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("device", [REAL, SIMULATED])
+@pytest.mark.parametrize("algo", ["ppo", "dqn"])
+def test_a_compiled_update_inside_the_graph_is_that_of_the_cpu(there: str, algo: str) -> None:
+    """Where there is no compiler for the card, the run says so and goes on."""
+    settings = ROLLOUTS if algo == "ppo" else {"n_envs": 4, "n_steps": 8, "learning_starts": 64}
+    how: dict[str, Any] = settings | {"algo": algo, "seed": 3, "executor": "serial", "overlap": "off"}
+    plain = flatout.Agent(Match, device="cpu", compile="off", **how).learn(640)
+    agent = flatout.Agent(Match, device=there, precision="fp32", compile="on", **how)
+    missing = no_compiler(agent.policy.device)
+    note = next(note for note in agent.trainer().notes if "captured as a graph" in note)
+    assert missing in note if missing else "is compiled" in note
+    agent.learn(640)
+    assert agent.summary["backend"] == "graph"
+    if algo == "ppo":
         torch.testing.assert_close(flat(agent), flat(plain), atol=1e-4, rtol=1e-3)
 
 

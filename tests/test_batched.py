@@ -11,10 +11,11 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
+import torch
 
 import flatout
 from flatout.cli.main import run as main
-from flatout.errors import FlatoutError
+from flatout.errors import EnvError, FlatoutError
 from tests.batched import MatchBatch, MatchTensors
 from tests.known import LENGTH, Match
 from tests.test_agent import same
@@ -62,6 +63,31 @@ def test_the_same_seed_gives_identical_parameters(make: Callable[..., Any]) -> N
     assert same(a, b)
     assert not same(a, c)
     assert a.summary["env_steps"] == 1_120
+
+
+class Scarce(MatchTensors):
+    """Runs out of memory before it changes anything, in some steps."""
+
+    failing: tuple[int, ...] = ()
+    n_tries = 0
+
+    def step(self, actions: Any) -> Any:
+        self.n_tries += 1
+        if self.n_tries in self.failing:
+            raise torch.OutOfMemoryError("out of memory. Tried to allocate 2.00 GiB")
+        return super().step(actions)
+
+
+def test_a_step_that_runs_out_of_memory_is_repeated_once() -> None:
+    plain, scarce, hopeless = MatchTensors(6), Scarce(6), Scarce(6)
+    scarce.failing, hopeless.failing = (40, 90), (40, 41)
+    first, second = (flatout.PPO(envs, seed=2, **FAST).learn(2_000) for envs in (plain, scarce))
+    assert same(first, second)
+    assert scarce.n_tries > 90
+    with pytest.raises(
+        EnvError, match=r"^the batched env raised in step at step \d+: .*out of memory[^\n]*$"
+    ):
+        flatout.PPO(hopeless, seed=2, **FAST).learn(2_000)
 
 
 def test_a_factory_without_num_envs_decides_the_number_of_envs() -> None:

@@ -49,11 +49,24 @@ def test_accumulated_gradients_on_the_card_equal_those_of_whole_minibatches(algo
 
 @pytest.mark.parametrize(("gigabytes", "size"), [(4, 64), (12, 128), (24, 512), (40, 1024)])
 def test_the_batch_of_dqn_follows_the_memory_of_the_card(gigabytes: int, size: int) -> None:
+    """The network is so small that a larger batch takes hardly longer."""
+    simcard.mode("timed")
     simcard.set_memory_limit(gigabytes * 10**9, device=1)
     agent = flatout.DQN(Match, device="sim:1", batch_size="auto")
     assert agent.config.algorithm.batch_size == size
     assert f"updates of {size} per iteration" in agent.header()[1]
     assert agent.config.to_json()["dqn"]["batch_size"] == size
+
+
+def test_the_batch_of_dqn_grows_for_as_long_as_it_learns_from_more_samples_a_second() -> None:
+    """No batch is known for this card, so it is measured: where arithmetic is the limit, a larger one gains little."""
+    simcard.mode("timed")
+    simcard.set_memory_limit(96 * 10**9, device=1)
+    sizes = [
+        flatout.DQN(Match, device="sim:1", batch_size="auto", network_arch=net).config.algorithm.batch_size
+        for net in ((32, 32), (4096, 4096, 4096))
+    ]
+    assert sizes == [2048, 1024]
 
 
 def test_on_the_cpu_it_is_the_default_of_the_preset_or_recipe() -> None:

@@ -19,10 +19,10 @@ from flatout.device.machine import usable_memory
 from flatout.envs.make import EnvSource
 from flatout.errors import FlatoutError, did_you_mean
 from flatout.perf.case import Case, Finding, peak_memory, throttling
-from flatout.perf.costs import Settings, UpdateCost, update_seconds
+from flatout.perf.costs import NO_UPDATE, Settings, UpdateCost, update_seconds
 from flatout.perf.decide import describe
 from flatout.perf.decide import duration as _time
-from flatout.perf.findings import UNFILLED_CARD, diagnose
+from flatout.perf.findings import UNFILLED, UNFILLED_CARD, diagnose, unfilled
 from flatout.perf.planner import UpdateProbe, copied_to_cpu
 from flatout.perf.roofline import on_card
 from flatout.perf.simulate import Forecast, simulate
@@ -97,6 +97,8 @@ class Diagnosis:
             speed = _speed(reply["steps_per_second"], reply["learner_busy"])
             source = " (the card from its data sheet, not measured)" if "gpu" in wishes else ""
             lines += ["", f"what if {words}: about {speed}, best with {reply['way']}{source}"]
+            if "gpu" in wishes and reply["learner_busy"] <= UNFILLED:
+                lines.append("   " + ": ".join(unfilled(reply["learner_busy"], f"a {wishes['gpu']}")))
             if (share := reply["memory_share"]) is not None and share > 1:
                 lines.append(
                     f"   its rollouts and network need {share:.1f} × the card's memory: fewer envs or shorter rollouts"
@@ -236,11 +238,14 @@ def answer(case: Case, wishes: dict[str, str], agent: Agent) -> dict[str, Any]:
         factor = float(wishes["step_ms"]) / 1e3 / costs.step_seconds
         wait, compute = (tuple(s * factor for s in times) for times in (costs.wait, costs.compute))
         costs = replace(costs, wait=wait, compute=compute)
+    scale, known = case.steps_per_second / case.now.steps_per_second, costs
     if "gpu" in wishes:
-        costs, settings = on_card(agent.config, agent.policy, costs, settings, card(wishes["gpu"]))
-    way = replace(case, costs=costs, settings=settings).decision("auto").ways[0]
+        scale = 1.0  # what the run was off by is the learner's part, and that goes to the card
+        there = card(wishes["gpu"])
+        costs, settings = on_card(agent.config, agent.policy, costs, settings, there, agent.env_info())
+        known = replace(costs, update=NO_UPDATE)  # `train` does not time updates on a card
+    way = replace(case, costs=known, settings=settings).decision("auto").ways[0]
     forecast = simulate(costs, way)
-    scale = case.steps_per_second / case.now.steps_per_second
     return {
         "wishes": wishes,
         "steps_per_second": forecast.steps_per_second * scale,

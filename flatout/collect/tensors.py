@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -162,14 +163,14 @@ class TensorCollector(LocalCollector):
 
     def _step_all(self, rollout: TensorRollout, noise: Tensor, stop: Callable[[], bool]) -> None:
         """Act, step and store, operation by operation."""
-        clock, executor = self.clock, self.executor
+        clock, executor, attempt = self.clock, self.executor, self.retries.attempt
         on_host = executor.device.type == "cpu"
         act = self._acting(rollout, noise)
         for t in range(rollout.n_steps):
             act(t)
-            actions = self.for_envs(rollout.action[t])
+            actions = attempt(partial(self.for_envs, rollout.action[t]))
             clock.enter(ENV)
-            now = executor.step(actions)
+            now = attempt(partial(executor.step, actions))
             clock.enter(STORE)
             rollout.reward[t] = now.reward
             rollout.terminated[t] = now.terminated

@@ -60,6 +60,11 @@ def replay_batch_size(name: str, memory_bytes: int) -> int:
     return min(max(size, found[0]), found[1])
 
 
+def is_listed(name: str) -> bool:
+    """Whether the batch of off-policy learning is known for a card of this name."""
+    return any(known in _key(name) for known in BATCH_SIZES)
+
+
 def _key(name: str) -> str:
     """A card's name in the form of the tables: case, spaces, hyphens and a leading `nvidia` do not matter."""
     return name.lower().replace(" ", "").replace("-", "").replace("_", "").removeprefix("nvidia")

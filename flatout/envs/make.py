@@ -47,6 +47,9 @@ class TensorEnvs(Protocol):
 
     An env whose `step` changes its state only in place, on the device, and reads nothing back to the host can say so with
     `capturable = True`: on an accelerator acting, stepping and storing are then one launch.
+
+    A step that runs out of memory is repeated once, after cached memory was given back: it should change nothing before it
+    has all the memory that it needs.
     """
 
     @property

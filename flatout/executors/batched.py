@@ -68,7 +68,9 @@ class WrappedEnvs:
         try:
             return self._envs.step(actions)
         except Exception as error:
-            raise self._failure("step", error) from error
+            failure = self._failure("step", error)
+            self.n_steps -= 1
+            raise failure from error
 
     def _check_shape(self, what: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
         if shape != expected:

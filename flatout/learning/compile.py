@@ -149,11 +149,10 @@ def load(path: Path) -> Step:
     return step
 
 
-def compile_to(path: Path, update: Update[Any], batch: Any) -> None:
-    """Trace and compile the step, and write the library to `path` atomically."""
+def _traced(update: Update[Any], batch: Any) -> tuple[Any, tuple[Tensor, ...]]:
+    """The step as a graph of operations, and inputs for it."""
     make_fx = find("torch.fx.experimental.proxy_tensor.make_fx")
-    aoti_compile = find("torch._inductor.aoti_compile_and_package")
-    if make_fx is None or aoti_compile is None:
+    if make_fx is None:
         raise FlatoutError(notes[-1])
     groups, pure = update.inputs(batch), update.pure(batch)
     inputs = tuple(tensor.detach().clone() for group in groups for tensor in group)
@@ -162,6 +161,32 @@ def compile_to(path: Path, update: Update[Any], batch: Any) -> None:
         left = iter(tensors)
         return pure(*([next(left) for _ in group] for group in groups))
 
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return make_fx(flat_step)(*inputs), inputs
+
+
+def compiled_here(update: Update[Any], batch: Any) -> Step:
+    """The step compiled in this process, to be captured in a graph."""
+    compiled: Any = torch.compile(_traced(update, batch)[0], dynamic=False)
+
+    def step(*groups: Sequence[Tensor]) -> Sequence[Tensor]:
+        with torch.no_grad():
+            new: Sequence[Tensor] = compiled(*(tensor for group in groups for tensor in group))
+        return new
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        check_same(update, step, batch)
+    return step
+
+
+def compile_to(path: Path, update: Update[Any], batch: Any) -> None:
+    """Trace and compile the step, and write the library to `path` atomically."""
+    aoti_compile = find("torch._inductor.aoti_compile_and_package")
+    if aoti_compile is None:
+        raise FlatoutError(notes[-1])
+    traced, inputs = _traced(update, batch)
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     for left in path.parent.glob("tmp*"):  # of compilers that were killed
         with suppress(OSError):
@@ -171,7 +196,6 @@ def compile_to(path: Path, update: Update[Any], batch: Any) -> None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            traced = make_fx(flat_step)(*inputs)
             exported = torch.export.export(traced, inputs, strict=False)
             # Keep the compiler's working files out of the cache.
             os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder / "work"))

@@ -142,6 +142,8 @@ class Update(Generic[Batch]):
         lower = autocast and torch.autocast(flat.device.type, autocast, cache_enabled=False)
         self._precision: Any = lower or nullcontext()
         self._backend: Backend[Batch] | None = None
+        self.compiled_step: Step | None = None
+        """What a graph captures, if it was compiled."""
         self.backend = "eager"
         """What computes the steps: eager, compiled, graph or fused."""
 
@@ -195,7 +197,10 @@ class Update(Generic[Batch]):
 
     def captured_step(self, batch: Batch) -> None:
         """`eager_step` for a graph: nothing in it is fixed by the time of the capture."""
-        self._apply(*self.own_gradient(batch), self.learning_rate)
+        if self.compiled_step is not None and len(batch) == self.batch_size == self.parts.n_rows:
+            self.commit(self.compiled_step(*self.inputs(batch)))
+        else:
+            self._apply(*self.own_gradient(batch), self.learning_rate)
 
     def own_gradient(self, batch: Batch) -> tuple[Tensor, Tensor, list[Tensor]]:
         """`_gradient` that differentiates views of its own.

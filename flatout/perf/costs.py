@@ -86,6 +86,8 @@ class Costs:
     """Acting in the learner's process, by number of observations."""
     act_apart: Points | None = None
     """Acting in a subprocess collector, on the CPU; None: as in the learner's process."""
+    act_on_device: float = 0.0
+    """How long acting in one time step occupies the device that learns."""
     update: UpdateCost = NO_UPDATE
     compiled: UpdateCost | None = None
     """The update in its compiled or fused form; None: not known."""

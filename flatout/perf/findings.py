@@ -278,12 +278,9 @@ def _device(case: Case) -> Iterator[Finding]:
         known = (
             "" if used is None else f", device utilisation {_percent(used)} (time in which any kernel ran)"
         )
-        yield Finding(
-            UNFILLED_CARD,
-            "one run cannot fill this GPU",
-            f"learner busy {_percent(busy)}{known}; the fastest way to collect would keep it busy {_percent(most)}",
-            "run several seeds or settings side by side, or a larger network; more epochs keep it busy with nothing new",
-        )
+        what, change = unfilled(max(busy, most), "this GPU")
+        evidence = f"learner busy {_percent(busy)}{known}; the fastest way to collect would keep it busy {_percent(most)}"
+        yield Finding(UNFILLED_CARD, what, evidence, change)
     share = case.phases.get(Phase.STAGE, 0.0)
     if share >= 0.1 and settings.on_device:
         yield Finding(
@@ -308,6 +305,15 @@ def _device(case: Case) -> Iterator[Finding]:
             f"it gives as reason: {', '.join(case.throttled)}",
             "better cooling or a higher power limit",
         )
+
+
+def unfilled(share: float, card: str) -> tuple[str, str]:
+    """That one run is so small a part of what a card can do, and what would fill it."""
+    return (
+        f"the work of one run is {100 * share:.2g} % of {card}",
+        f"more runs side by side (seeds, settings) would fill it, about {1 / max(share, 0.01):.0f} of them, or a "
+        "larger network, if it learns better; more epochs do not count, they keep it busy with nothing new",
+    )
 
 
 def _less_memory(settings: Settings) -> tuple[str, tuple[str, ...]]:

@@ -15,8 +15,15 @@ from typing import Any
 import numpy as np
 import torch
 
+from flatout.config.fields import replace as replace_fields
 from flatout.config.run_config import RunConfig
-from flatout.device.accelerator import can_capture, choose_precision, is_accelerator, synchronize
+from flatout.device.accelerator import (
+    can_capture,
+    choose_precision,
+    is_accelerator,
+    synchronize,
+    use_device,
+)
 from flatout.device.machine import remembered
 from flatout.device.shared import no_processes
 from flatout.envs.check import EnvInfo
@@ -27,11 +34,16 @@ from flatout.models.actor import make_actor
 from flatout.models.policy import Policy
 from flatout.perf.costs import COMPILED_PYTHON, Costs, Points, Settings, UpdateCost, rising
 from flatout.perf.decide import Decision, Request, decide
+from flatout.perf.simulate import ladder
 from flatout.perf.trial import try_steps
 from flatout.timing import PhaseClock
 
 NARROW = 8
 """Units per layer of a network whose update is nothing but launching operations."""
+SMALLEST_BATCH = 64
+"""Of off-policy learning, where it is measured which batch suits a card."""
+NOTABLY_MORE = 1.3
+"""A batch of twice the size must learn from this many times as many samples a second."""
 MAX_SECONDS = 0.5
 """For timing one thing before a run begins."""
 
@@ -187,6 +199,19 @@ class UpdateProbe:
         learner = spec.make_learner(str(policy.device), "fp32")
         batch = learner.example_batch(TINY_BATCH)
         return fastest(partial(learner.update.eager_step, batch), learner.device, 8)
+
+
+def measured_batch_size(config: RunConfig, policy: Policy) -> int:
+    """The largest batch up to the config's that learns from notably more samples a second than one of half its size."""
+    use_device(policy.device)
+    best, rate = SMALLEST_BATCH, 0.0
+    for size in ladder(SMALLEST_BATCH, config.algorithm.batch_size):
+        probe = UpdateProbe.of_copy(replace_fields(config, {"batch_size": size}), policy)
+        now = size / probe.seconds(1).seconds(size)
+        if now < NOTABLY_MORE * rate:
+            break
+        best, rate = size, now
+    return best
 
 
 def needs_step_times(config: RunConfig) -> bool:

@@ -9,18 +9,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
+from flatout.collect.groups import MIN_ENVS
+from flatout.collect.tensors import TensorActions
 from flatout.config.run_config import RunConfig
 from flatout.device.cards import Card
+from flatout.envs.check import EnvInfo
+from flatout.executors.tensors import TensorExecutor
+from flatout.learning.learner import Learner
 from flatout.models.policy import Policy
-from flatout.perf.costs import Costs, Settings, UpdateCost
+from flatout.perf.costs import Costs, Settings, UpdateCost, at
 
 KERNEL_SECONDS = 1.2e-6
 """The shortest kernel inside a graph."""
@@ -67,31 +74,79 @@ def seconds_on(card: Card, work: Callable[[], Any], *, tf32: bool = False) -> fl
 
 
 def on_card(
-    config: RunConfig, policy: Policy, costs: Costs, settings: Settings, card: Card
+    config: RunConfig,
+    policy: Policy,
+    costs: Costs,
+    settings: Settings,
+    card: Card,
+    env: EnvInfo | None = None,
 ) -> tuple[Costs, Settings]:
     """The costs of the same run with a card to learn on, and its settings there."""
     tf32 = config.precision == "tf32" or (config.precision == "auto" and card.tf32 > card.fp32)
-    spec = config.learner_spec(policy.obs, policy.action)
-    learner = spec.make_learner("meta", "fp32")
+    timed = partial(seconds_on, card, tf32=tf32)
+    learner = config.learner_spec(policy.obs, policy.action).make_learner("meta", "fp32")
     batch = learner.example_batch(settings.batch_size)
-    update = seconds_on(card, lambda: learner.update.captured_step(batch), tf32=tf32)
+    update = timed(lambda: learner.update.captured_step(batch))
     if settings.train_ratio is not None:
         update += DRAW_KERNELS * KERNEL_SECONDS
     cost = UpdateCost(python=REPLAY_SECONDS, points=((settings.batch_size, update),))
-    obs, _ = learner.example_inputs(settings.n_envs)
-    noise = torch.zeros(settings.n_envs, policy.action.noise_size, device="meta")
-    latency = 2 * LINK_SECONDS + seconds_on(card, lambda: learner.model.sample(obs, noise), tf32=tf32)
+    costs = replace(costs, update=cost, compiled=None, beside=None, learn_overhead=1.05)
+    on = replace(settings, on_device=True, compiled=False)
+    if settings.executor == "batched":
+        step = None if env is None or env.batched != "tensor" else _step_of(env, learner, settings.n_envs)
+        return (costs if step is None else _stepping_there(costs, settings.n_envs, timed(step))), on
+    return _acting_there(costs, settings, learner, timed), on
+
+
+def _acting_there(
+    costs: Costs, settings: Settings, learner: Learner[Any], timed: Callable[[Callable[[], Any]], float]
+) -> Costs:
+    """The costs with acting on the card, if that is faster than on the CPU."""
+    n_envs = settings.n_envs
     # Two groups act in turn: while one waits for the card, the other steps.
-    hidden = sum(costs.compute) / len(costs.compute) * settings.n_envs / 2
-    act = 2 * (ACT_SECONDS + max(latency - hidden, 0.0))
+    n_groups = 1 if costs.waits or n_envs < MIN_ENVS else 2
+    kernels = timed(_acting(learner, -(-n_envs // n_groups)))
+    hidden = costs.step_seconds * n_envs / 2 if n_groups == 2 else 0.0
+    act = n_groups * (ACT_SECONDS + max(kernels + 2 * LINK_SECONDS - hidden, 0.0))
     here = costs.act_apart or costs.act
-    costs = replace(
-        costs,
-        act=tuple((n, min(seconds, act)) for n, seconds in here),
-        act_apart=here,
-        update=cost,
-        compiled=None,
-        beside=None,
-        learn_overhead=1.05,
+    if at(here, n_envs) <= act:
+        return replace(costs, act=here, act_apart=here)
+    # It always acts for all envs, of which some may count.
+    return replace(
+        costs, act=((1, act), (2, act)), act_apart=here, act_on_device=n_groups * (kernels + 2 * LINK_SECONDS)
     )
-    return costs, replace(settings, on_device=True, compiled=False)
+
+
+def _acting(learner: Learner[Any], n_envs: int) -> Callable[[], Any]:
+    obs, _ = learner.example_inputs(n_envs)
+    noise = torch.zeros(n_envs, learner.model.action.noise_size, device="meta")
+    return lambda: learner.model.sample(obs, noise)
+
+
+def _step_of(env: EnvInfo, learner: Learner[Any], n_envs: int) -> Callable[[], Any] | None:
+    """A time step of batched envs of tensors: acting, stepping, storing; None if they cannot be made elsewhere."""
+    model, act = learner.model, _acting(learner, n_envs)
+    try:
+        made: Any = replace(env.factory, device="meta").make(n_envs)
+        executor = TensorExecutor(made, model.obs, np.arange(n_envs), 0)
+        executor.reset()
+        actions = TensorActions(model.action, executor.device)
+    except Exception:
+        return None
+    if executor.device.type != "meta" or not executor.capturable:
+        return None
+
+    def step() -> None:
+        action, log_prob = act()
+        now = executor.step(actions.to_env(model.head.squash(action)))
+        kept = action, log_prob, now.reward, now.terminated, now.truncated, *now.final_obs, *now.obs
+        for value in (*kept, *now.obs):  # the observations are read from the rollout, too
+            value.clone()
+
+    return step
+
+
+def _stepping_there(costs: Costs, n_envs: int, seconds: float) -> Costs:
+    """The costs with envs that step on the card, all in so many seconds: the host only launches."""
+    waiting = max(seconds - REPLAY_SECONDS, 0.0) / n_envs
+    return replace(costs, wait=(waiting,), compute=(0.0,), act=((n_envs, REPLAY_SECONDS),), store=0.0)

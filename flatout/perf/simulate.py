@@ -156,7 +156,8 @@ class _Pipeline:
         total = learn_seconds(costs, settings) * self._scale
         launching = costs.learn_overhead * settings.n_updates * update_cost(costs, settings).python
         python = min(launching * self._scale, total)
-        native = (total - python) / CHUNKS
+        acting = 0.0 if settings.in_subprocesses else settings.n_steps * self._scale * costs.act_on_device
+        native = (total - python + acting) / CHUNKS
         for _ in range(CHUNKS):
             yield Compute(python / CHUNKS)
             yield Wait(native) if settings.on_device else Compute(native, NATIVE, settings.learn_threads)

@@ -28,6 +28,7 @@ from flatout.device.accelerator import (
     has_streams,
     is_accelerator,
     new_event,
+    no_compiler,
     use_device,
     use_matmul_precision,
 )
@@ -36,7 +37,7 @@ from flatout.envs.check import EnvInfo
 from flatout.envs.spaces import Array, space_to_json
 from flatout.errors import FlatoutError, one_line
 from flatout.executors.base import EXECUTORS, EnvSet, Executor, RestartBudget, make_executor
-from flatout.learning.compile import Compilation, Recipe, is_available
+from flatout.learning.compile import Compilation, Recipe, compiled_here, is_available
 from flatout.models.policy import Policy
 from flatout.perf.costs import Costs, Settings
 from flatout.perf.planner import UpdateProbe, faster_device, plan_run
@@ -147,7 +148,7 @@ class Trainer:
         if is_accelerator(device):
             self.learner.capture = can_capture(device)
             if config.compile == "on":
-                self.notes.append(f"updates on {device} are captured as a graph; nothing is compiled for it")
+                self.notes.append(self._compile_for_graph())
             return
         if config.accumulate > 1 and config.compile == "on":
             self.notes.append(
@@ -158,6 +159,20 @@ class Trainer:
         spec = config.learner_spec(self.policy.obs, self.policy.action)
         recipe = Recipe(spec=spec, device="cpu", precision=self.precision, n_threads=n_threads)
         self.learner.compilation = Compilation(recipe, wait=config.compile == "on")
+
+    def _compile_for_graph(self) -> str:
+        """Compile the step that a graph captures; a note on what came of it."""
+        update, missing = self.learner.update, no_compiler(self.policy.device)
+        if not missing and self.config.accumulate > 1:
+            missing = "--accumulate splits minibatches"
+        if not missing:
+            try:
+                update.begin(1e-4, 0.2)  # at a clip range of 0 rounding would decide about gradients
+                update.compiled_step = compiled_here(update, self.learner.example_batch(update.batch_size))
+                return "the update is compiled, and captured as a graph"
+            except Exception as error:
+                missing = one_line(error)
+        return f"the update is captured as a graph, but not compiled: {missing}"
 
     def _first_that_starts(
         self, ranked: list[Settings], envs: Mapping[str, Array] | None

@@ -39,6 +39,7 @@ struct Call {
   int device = -1;
   bool host_indices = false, bool_indices = false;
   double bytes = 0, first_bytes = 0, most_bytes = 0;
+  at::Tensor first;
 
   Call(const Operator& of, Arguments* stack)
       : op(of), arguments(std::make_move_iterator(stack->end() - static_cast<std::ptrdiff_t>(of.arguments)), std::make_move_iterator(stack->end())) {
@@ -67,6 +68,9 @@ struct Call {
   }
 
   void add_bytes(const at::Tensor& tensor, double times) {
+    // An operator in place often comes as one with `out=`: the same table again, of which it writes some rows.
+    if (op.moves_rows && tensor.is_same(first)) return;
+    if (!first.defined()) first = tensor;
     double size = times * static_cast<double>(tensor.unsafeGetTensorImpl()->numel()) * static_cast<double>(tensor.element_size());
     if (first_bytes == 0 && bytes == 0) first_bytes = size;
     else most_bytes = std::max(most_bytes, size);

@@ -86,6 +86,7 @@ CASES: dict[str, tuple[dict[str, Any], Any, str, int, int]] = {
     "prioritized, eager": (PRIORITIZED | {"compile": "off"}, Walk, "cpu", 3, 97),
     "snake": (PPO | SNAKE, "snake", "cpu", 2, 11),
     "snake, captured": (PPO | SNAKE, "snake", "cpu", 1, 43),
+    "snake, not captured yet": (PPO | SNAKE, "snake", "cpu", 0, 59),
     "snake, dqn": (DQN | SNAKE, "snake", "cpu", 3, 31),
 }
 

@@ -19,7 +19,7 @@ from flatout.algorithms.base import LearnerSpec
 from flatout.algorithms.ppo.config import PPOConfig
 from flatout.envs.spaces import ActionLayout, ObsLayout
 from flatout.errors import FlatoutError
-from flatout.learning.compile import Compilation, Recipe, cached_path, check_same
+from flatout.learning.compile import Compilation, Recipe, cached_path, check_same, compiled_here
 from flatout.learning.learner import Learner
 from flatout.models.config import NetworkConfig
 
@@ -228,3 +228,15 @@ def test_a_cache_folder_that_others_can_write_to_is_not_used(cache: Path) -> Non
         assert learner.update.backend == "eager"
         assert f"others can write to {folder}" in compilation.notes[0]
         folder.rmdir()
+
+
+def test_a_step_compiled_for_a_graph_is_the_updates(cache: Path) -> None:
+    """On a card a graph captures it; here it is called."""
+    learner, plain = (make_learner(make_recipe()) for _ in range(2))
+    batch = learner.example_batch(32)
+    learner.update.compiled_step = compiled_here(learner.update, batch)
+    for _ in range(3):
+        learner.update.captured_step(batch)
+        plain.update.captured_step(batch)
+    torch.testing.assert_close(learner.params.flat, plain.params.flat, atol=1e-5, rtol=1e-4)
+    assert float(learner.update.n_steps) == 3

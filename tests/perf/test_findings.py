@@ -127,7 +127,13 @@ def test_a_card_that_one_run_cannot_fill_is_left_to_several() -> None:
     """Without NVML the device's own clock tells."""
     waiting = replace(THREADS, on_device=True)
     (finding,) = [f for f in diagnose(case(WAITS, waiting)) if f.kind == UNFILLED_CARD]
-    assert "side by side, or a larger network; more epochs" in finding.change
+    share = float(finding.what.removeprefix("the work of one run is ").removesuffix(" % of this GPU"))
+    assert 0 < share < 10
+    n_runs = float(finding.change.partition("about ")[2].partition(" ")[0])
+    assert n_runs * share == pytest.approx(100, abs=max(share, n_runs))
+    assert "more runs side by side" in finding.change
+    assert "or a larger network" in finding.change
+    assert "more epochs do not count" in finding.change
     assert finding.flags == ()
     turns = replace(
         WAITS, wait=(0.2e-3,), compute=(0.05e-3,)

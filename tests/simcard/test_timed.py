@@ -65,6 +65,18 @@ def test_a_gather_of_rows_takes_only_their_bytes() -> None:
     )
 
 
+def test_rows_written_in_place_take_only_their_bytes() -> None:
+    table = torch.empty(1 << 18, 64, device="sim")
+    rows, values = torch.zeros(4096, dtype=torch.long, device="sim"), torch.empty(4096, 64, device="sim")
+    places = rows[:, None].expand(-1, 64).contiguous()
+    for index, work in (
+        (rows, lambda: table.index_copy_(0, rows, values)),
+        (places, lambda: table.scatter_(0, places, values)),
+    ):
+        moved = 2 * values.nbytes + index.nbytes
+        assert busy(work) <= 1.5 * moved / CARD.memory_bandwidth + CARD.kernel_seconds
+
+
 def test_the_host_runs_on_and_a_sync_waits() -> None:
     x = torch.empty(4096, 4096, device="sim")
     x @ x

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import product
 from typing import Any, TypeAlias
@@ -116,7 +116,7 @@ def draw(key: Tensor, n_step: Tensor, n_choices: Tensor | int) -> Tensor:
 
 @dataclass(slots=True)
 class State:
-    """N games, changed in place."""
+    """N games."""
 
     key: Tensor
     n_step: Tensor
@@ -163,38 +163,42 @@ class TensorSteps:
         self.start, self.start_free = put(start), put(np.flatnonzero(start == 0))
         """The start board (the move at which the head entered each cell; the wall last) and its free cells."""
 
-    def reset(self, s: State, where: Tensor) -> None:
-        """Start a new game where the mask is true."""
-        s.board.copy_(torch.where(where[:, None], self.start, s.board))
-        first = (self.start_head, 1, N_START, N_START, 0)
-        for values, value in zip((s.head, s.facing, s.length, s.moves, s.hunger), first, strict=True):
-            values.masked_fill_(where, value)
+    def reset(self, s: State, where: Tensor) -> State:
+        """The games, with new ones where the mask is true."""
+        names, first = (
+            ("head", "facing", "length", "moves", "hunger"),
+            (self.start_head, 1, N_START, N_START, 0),
+        )
+        pairs = zip(names, first, strict=True)
+        new = {name: getattr(s, name).masked_fill(where, value) for name, value in pairs}
         food = self.start_free[draw(s.key, s.n_step, len(self.start_free))]
-        s.food.copy_(torch.where(where, food, s.food))
+        board = torch.where(where[:, None], self.start, s.board)
+        return replace(s, board=board, food=torch.where(where, food, s.food), **new)
 
-    def step(self, s: State, actions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Step every game; returns rewards, which games ended, and food eaten. Does not reset."""
+    def step(self, s: State, actions: Tensor) -> tuple[State, Tensor, Tensor, Tensor]:
+        """Every game a step later, rewards, which games ended, and food eaten. Does not reset."""
         rules, n_cells = self._rules, self._rules.n_cells
         actions = actions & 3
-        s.facing.copy_(torch.where(actions == s.facing ^ 2, s.facing, actions))
-        cell, now = self.ahead[s.head, s.facing], s.moves + 1
+        facing = torch.where(actions == s.facing ^ 2, s.facing, actions)
+        cell, now = self.ahead[s.head, facing], s.moves + 1
         ate = cell == s.food
         there = s.board.gather(1, cell[:, None]).squeeze(1)
         crashed = there > now - s.length
         hungry = torch.where(ate, 0, s.hunger + 1)
-        s.length.add_(ate & ~crashed)
-        s.board.scatter_(1, cell[:, None], torch.where(crashed, there, now).int()[:, None])
-        for values, value in ((s.head, cell), (s.moves, now), (s.hunger, hungry)):
-            values.copy_(torch.where(crashed, values, value))
-        full = s.length == n_cells
+        length = s.length + (ate & ~crashed)
+        board = s.board.scatter(1, cell[:, None], torch.where(crashed, there, now).int()[:, None])
+        pairs = ((s.head, cell), (s.moves, now), (s.hunger, hungry))
+        head, moves, hunger = (torch.where(crashed, before, after) for before, after in pairs)
+        full = length == n_cells
         died = crashed | ((hungry >= rules.limit) & ~full)
         # The cell with k free cells before it is the first whose running count of free cells exceeds k.
-        n_free = (s.board[:, :-1] <= (s.moves - s.length)[:, None]).cumsum(1)
-        k = draw(s.key, s.n_step, n_cells - s.length)
+        n_free = (board[:, :-1] <= (moves - length)[:, None]).cumsum(1)
+        k = draw(s.key, s.n_step, n_cells - length)
         food = (n_free <= k[:, None]).sum(1)
-        s.food.copy_(torch.where(full, cell, torch.where(ate, food, s.food)))
+        food = torch.where(full, cell, torch.where(ate, food, s.food))
         reward = torch.where(died, rules.death_reward, ate.float())
-        return reward, died | full, s.length - N_START
+        new = {"board": board, "head": head, "facing": facing, "length": length, "moves": moves}
+        return replace(s, hunger=hunger, food=food, **new), reward, died | full, length - N_START
 
     def observe(self, s: State) -> dict[str, Any]:
         mask = self.directions != (s.facing ^ 2)[:, None]
@@ -263,25 +267,32 @@ class SnakeGames:
 
     def reset(self, seed: int | None = None) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Start new games in all envs; a seed restarts the random streams."""
-        self.state.n_step.add_(1)
+        now = replace(self.state, n_step=self.state.n_step + 1)
         if seed is not None:
-            self.state.key.copy_(game_keys(seed, self.num_envs, self.device))
-            self.state.n_step.zero_()
-        self._steps.reset(self.state, torch.ones(self.num_envs, dtype=torch.bool, device=self.device))
-        return self._steps.observe(self.state), {}
+            now.key, now.n_step = game_keys(seed, self.num_envs, self.device), torch.zeros_like(now.n_step)
+        now = self._steps.reset(now, torch.ones(self.num_envs, dtype=torch.bool, device=self.device))
+        obs = self._steps.observe(now)
+        self._keep(now)
+        return obs, {}
+
+    def _keep(self, now: State) -> None:
+        """Make these the games, in the same memory; in place, so that nothing here can run out of memory."""
+        for name in (f.name for f in fields(State)):
+            getattr(self.state, name).copy_(getattr(now, name))
 
     def step(self, actions: Tensor) -> Stepped:
         """Step every game and reset those that ended. An action that would reverse the snake goes straight on."""
         if self._kernel is not None:
             return self._kernel.step(actions)
-        state, steps = self.state, self._steps
-        state.n_step.add_(1)
-        reward, ended, food = steps.step(state, actions)
-        obs = final = steps.observe(state)
+        steps, now = self._steps, replace(self.state, n_step=self.state.n_step + 1)
+        now, reward, ended, food = steps.step(now, actions)
+        obs = final = steps.observe(now)
         if self._autoreset:
-            steps.reset(state, ended)
-            obs = steps.observe(state)
-        return obs, reward, ended, torch.zeros_like(ended), {"final_obs": final, "food": food}
+            now = steps.reset(now, ended)
+            obs = steps.observe(now)
+        never = torch.zeros_like(ended)
+        self._keep(now)
+        return obs, reward, ended, never, {"final_obs": final, "food": food}
 
 
 class _Kernel:
