@@ -21,11 +21,12 @@ from flatout.algorithms.base import Algorithm, register_algorithm
 from flatout.collect.noise import ActionNoise
 from flatout.config.fields import replace as replace_fields
 from flatout.config.run_config import RunConfig, preset_note, read_file, resolve
-from flatout.config.trust import require_trust
+from flatout.config.trust import code_in, require_trust
 from flatout.device import private
 from flatout.device.accelerator import resolve_device, use_device
 from flatout.device.machine import gc_frozen, machine, usable_cores
 from flatout.envs.check import EnvInfo, check
+from flatout.envs.loader import Code
 from flatout.envs.make import EnvFactory, EnvSource, env_factory
 from flatout.envs.spaces import ActionLayout, ObsLayout, space_from_json
 from flatout.errors import FlatoutError, one_line
@@ -86,7 +87,7 @@ class Agent:
         trust: bool = False,
         **settings: Any,
     ) -> None:
-        """`trust`: whether `config_file` may name code (an env, algorithm or executor) that no run of yours wrote."""
+        """`trust`: whether `config_file` may name code (an env, algorithm, network, …) that no run of yours wrote."""
         began_at = time()
         if isinstance(algo := settings.get("algo"), Algorithm):
             settings["algo"] = register_algorithm(algo).name
@@ -152,16 +153,20 @@ class Agent:
         *,
         trust: bool = False,
         typed: Collection[str] = (),
+        code: Mapping[str, Any] | None = None,
     ) -> Agent:
         """The agent in a checkpoint; its env is made when it is needed.
 
-        Code that it names must be `typed` by the user, written by a run of this user, or trusted with `trust`.
+        Code that it names must be `typed` by the user, written by a run of this user, or trusted with `trust`. `code`: the
+        network, optimizer or schedules that it was trained with, by setting, for what cannot be loaded by its name.
         """
         began_at, state = time(), checkpoint.state
-        doubt = partial(require_trust, state.get("config"), "checkpoint", trust=trust, typed=typed)
-        doubt(names=("algo",))
+        own = {name: Code.of(value) for name, value in (code or {}).items()}
         try:
-            config = RunConfig.from_json(state["config"], "checkpoint")
+            saved = _with_code(state["config"], own)
+            doubt = partial(require_trust, saved, "checkpoint", trust=trust, typed=[*typed, *own.values()])
+            doubt(names=[name for name in code_in(saved) if name not in ("env", "executor")])
+            config = RunConfig.from_json(saved, "checkpoint")
             spaces = space_from_json(state["observation_space"]), space_from_json(state["action_space"])
             mask_in_info = bool(state["mask_in_info"])
         except KeyError as error:
@@ -169,9 +174,14 @@ class Agent:
         kind = AGENTS.get(config.algo, Agent)
         agent = kind.__new__(kind)
         source = env if env is not None else config.env
-        agent._set_up(
-            config, source, spaces, resolve_device(config.device), mask_in_info, checkpoint=checkpoint
-        )
+        device = resolve_device(config.device)
+        try:
+            agent._set_up(config, source, spaces, device, mask_in_info, checkpoint=checkpoint)
+        except FlatoutError as error:
+            if config.network.network is None:
+                raise
+            again = "give the network again: --network FILE.py:NAME, in Python flatout.load(…, network=…)"
+            raise FlatoutError(f"{error}; {again}") from error
         agent.began_at = began_at
         agent._require_trust = lambda name: (
             None if name == "env" and env is not None else doubt(names=(name,))
@@ -501,10 +511,11 @@ AGENTS: dict[str | None, type[Agent]] = {kind.algo: kind for kind in (PPO, DQN, 
 """The subclass of an algorithm that has one; all others use `Agent` itself."""
 
 
-def load(path: str | Path, env: EnvSource | None = None, *, trust: bool = False) -> Agent:
+def load(path: str | Path, env: EnvSource | None = None, *, trust: bool = False, **code: Any) -> Agent:
     """The agent in a file written by `save`, in a checkpoint, or in a run folder (its newest checkpoint that is whole).
 
-    `trust`: whether the file may name code (an env, algorithm or executor) that no run of yours wrote.
+    `trust`: whether the file may name code (an env, algorithm, executor, network, …) that no run of yours wrote. `code`:
+    `network=`, `optimizer=` or a schedule of your own that cannot be loaded by its name, or is elsewhere now.
     """
     path = Path(path)
     if path.is_dir():
@@ -513,7 +524,21 @@ def load(path: str | Path, env: EnvSource | None = None, *, trust: bool = False)
             warnings.warn(f"{line}; using {used.name}", stacklevel=2)
     else:
         checkpoint = read_checkpoint(path)
-    return Agent.from_checkpoint(checkpoint, env, trust=trust)
+    return Agent.from_checkpoint(checkpoint, env, trust=trust, code=code)
+
+
+def _with_code(config: Any, code: Mapping[str, Code]) -> Any:
+    """A checkpoint's settings with this code for what it was trained with."""
+    parts = [part for part in config.values() if isinstance(part, dict)]
+    for name in code:
+        if not any(part.get(name) for part in parts):
+            raise FlatoutError(f"this agent has no {name} of your own; leave it out")
+    if not code:
+        return config
+    return {
+        key: {k: code.get(k, v) for k, v in part.items()} if isinstance(part, dict) else part
+        for key, part in config.items()
+    }
 
 
 def _resolve(

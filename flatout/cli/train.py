@@ -28,6 +28,8 @@ RESUMABLE = (
     "checkpoint_every",
 )
 """Settings that may change when a run is resumed."""
+GIVEN_BACK = ("network", "optimizer", "learning_rate_schedule", "clip_range_schedule")
+"""Code of the user's own, which may be elsewhere when a run is resumed."""
 
 
 def train(argv: Sequence[str]) -> int:
@@ -68,7 +70,7 @@ def resume(argv: Sequence[str]) -> int:
     parser = cli.run_parser("resume", "Continue a run from its newest checkpoint.")
     _add_output_flags(parser)
     cli.add_trust(parser)
-    cli.add_settings(parser, argv, only=RESUMABLE)
+    cli.add_settings(parser, argv, only=(*RESUMABLE, *GIVEN_BACK))
     args = parser.parse(argv)
     return _resume(cli.run_path(args.run, args.runs_dir), cli.settings(args), args)
 
@@ -90,7 +92,8 @@ def _resumed(folder: RunFolder, given: dict[str, Any], args: argparse.Namespace)
 
     _, checkpoint, skipped = CheckpointFolder(folder.checkpoints).newest()
     typed = [str(word) for word in (getattr(args, "env", None), *given.values()) if word]
-    agent = Agent.from_checkpoint(checkpoint, trust=args.trust, typed=typed)
+    code = {name: given[name] for name in GIVEN_BACK if ":" in str(given.get(name))}
+    agent = Agent.from_checkpoint(checkpoint, trust=args.trust, typed=typed, code=code)
     changed = replace(agent.config, given)
     if others := [name for name in given if name not in RESUMABLE and _differs(agent.config, changed, name)]:
         flag = others[0].replace("_", "-")
@@ -149,6 +152,7 @@ def evaluate(argv: Sequence[str]) -> int:
     parser.flag("--best", "load the best checkpoint, not the newest")
     parser.flag("--stochastic", "sample actions instead of taking the most likely one")
     parser.flag("--json", "print the result as JSON")
+    parser.flag("--network", "where its own network is now, if elsewhere", metavar="FILE.py:NAME")
     cli.add_trust(parser)
     args = parser.parse(argv)
     for name, value in (("--episodes", args.episodes), ("--eval-max-steps", args.eval_max_steps)):
@@ -163,7 +167,8 @@ def evaluate(argv: Sequence[str]) -> int:
 
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *_, **__: print(f"note: {message}", file=sys.stderr)
-        agent = load(path, trust=args.trust)
+        code = {"network": args.network} if args.network is not None else {}
+        agent = load(path, trust=args.trust, **code)
         result = agent.evaluate(
             args.episodes,
             deterministic=not args.stochastic,
