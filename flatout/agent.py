@@ -31,6 +31,7 @@ from flatout.envs.make import EnvFactory, EnvSource, env_factory
 from flatout.envs.spaces import ActionLayout, ObsLayout, space_from_json
 from flatout.errors import FlatoutError, one_line
 from flatout.executors.base import RestartBudget
+from flatout.executors.episodes import LastEpisodes
 from flatout.models.actor import env_actions
 from flatout.models.policy import Policy
 from flatout.perf.costs import Costs
@@ -52,6 +53,8 @@ from flatout.views.report import write_report
 from flatout.views.stream import SafeStream
 from flatout.views.text import report_text, summary_text
 
+ROUNDED = 1.1
+"""A run that takes more than this times the env steps that were asked for says so."""
 SAVE_TRIES = 4
 """How often a run's last checkpoint is tried."""
 
@@ -250,7 +253,8 @@ class Agent:
             recorder.fault(*fault, is_known=True)
         trainer.budget.listener = recorder.fault
         if display is not None:
-            display.start(self.header())
+            rounded = self._rounding_note(until - trainer.state.env_steps)
+            display.start([*self.header(), *([f"note: {rounded}"] if rounded else [])])
         stop = StopRequest()
         startup = time() - self.began_at
         with stop.listening():
@@ -391,6 +395,27 @@ class Agent:
             free = self.machine.memory_available_bytes
             notes.append(preset_note(presets, preset, self.machine.cores, free, obs_bytes) or "")
         return [note for note in notes if note]
+
+    def _rounding_note(self, n_steps: int) -> str | None:
+        """Says so where whole rollouts take notably more env steps than were asked for."""
+        config, total = self.config, self.config.total_batch
+        takes = -(-n_steps // total) * total
+        if n_steps < 1 or takes <= ROUNDED * n_steps:
+            return None
+        fits = max(n_steps // config.n_envs, 1)
+        shorter = f"; --n-steps {fits} would fit" if n_steps < total else ""
+        return (
+            f"rollouts have {config.n_envs} envs × {config.algorithm.n_steps:,} steps, so this run takes {takes:,} env "
+            f"steps, not {n_steps:,}{shorter}"
+        )
+
+    @property
+    def training_returns(self) -> LastEpisodes:
+        """Returns of the last 100 episodes of training, in which actions were sampled."""
+        if self._trainer is not None:
+            return self._trainer.state.returns
+        saved = self._checkpoint.state["progress"] if self._checkpoint is not None else {}
+        return LastEpisodes(saved.get("returns", ()))
 
     def env_info(self, timed: bool = False) -> EnvInfo:
         """The checked env; `timed`: its steps will be needed to plan a run."""

@@ -17,6 +17,15 @@ from flatout.envs.make import env_factory
 from flatout.errors import FlatoutError, did_you_mean
 
 THE_RUN, EVERY_ALGORITHM = "the run", "every algorithm"
+RESUMABLE = (
+    "timesteps",
+    "target_return",
+    "eval_every",
+    "eval_episodes",
+    "eval_max_steps",
+    "checkpoint_every",
+)
+"""Settings that may change when a run is resumed."""
 
 
 class Parser(argparse.ArgumentParser):
