@@ -69,4 +69,5 @@ class Attention(nn.Module):
     def forward(self, obs: dict[str, Tensor]) -> Tensor:
         x = self.embed(obs["fruits"])
         score = (self.key(x) @ self.query).masked_fill(obs["present"] == 0, -1e8)
-        return (score.softmax(-1).unsqueeze(-1) * self.value(x)).sum(1)
+        seen: Tensor = (score.softmax(-1).unsqueeze(-1) * self.value(x)).sum(1)
+        return seen

@@ -83,9 +83,10 @@ def _identity(summary: Summary) -> str:
 
 
 def _return(summary: Summary) -> str:
-    mean, std, episodes = numbers(summary, "return_mean", "return_std", "episodes")
+    mean, std, episodes, steps = numbers(summary, "return_mean", "return_std", "episodes", "env_steps")
     if mean is None:
-        return "not known: no episode ended; episodes need an end, such as gymnasium's TimeLimit"
+        limit = "; if the env never ends one, give it a limit (gymnasium's TimeLimit)" if steps else ""
+        return f"not known: no episode ended{limit}"
     if episodes is None:
         return mean_and_std(mean, std)
     last = f"over the last {count(min(100, episodes))} of {count(episodes)} episodes"

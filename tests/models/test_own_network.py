@@ -55,7 +55,8 @@ class Seen(nn.Module):
     def forward(self, obs: Any) -> Tensor:
         self.seen = obs
         first = obs["image"] if isinstance(obs, dict) else obs
-        return first.reshape(len(first), -1)[:, :2].float()
+        features: Tensor = first.reshape(len(first), -1)[:, :2].float()
+        return features
 
 
 def own(network: Any, **settings: Any) -> NetworkConfig:
@@ -103,7 +104,7 @@ def test_a_dict_observation_arrives_in_its_structure() -> None:
     sample = {**space.sample(), "action_mask": np.array([1, 0], np.int8)}
     arrays, _ = obs.batch(sample)
     model.both(tuple(map(torch.from_numpy, arrays)))
-    module = model.pi_encoder.module
+    module: Any = model.pi_encoder.module
     seen = module.seen
     assert module.space is space
     assert set(seen) == {"image", "where", "flags", "action_mask"}
@@ -151,7 +152,7 @@ def test_policy_and_critic_widths_are_given_as_a_dict_or_as_text_and_stay_fused(
 def test_parameters_that_are_frozen_or_unused_stay_as_they_are() -> None:
     for settings in (ROLLOUTS, DQN):
         agent = flatout.Agent("CartPole-v1", network=Wide, **settings)
-        own_part = agent.policy.model.pi_encoder.module
+        own_part: Any = agent.policy.model.pi_encoder.module
         before = [p.detach().clone() for p in own_part.parameters()]
         agent.learn(512)
         after = list(own_part.parameters())
