@@ -155,7 +155,7 @@ def _convert(kind: Any, value: Any) -> Any:
         return Code.of(value)
     if origin is tuple:
         items = value.split(",") if isinstance(value, str) else value
-        if value in ("none", None):
+        if isinstance(value, str) and value.lower() == "none":
             items = ()
         return tuple(_convert(args[0], item) for item in items)
     text = value.lower() if isinstance(value, str) else value

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any, Literal
 from flatout.algorithms import base as algorithms
 from flatout.algorithms.base import Algorithm, AlgorithmConfig, LearnerSpec, Recipe, check
 from flatout.config.fields import all_fields, convert, flatten_json, replace, sections
-from flatout.config.trust import SIGNATURE, code_in, require_trust, signed
+from flatout.config.trust import CODE, SIGNATURE, code_in, require_trust, signed
 from flatout.device.accelerator import accelerators
 from flatout.device.cards import replay_batch_size
 from flatout.device.machine import read_cache, write_cache
+from flatout.envs.loader import Code
 from flatout.envs.make import env_id
 from flatout.errors import FlatoutError
 from flatout.executors.base import EXECUTORS, check_kind
@@ -143,7 +144,10 @@ class RunConfig:
         """Nested plain data for `from_json`, signed if it names code."""
         names = {attribute: section for section, attribute in sections(self).items()}
         values = {names.get(name, name): value for name, value in asdict(self).items()}
-        return signed(values) if code_in(values) else values
+        nested = (part for part in values.values() if isinstance(part, dict))
+        names_code = any(":" in str(values[name]) for name in CODE)
+        names_code = names_code or any(isinstance(value, Code) for part in nested for value in part.values())
+        return signed(values) if names_code else values
 
     @staticmethod
     def from_json(data: Any, source: str) -> RunConfig:
