@@ -168,7 +168,8 @@ class Agent:
         try:
             saved = _with_code(state["config"], own)
             doubt = partial(require_trust, saved, "checkpoint", trust=trust, typed=[*typed, *own.values()])
-            doubt(names=[name for name in code_in(saved) if name not in ("env", "executor")])
+            named = code_in(saved) if isinstance(saved, dict) else ()
+            doubt(names=[name for name in named if name not in ("env", "executor")])
             config = RunConfig.from_json(saved, "checkpoint")
             spaces = space_from_json(state["observation_space"]), space_from_json(state["action_space"])
             mask_in_info = bool(state["mask_in_info"])
@@ -554,12 +555,12 @@ def load(path: str | Path, env: EnvSource | None = None, *, trust: bool = False,
 
 def _with_code(config: Any, code: Mapping[str, Code]) -> Any:
     """A checkpoint's settings with this code for what it was trained with."""
+    if not code or not isinstance(config, dict):
+        return config
     parts = [part for part in config.values() if isinstance(part, dict)]
     for name in code:
         if not any(part.get(name) for part in parts):
             raise FlatoutError(f"this agent has no {name} of your own; leave it out")
-    if not code:
-        return config
     return {
         key: {k: code.get(k, v) for k, v in part.items()} if isinstance(part, dict) else part
         for key, part in config.items()
