@@ -21,16 +21,18 @@ from flatout.algorithms.base import Algorithm, register_algorithm
 from flatout.collect.noise import ActionNoise
 from flatout.config.fields import replace as replace_fields
 from flatout.config.run_config import RunConfig, preset_note, read_file, resolve
-from flatout.config.trust import require_trust
+from flatout.config.trust import code_in, require_trust
 from flatout.device import private
 from flatout.device.accelerator import is_accelerator, resolve_device, use_device
 from flatout.device.cards import is_listed
 from flatout.device.machine import gc_frozen, machine, usable_cores
 from flatout.envs.check import EnvInfo, check
+from flatout.envs.loader import Code
 from flatout.envs.make import EnvFactory, EnvSource, env_factory
 from flatout.envs.spaces import ActionLayout, ObsLayout, space_from_json
 from flatout.errors import FlatoutError, one_line
 from flatout.executors.base import RestartBudget
+from flatout.executors.episodes import LastEpisodes
 from flatout.models.actor import env_actions
 from flatout.models.policy import Policy
 from flatout.perf.costs import Costs
@@ -52,6 +54,8 @@ from flatout.views.report import write_report
 from flatout.views.stream import SafeStream
 from flatout.views.text import report_text, summary_text
 
+ROUNDED = 1.1
+"""A run that takes more than this times the env steps that were asked for says so."""
 SAVE_TRIES = 4
 """How often a run's last checkpoint is tried."""
 
@@ -87,7 +91,7 @@ class Agent:
         trust: bool = False,
         **settings: Any,
     ) -> None:
-        """`trust`: whether `config_file` may name code (an env, algorithm or executor) that no run of yours wrote."""
+        """`trust`: whether `config_file` may name code (an env, algorithm, network, …) that no run of yours wrote."""
         began_at = time()
         if isinstance(algo := settings.get("algo"), Algorithm):
             settings["algo"] = register_algorithm(algo).name
@@ -162,16 +166,21 @@ class Agent:
         *,
         trust: bool = False,
         typed: Collection[str] = (),
+        code: Mapping[str, Any] | None = None,
     ) -> Agent:
         """The agent in a checkpoint; its env is made when it is needed.
 
-        Code that it names must be `typed` by the user, written by a run of this user, or trusted with `trust`.
+        Code that it names must be `typed` by the user, written by a run of this user, or trusted with `trust`. `code`: the
+        network, optimizer or schedules that it was trained with, by setting, for what cannot be loaded by its name.
         """
         began_at, state = time(), checkpoint.state
-        doubt = partial(require_trust, state.get("config"), "checkpoint", trust=trust, typed=typed)
-        doubt(names=("algo",))
+        own = {name: Code.of(value) for name, value in (code or {}).items()}
         try:
-            config = RunConfig.from_json(state["config"], "checkpoint")
+            saved = _with_code(state["config"], own)
+            doubt = partial(require_trust, saved, "checkpoint", trust=trust, typed=[*typed, *own.values()])
+            named = code_in(saved) if isinstance(saved, dict) else ()
+            doubt(names=[name for name in named if name not in ("env", "executor")])
+            config = RunConfig.from_json(saved, "checkpoint")
             spaces = space_from_json(state["observation_space"]), space_from_json(state["action_space"])
             mask_in_info = bool(state["mask_in_info"])
         except KeyError as error:
@@ -179,9 +188,14 @@ class Agent:
         kind = AGENTS.get(config.algo, Agent)
         agent = kind.__new__(kind)
         source = env if env is not None else config.env
-        agent._set_up(
-            config, source, spaces, resolve_device(config.device), mask_in_info, checkpoint=checkpoint
-        )
+        device = resolve_device(config.device)
+        try:
+            agent._set_up(config, source, spaces, device, mask_in_info, checkpoint=checkpoint)
+        except FlatoutError as error:
+            if config.network.network is None:
+                raise
+            again = "give the network again: --network FILE.py:NAME, in Python flatout.load(…, network=…)"
+            raise FlatoutError(f"{error}; {again}") from error
         agent.began_at = began_at
         agent._require_trust = lambda name: (
             None if name == "env" and env is not None else doubt(names=(name,))
@@ -250,7 +264,8 @@ class Agent:
             recorder.fault(*fault, is_known=True)
         trainer.budget.listener = recorder.fault
         if display is not None:
-            display.start(self.header())
+            rounded = self._rounding_note(until - trainer.state.env_steps)
+            display.start([*self.header(), *([f"note: {rounded}"] if rounded else [])])
         stop = StopRequest()
         startup = time() - self.began_at
         with stop.listening():
@@ -392,6 +407,27 @@ class Agent:
             notes.append(preset_note(presets, preset, self.machine.cores, free, obs_bytes) or "")
         return [note for note in notes if note]
 
+    def _rounding_note(self, n_steps: int) -> str | None:
+        """Says so where whole rollouts take notably more env steps than were asked for."""
+        config, total = self.config, self.config.total_batch
+        takes = -(-n_steps // total) * total
+        if n_steps < 1 or takes <= ROUNDED * n_steps:
+            return None
+        fits = max(n_steps // config.n_envs, 1)
+        shorter = f"; --n-steps {fits} would fit" if n_steps < total else ""
+        return (
+            f"rollouts have {config.n_envs} envs × {config.algorithm.n_steps:,} steps, so this run takes {takes:,} env "
+            f"steps, not {n_steps:,}{shorter}"
+        )
+
+    @property
+    def training_returns(self) -> LastEpisodes:
+        """Returns of the last 100 episodes of training, in which actions were sampled."""
+        if self._trainer is not None:
+            return self._trainer.state.returns
+        saved = self._checkpoint.state["progress"] if self._checkpoint is not None else {}
+        return LastEpisodes(saved.get("returns", ()))
+
     def env_info(self, timed: bool = False) -> EnvInfo:
         """The checked env; `timed`: its steps will be needed to plan a run."""
         if self._env is None:
@@ -511,10 +547,11 @@ AGENTS: dict[str | None, type[Agent]] = {kind.algo: kind for kind in (PPO, DQN, 
 """The subclass of an algorithm that has one; all others use `Agent` itself."""
 
 
-def load(path: str | Path, env: EnvSource | None = None, *, trust: bool = False) -> Agent:
+def load(path: str | Path, env: EnvSource | None = None, *, trust: bool = False, **code: Any) -> Agent:
     """The agent in a file written by `save`, in a checkpoint, or in a run folder (its newest checkpoint that is whole).
 
-    `trust`: whether the file may name code (an env, algorithm or executor) that no run of yours wrote.
+    `trust`: whether the file may name code (an env, algorithm, executor, network, …) that no run of yours wrote. `code`:
+    `network=`, `optimizer=` or a schedule of your own that cannot be loaded by its name, or is elsewhere now.
     """
     path = Path(path)
     if path.is_dir():
@@ -523,7 +560,21 @@ def load(path: str | Path, env: EnvSource | None = None, *, trust: bool = False)
             warnings.warn(f"{line}; using {used.name}", stacklevel=2)
     else:
         checkpoint = read_checkpoint(path)
-    return Agent.from_checkpoint(checkpoint, env, trust=trust)
+    return Agent.from_checkpoint(checkpoint, env, trust=trust, code=code)
+
+
+def _with_code(config: Any, code: Mapping[str, Code]) -> Any:
+    """A checkpoint's settings with this code for what it was trained with."""
+    if not code or not isinstance(config, dict):
+        return config
+    parts = [part for part in config.values() if isinstance(part, dict)]
+    for name in code:
+        if not any(part.get(name) for part in parts):
+            raise FlatoutError(f"this agent has no {name} of your own; leave it out")
+    return {
+        key: {k: code.get(k, v) for k, v in part.items()} if isinstance(part, dict) else part
+        for key, part in config.items()
+    }
 
 
 def _resolve(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import tempfile
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from flatout.config.run_config import memory_needed
 from flatout.device.accelerator import choose_precision, device_memory_share, is_accelerator
 from flatout.device.cards import card
 from flatout.device.machine import usable_memory
+from flatout.envs.loader import Code
 from flatout.envs.make import EnvSource
 from flatout.errors import FlatoutError, did_you_mean
 from flatout.perf.case import Case, Finding, peak_memory, throttling
@@ -258,11 +260,18 @@ def answer(case: Case, wishes: dict[str, str], agent: Agent) -> dict[str, Any]:
 
 def command(env: str, settings: dict[str, Any], findings: list[Finding]) -> str:
     """The line to run: what was given, changed by the first finding that has flags."""
-    given = {
-        flag(name): ",".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
-        for name, value in settings.items()
-        if value is not None
-    }
+    given = {flag(name): _as_text(value) for name, value in settings.items() if value is not None}
     flags = next((finding.flags for finding in findings if finding.flags), ())
     given |= dict(zip(flags[::2], flags[1::2], strict=True))
     return shlex.join(["flatout", "train", env, *(word for pair in given.items() for word in pair)])
+
+
+def _as_text(value: Any) -> str:
+    """A setting as the command line takes it."""
+    if isinstance(value, dict):  # of widths, or env kwargs
+        by_name = all(isinstance(item, tuple | list) for item in value.values())
+        parts = (f"{name}={_as_text(item)}" for name, item in value.items())
+        return ";".join(parts) if by_name and value else json.dumps(value)
+    if isinstance(value, tuple | list):
+        return ",".join(map(str, value))
+    return Code.of(value) if callable(value) else str(value)

@@ -14,7 +14,7 @@ from hashlib import sha256
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from flatout.envs.loader import absolute, load_object, read_code
+from flatout.envs.loader import Code, absolute, load_object, read_code
 from flatout.errors import FlatoutError, did_you_mean
 from flatout.models.config import NetworkConfig
 from flatout.timing import PhaseClock
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from flatout.learning.learner import Learner
     from flatout.models.policy import ActorCritic, PolicyNet
 
-Schedule = Literal["constant", "linear"]
+Schedule = Literal["constant", "linear"] | Code
+"""How a setting changes over the run; a user's function takes the progress, from 0 to 1, and returns a factor."""
 DEFAULT = "ppo"
 """The algorithm of a run that names none."""
 BUILT_IN = ("ppo", "dqn", "pqn")
@@ -66,9 +67,12 @@ class AlgorithmConfig:
     batch_size: int = 256
     """Transitions in a minibatch; must divide n_envs x n_steps, except for DQN. auto: by the device."""
     learning_rate: float = 3e-4
-    """Learning rate of Adam."""
+    """Learning rate of Adam, or of your own optimizer."""
     learning_rate_schedule: Schedule = "constant"
-    """`linear` lowers the learning rate to zero over the run."""
+    """`linear` lowers the learning rate to zero over the run; your own function, FILE.py:NAME, takes the progress from 0 to
+    1 and returns a factor."""
+    optimizer: Code | None = None
+    """Your own optimizer instead of Adam, FILE.py:NAME: a torch.optim class, or a function of the parameters."""
     gamma: float = 0.99
     """Discount per step."""
     max_grad_norm: float = 0.5
@@ -235,6 +239,7 @@ class LearnerSpec:
             "algorithm": [self.algorithm.name, self.algorithm.source_hash()],
             "settings": {k: v for k, v in settings.items() if k not in self.config.NOT_IN_UPDATE},
             "network": asdict(self.network),
+            "code": self.network.network.source_hash() if self.network.network is not None else "",
             "obs": space_to_json(self.obs.space),
             "action": space_to_json(self.action.space),
         }

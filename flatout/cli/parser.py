@@ -11,12 +11,21 @@ from typing import Any, NoReturn
 
 from flatout.algorithms import base as algorithms
 from flatout.config.fields import Field, all_fields
-from flatout.config.run_config import RunConfig, read_file, resolve
+from flatout.config.run_config import RunConfig, read_algorithm, resolve
 from flatout.device.machine import usable_cores
 from flatout.envs.make import env_factory
 from flatout.errors import FlatoutError, did_you_mean
 
 THE_RUN, EVERY_ALGORITHM = "the run", "every algorithm"
+RESUMABLE = (
+    "timesteps",
+    "target_return",
+    "eval_every",
+    "eval_episodes",
+    "eval_max_steps",
+    "checkpoint_every",
+)
+"""Settings that may change when a run is resumed."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -123,7 +132,7 @@ def _load_algorithm(argv: Sequence[str]) -> None:
     if args.algo is not None:
         algorithms.get(args.algo)
     elif args.config is not None:
-        read_file(args.config, dict.fromkeys(("env", "executor")), args.trust)  # which are not loaded here
+        read_algorithm(args.config, args.trust)
 
 
 def _group_title(sections: list[str | None]) -> str:
@@ -162,8 +171,8 @@ def _metavar(field: Field) -> str:
         return special[field.name]
     if field.name == "algo":
         return "|".join([*algorithms.names(), "FILE.py:NAME"])
-    if field.choices:
-        return "|".join(field.choices)
+    if field.choices or field.names_code:
+        return "|".join([*field.choices, *(["FILE.py:NAME"] if field.names_code else [])])
     text = str(field.type)
     if "tuple" in text:
         return "N,N,…"

@@ -14,20 +14,16 @@ import psutil
 
 from flatout.cli import parser as cli
 from flatout.errors import FlatoutError
+from flatout.runlog.files import plural
 from flatout.runlog.folder import RunFolder
 
 if TYPE_CHECKING:
     from flatout.agent import Agent
+    from flatout.executors.episodes import LastEpisodes
+    from flatout.training.evaluation import Evaluation
 
-RESUMABLE = (
-    "timesteps",
-    "target_return",
-    "eval_every",
-    "eval_episodes",
-    "eval_max_steps",
-    "checkpoint_every",
-)
-"""Settings that may change when a run is resumed."""
+GIVEN_BACK = ("network", "optimizer", "learning_rate_schedule", "clip_range_schedule")
+"""Code of the user's own, which may be elsewhere when a run is resumed."""
 
 
 def train(argv: Sequence[str]) -> int:
@@ -40,12 +36,23 @@ def train(argv: Sequence[str]) -> int:
     cli.add_runs_dir(parser)
     parser.flag("--resume", "resume the run if it exists")
     parser.flag("--overwrite", "replace the run if it exists")
+    parser.flag(
+        "--seeds",
+        "a run for each of N seeds from --seed on, and their mean and spread",
+        type=int,
+        metavar="N",
+    )
+    _add_at_once(parser)
     _add_output_flags(parser)
-    args, _, given = cli.parse_settings(parser, argv)
+    args, config, given = cli.parse_settings(parser, argv)
     if args.resume and args.overwrite:
         raise FlatoutError("--resume and --overwrite exclude each other; pass one of them")
     if args.resume and not args.run_name:
         raise FlatoutError("--resume needs --run-name, the run to resume")
+    if args.seeds is not None:
+        from flatout.cli import seeds
+
+        return seeds.train(args, config, given)
     if args.resume and (args.runs_dir / args.run_name).exists():
         return _resume(args.runs_dir / args.run_name, given, args)
 
@@ -65,15 +72,26 @@ def train(argv: Sequence[str]) -> int:
 
 def resume(argv: Sequence[str]) -> int:
     """Resume a run; returns the exit code."""
-    parser = cli.run_parser("resume", "Continue a run from its newest checkpoint.")
+    parser = cli.run_parser("resume", "Continue a run, or the runs of --seeds, from the newest checkpoint.")
+    _add_at_once(parser)
     _add_output_flags(parser)
     cli.add_trust(parser)
-    cli.add_settings(parser, argv, only=RESUMABLE)
+    cli.add_settings(parser, argv, only=(*cli.RESUMABLE, *GIVEN_BACK))
     args = parser.parse(argv)
     return _resume(cli.run_path(args.run, args.runs_dir), cli.settings(args), args)
 
 
+def _add_at_once(parser: cli.Parser) -> None:
+    text = "runs of --seeds side by side (as many as there are cores for, after the first)"
+    parser.flag("--at-once", text, type=int, metavar="N")
+
+
 def _resume(path: Path, given: dict[str, Any], args: argparse.Namespace) -> int:
+    if (path / "summary.json").exists() and not (path / "config.json").exists():
+        from flatout.cli import seeds
+
+        if seeds.is_group(path):
+            return seeds.resume(path, args, given)
     folder = RunFolder.open(path)
     folder.claim()
     try:
@@ -90,9 +108,12 @@ def _resumed(folder: RunFolder, given: dict[str, Any], args: argparse.Namespace)
 
     _, checkpoint, skipped = CheckpointFolder(folder.checkpoints).newest()
     typed = [str(word) for word in (getattr(args, "env", None), *given.values()) if word]
-    agent = Agent.from_checkpoint(checkpoint, trust=args.trust, typed=typed)
+    code = {name: given[name] for name in GIVEN_BACK if ":" in str(given.get(name))}
+    agent = Agent.from_checkpoint(checkpoint, trust=args.trust, typed=typed, code=code)
     changed = replace(agent.config, given)
-    if others := [name for name in given if name not in RESUMABLE and _differs(agent.config, changed, name)]:
+    if others := [
+        name for name in given if name not in cli.RESUMABLE and _differs(agent.config, changed, name)
+    ]:
         flag = others[0].replace("_", "-")
         raise FlatoutError(f"--{flag} cannot change when a run is resumed; start a new run for it")
     agent.config = changed
@@ -149,6 +170,7 @@ def evaluate(argv: Sequence[str]) -> int:
     parser.flag("--best", "load the best checkpoint, not the newest")
     parser.flag("--stochastic", "sample actions instead of taking the most likely one")
     parser.flag("--json", "print the result as JSON")
+    parser.flag("--network", "where its own network is now, if elsewhere", metavar="FILE.py:NAME")
     cli.add_trust(parser)
     args = parser.parse(argv)
     for name, value in (("--episodes", args.episodes), ("--eval-max-steps", args.eval_max_steps)):
@@ -163,7 +185,8 @@ def evaluate(argv: Sequence[str]) -> int:
 
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *_, **__: print(f"note: {message}", file=sys.stderr)
-        agent = load(path, trust=args.trust)
+        code = {"network": args.network} if args.network is not None else {}
+        agent = load(path, trust=args.trust, **code)
         result = agent.evaluate(
             args.episodes,
             deterministic=not args.stochastic,
@@ -171,14 +194,32 @@ def evaluate(argv: Sequence[str]) -> int:
             env_kwargs=env_kwargs,
             max_steps=args.eval_max_steps,
         )
+    limit = agent.config.eval_max_steps if args.eval_max_steps is None else args.eval_max_steps
     if args.json:
         keys = {"return_mean": result.return_mean, "return_std": result.return_std}
         keys |= {"length_mean": result.length_mean, "episodes": len(result.returns)}
-        print(json.dumps(keys | {"episodes_cut": result.n_cut}))
+        keys |= {"episodes_cut": result.n_cut, "training_return_mean": agent.training_returns.mean}
+        print(json.dumps(keys))
     else:
-        cut = f"; {result.n_cut} of them were cut (--eval-max-steps)" if result.n_cut else ""
+        cut = ""
+        if result.n_cut:
+            cut = f"; {result.n_cut} of them were cut after {limit:,} steps (--eval-max-steps)"
         print(
             f"{agent.config.env}: return {result.return_mean:,.1f} ± {result.return_std:,.1f} over "
-            f"{len(result.returns)} episodes, {result.length_mean:,.1f} steps each{cut}"
+            f"{plural(len(result.returns), 'episode')}, {result.length_mean:,.1f} steps each{cut}"
         )
+        if not args.stochastic and not env_kwargs:
+            _compare(result, agent.training_returns)
     return 0
+
+
+def _compare(result: Evaluation, training: LastEpisodes) -> None:
+    """Say so if the deterministic policy is much better or worse than the sampled one was in training."""
+    from flatout.views.text import differ_much
+
+    deterministic = result.return_mean, result.return_std, len(result.returns)
+    if differ_much(deterministic, (training.mean, training.std, len(training))):
+        print(
+            f"note: in training, where actions are sampled, the return was {training.mean:,.1f} ± {training.std:,.1f}; "
+            "--stochastic evaluates that policy"
+        )

@@ -19,6 +19,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 from flatout.algorithms import base as algorithms
 from flatout.algorithms.base import AlgorithmConfig
+from flatout.envs.loader import Code
 from flatout.errors import FlatoutError, did_you_mean
 
 Config = TypeVar("Config")
@@ -44,6 +45,11 @@ class Field:
         """The allowed words of a Literal; else empty."""
         kinds = [self.type, *get_args(self.type)]
         return next((get_args(kind) for kind in kinds if get_origin(kind) is Literal), ())
+
+    @property
+    def names_code(self) -> bool:
+        """Whether it may name code of the user's, or be that code."""
+        return Code in (self.type, *get_args(self.type))
 
 
 def flag(name: str) -> str:
@@ -132,7 +138,8 @@ def convert(field: Field, value: Any) -> Any:
     text = ",".join(map(str, value)) if isinstance(value, list | tuple) else value
     if field.choices:
         near = did_you_mean(str(value), field.choices)
-        raise FlatoutError(f"{field.flag} is {text!r}; it must be one of {', '.join(field.choices)}{near}")
+        words = ", ".join(field.choices) + (", or FILE.py:NAME" if field.names_code else "")
+        raise FlatoutError(f"{field.flag} is {text!r}; it must be one of {words}{near}")
     shown = textwrap.shorten(repr(text), 200)  # a dict from Python may hold anything
     raise FlatoutError(f"{field.flag} is {shown}; it must be {_type_text(field.type)}")
 
@@ -144,8 +151,12 @@ def _convert(kind: Any, value: Any) -> Any:
             with suppress(ValueError, TypeError):
                 return _convert(member, value)
         raise ValueError
+    if kind is Code:
+        return Code.of(value)
     if origin is tuple:
         items = value.split(",") if isinstance(value, str) else value
+        if isinstance(value, str) and value.lower() == "none":
+            items = ()
         return tuple(_convert(args[0], item) for item in items)
     text = value.lower() if isinstance(value, str) else value
     if kind is types.NoneType and text in (None, "none"):
@@ -194,7 +205,8 @@ def _type_text(kind: Any) -> str:
         return "whole numbers separated by commas"
     if get_origin(kind) in _UNIONS:
         return " or ".join(map(_type_text, get_args(kind)))
-    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+    names: dict[Any, str] = {Code: "FILE.py:NAME, or in Python a class or function"}
+    names |= {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
     return {**names, types.NoneType: "none"}.get(kind, "a JSON object, with finite numbers")
 
 

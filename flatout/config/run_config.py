@@ -15,17 +15,22 @@ from typing import TYPE_CHECKING, Any, Literal
 from flatout.algorithms import base as algorithms
 from flatout.algorithms.base import Algorithm, AlgorithmConfig, LearnerSpec, Recipe, check
 from flatout.config.fields import all_fields, convert, flatten_json, replace, sections
-from flatout.config.trust import CODE, SIGNATURE, require_trust, signed
+from flatout.config.trust import CODE, SIGNATURE, code_in, require_trust, signed
 from flatout.device.accelerator import accelerators
 from flatout.device.cards import replay_batch_size
 from flatout.device.machine import read_cache, write_cache
+from flatout.envs.loader import Code
 from flatout.envs.make import env_id
 from flatout.errors import FlatoutError
 from flatout.executors.base import EXECUTORS, check_kind
-from flatout.models.config import NetworkConfig
+from flatout.models.config import NetworkConfig, split_arch
 
 if TYPE_CHECKING:
     from flatout.envs.spaces import ActionLayout, ObsLayout
+
+
+NEWER = {"network", "vf_arch", "optimizer", "exploration_steps"}
+"""Settings of networks and algorithms that older files do not have."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,7 +144,9 @@ class RunConfig:
         """Nested plain data for `from_json`, signed if it names code."""
         names = {attribute: section for section, attribute in sections(self).items()}
         values = {names.get(name, name): value for name, value in asdict(self).items()}
+        nested = (part for part in values.values() if isinstance(part, dict))
         names_code = any(":" in str(values[name]) for name in CODE)
+        names_code = names_code or any(isinstance(value, Code) for part in nested for value in part.values())
         return signed(values) if names_code else values
 
     @staticmethod
@@ -148,7 +155,7 @@ class RunConfig:
         values = _flatten(data, source)
         algorithm = _algorithm(values)
         others = set(algorithms.names()) - {algorithm.name}
-        newer = {field.name for field in fields(RunConfig) if field.default is not MISSING}
+        newer = {field.name for field in fields(RunConfig) if field.default is not MISSING} | NEWER
         missing = [f.name for f in all_fields(RunConfig) if f.name not in values and f.section not in others]
         missing = [name for name in missing if name not in newer]
         if missing:
@@ -170,9 +177,9 @@ def resolve(
 
     `trust`: whether the file may name code that this user's runs did not write.
     """
-    given = dict(settings)
+    given = split_arch(settings)
     if file is not None:
-        given = read_file(file, given | ({"env": env} if env else {}), trust) | given
+        given = split_arch(read_file(file, given | ({"env": env} if env else {}), trust)) | given
     env = env or given.get("env")
     if not env:
         raise FlatoutError("no env given; name one, such as CartPole-v1")
@@ -222,7 +229,7 @@ def _tuned_for(env: str, algo: str, *others: Any) -> list[Any]:
 
 def memory_needed(n_transitions: int, widths: Sequence[int], obs_bytes: int) -> int:
     """Bytes that a run needs at least: its rollout, the shuffled copy, parameters and Adam's state."""
-    n_params = 2 * (obs_bytes // 4 * widths[0] + sum(a * b for a, b in pairwise(widths)))
+    n_params = 2 * sum(a * b for a, b in pairwise([obs_bytes // 4, *widths]))
     return 3 * n_transitions * (obs_bytes + 32) + 5 * 4 * n_params
 
 
@@ -250,19 +257,31 @@ def preset_note(
     return f"preset {preset} needs {needs}; this machine has {has}; --preset {fits} fits"
 
 
+def read_algorithm(path: Path, trust: bool) -> None:
+    """Load the algorithm that a config file names, so that its settings are known."""
+    data = _read_json(path)
+    require_trust(data, f"--config {path}", trust=trust, names=("algo",))
+    _flatten(data, f"--config {path}")
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except OSError as error:
+        raise FlatoutError(f"--config {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise FlatoutError(f"--config {path} is not JSON: {error}") from error
+
+
 def read_file(path: Path, given: Mapping[str, Any], trust: bool) -> dict[str, Any]:
     """The settings in a JSON config file, by name.
 
     Code that it names must be in `given`, the user's own settings, or signed, or trusted.
     """
-    try:
-        data = json.loads(path.read_text())
-    except OSError as error:
-        raise FlatoutError(f"--config {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise FlatoutError(f"--config {path} is not JSON: {error}") from error
+    data = _read_json(path)
     # The file's algorithm is loaded even if the user names another: its settings are read.
-    names = [name for name in CODE if name == "algo" or name not in given]
+    named = code_in(data) if isinstance(data, dict) else ()
+    names = [name for name in named if name == "algo" or name not in given]
     require_trust(data, f"--config {path}", trust=trust, typed=list(given.values()), names=names)
     return _flatten(data, f"--config {path}")
 

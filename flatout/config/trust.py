@@ -1,7 +1,7 @@
 """Which code a file may name: what this user's runs wrote into it, what the user typed, or what the user trusts.
 
-A config or checkpoint names an env, an algorithm and an executor, some of them as `module:NAME` or `file.py:NAME`. What
-flatout writes is signed with a key that only this user can read.
+A config or checkpoint names an env, an algorithm, an executor, and perhaps a network, an optimizer and schedules, some of
+them as `module:NAME` or `file.py:NAME`. What flatout writes is signed with a key that only this user can read.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from flatout.envs.loader import absolute, importable, is_file
 from flatout.errors import FlatoutError
 
 CODE = ("env", "algo", "executor")
-"""Settings that may name code."""
+"""Settings of a run that may name code; in the network's and the algorithm's sections every name with a colon does."""
 SIGNATURE = "signature"
 KEY_BYTES = 32
 READ_PRIVATE = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
@@ -35,13 +35,22 @@ def signed(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def require_trust(
-    values: Any, source: str, *, trust: bool, typed: Collection[Any] = (), names: Collection[str] = CODE
+    values: Any,
+    source: str,
+    *,
+    trust: bool,
+    typed: Collection[Any] = (),
+    names: Collection[str] | None = None,
 ) -> None:
-    """Raise unless all code that these settings of a file name was written by this user's runs, typed, or is trusted."""
+    """Raise unless all code that a file's settings name was written by this user's runs, typed, or is trusted.
+
+    `names`: the settings in question; None: all.
+    """
     if trust or not isinstance(values, dict):
         return
-    named = {name: values.get(name) for name in CODE if name in names}
-    doubts = [name for name, value in named.items() if _is_code(value) and value not in typed]
+    named = {name: value for name, value in code_in(values).items() if names is None or name in names}
+    typed = [*typed, *(absolute(it) for it in typed if _is_code(it))]
+    doubts = [name for name, value in named.items() if value not in typed]
     given = values.get(SIGNATURE)
     if not doubts or (isinstance(given, str) and hmac.compare_digest(given, _signature(values) or "")):
         return
@@ -49,6 +58,14 @@ def require_trust(
         f"{source}: the {doubts[0]} '{named[doubts[0]]}' is code, and no run of yours wrote this file; "
         "pass --trust (in Python trust=True) if you trust it"
     )
+
+
+def code_in(values: Mapping[str, Any]) -> dict[str, str]:
+    """The settings in nested JSON that name code."""
+    sections = (part for key, part in values.items() if isinstance(part, dict) and key != "env_kwargs")
+    nested = {name: value for part in sections for name, value in part.items()}
+    found = nested | {name: values.get(name) for name in CODE}
+    return {name: value for name, value in found.items() if _is_code(value)}
 
 
 def _is_code(name: object) -> bool:
@@ -60,8 +77,12 @@ def _signature(values: Mapping[str, Any]) -> str | None:
     key = _key()
     if key is None:
         return None
-    facts = {name: values.get(name) for name in (*CODE, "env_kwargs")}
-    facts["places"] = [_place(str(values[name])) for name in CODE if _is_code(values.get(name))]
+    named = code_in(values)
+    nested = sorted(name for name in named if name not in CODE)
+    facts = {name: values.get(name) for name in (*CODE, "env_kwargs")} | {
+        name: named[name] for name in nested
+    }
+    facts["places"] = [_place(named[name]) for name in (*CODE, *nested) if name in named]
     return hmac.new(key, json.dumps(facts, sort_keys=True, default=str).encode(), "sha256").hexdigest()
 
 

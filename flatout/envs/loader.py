@@ -1,4 +1,4 @@
-"""Loads what a user names as `file.py:NAME` or `module:NAME`: envs, algorithms and executors.
+"""Loads what a user names as `file.py:NAME` or `module:NAME`: envs, algorithms, executors, networks, optimizers, schedules.
 
 Imports neither Gymnasium nor torch, so that a command line parses quickly.
 """
@@ -11,10 +11,13 @@ import sys
 import threading
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
+from hashlib import sha256
+from inspect import getsourcefile
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from types import FunctionType, ModuleType
+from typing import Any, Self
 
 from flatout.errors import EnvError, FlatoutError, did_you_mean, one_line
 
@@ -110,6 +113,64 @@ def type_name(value: object) -> str:
     kind = type(value)
     prefix = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
     return f"an object of type {prefix}{kind.__qualname__}"
+
+
+class Code(str):
+    """The name of a user's object, `file.py:NAME` or `module:NAME`, as settings hold and save it.
+
+    It carries the object where that was given itself, and the file's content where it names a file: every process of a run
+    executes the same.
+    """
+
+    target: Any = None
+    content: bytes | None = None
+
+    @classmethod
+    def of(cls, value: Any) -> Self:
+        """The code that a setting's value names or is; ValueError if it is neither."""
+        if isinstance(value, cls):
+            return value
+        if isinstance(value, str) and ":" in value:
+            with suppress(FlatoutError):  # told when it is loaded
+                return cls._made(absolute(value), None, read_code(value, "code"))
+            return cls._made(absolute(value), None, None)
+        if not callable(value) or isinstance(value, str):
+            raise ValueError
+        named: Any = value.func if isinstance(value, partial) else value
+        named = named if hasattr(named, "__qualname__") else type(named)
+        return cls._made(f"{named.__module__}:{named.__qualname__}", value, None)
+
+    @classmethod
+    def _made(cls, name: str, target: Any, content: bytes | None) -> Self:
+        code = cls(name)
+        code.target, code.content = target, content
+        return code
+
+    def __reduce__(self) -> Any:
+        return self._made, (str(self), self.target, self.content)
+
+    def __deepcopy__(self, _: Any) -> Self:
+        return self
+
+    def load(self, setting: str, base: type | None, wanted: str) -> Any:
+        """The object. A named one must be a Python function, or a subclass of `base`: never os.system or Popen."""
+
+        def fits(named: Any) -> bool:
+            target = named.func if isinstance(named, partial) else named
+            is_class = isinstance(target, type) and base is not None and issubclass(target, base)
+            return is_class or isinstance(target, FunctionType)
+
+        return load_object(self, setting, fits, wanted, self.content) if self.target is None else self.target
+
+    def source_hash(self) -> str:
+        """A hash of the file that defines it; of its name if there is none."""
+        content = self.content
+        if content is None:
+            try:
+                content = Path(getsourcefile(self.target) or "").read_bytes()
+            except (TypeError, OSError):
+                content = self.encode()
+        return sha256(content).hexdigest()
 
 
 def _import_file(file: str, what: str, code: bytes | None) -> ModuleType:

@@ -173,7 +173,7 @@ class FusedBackend(ABC, Generic[Batch]):
 
 def is_plain(model: PolicyNet, device: torch.device) -> bool:
     """Whether all that this network learns is in plain layers after one another, on the CPU."""
-    plain = not model.layer_norm and model.activation in ACTIVATIONS
+    plain = model.is_plain and not model.layer_norm and model.activation in ACTIVATIONS
     return plain and device.type == "cpu" and not any(spec.kind == "image" for spec in model.obs.specs)
 
 

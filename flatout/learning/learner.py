@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from flatout.buffers.rollout import Learnable, Rollout, Staging
 from flatout.device.accelerator import Retries, is_accelerator, is_out_of_memory, pinned, short_reason
 from flatout.device.machine import torch_threads
+from flatout.envs.loader import Code
 from flatout.envs.spaces import Array
 from flatout.learning.normalize import RewardScaler, RunningMoments
 from flatout.learning.rollouts import Transitions
@@ -124,7 +125,12 @@ class Learner(ABC, Generic[Batch]):
         """The update of this loss; `module` holds every parameter and buffer that the loss reads."""
         config = self.config
         options |= {"max_grad_norm": config.max_grad_norm, "batch_size": config.batch_size}
-        return Update(module, self.params, self.loss, len(self.METRICS), autocast=self.autocast, **options)
+        update = Update(module, self.params, self.loss, len(self.METRICS), autocast=self.autocast, **options)
+        if config.optimizer is not None:
+            from flatout.learning.optimizer import OwnOptimizer
+
+            update.optimizer = OwnOptimizer(config.optimizer, self.params, config.learning_rate)
+        return update
 
     @abstractmethod
     def loss(self, batch: Batch, coefficient: Tensor) -> tuple[Tensor, ...]:
@@ -306,7 +312,7 @@ class Learner(ABC, Generic[Batch]):
 
     def use_fused(self) -> bool:
         """Compute steps by the fused backend, if the algorithm has one for this model; returns whether it has."""
-        can = self.autocast is None and self.device.type == "cpu"
+        can = self.autocast is None and self.device.type == "cpu" and self.update.optimizer is None
         self._fused = self.make_fused() if can else None
         self.update.use(self._fused)
         return self._fused is not None
@@ -480,6 +486,9 @@ class Learner(ABC, Generic[Batch]):
         with torch.no_grad():
             for name, tensor in self.state().items():
                 tensor.copy_(tensors[name])
+        if self.update.optimizer is not None:
+            own = {name[10:]: tensor for name, tensor in tensors.items() if name.startswith("optimizer.own.")}
+            self.update.optimizer.load(own)
 
 
 def bytes_per_row(loss: Callable[[], Tensor], n_rows: int) -> float:
@@ -511,6 +520,9 @@ def rows_that_fit(free_bytes: int, row_bytes: float, n_rows: int) -> int:
     return n_rows
 
 
-def scheduled(value: float, schedule: Literal["constant", "linear"], progress: float) -> float:
+def scheduled(value: float, schedule: Literal["constant", "linear"] | Code, progress: float) -> float:
     """A setting's value at this point of the run; `progress` in [0, 1]."""
+    if isinstance(schedule, Code):
+        factor = schedule.load("learning_rate_schedule", None, "a function of the progress")
+        return value * float(factor(progress))
     return value * max(1.0 - progress, 0.0) if schedule == "linear" else value

@@ -9,7 +9,7 @@ host: a step that must not happen (loss or gradient not finite, KL limit exceede
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
@@ -92,6 +92,25 @@ class Backend(Protocol[BatchIn]):
         """Learn from one minibatch; out of memory leaves no trace."""
 
 
+class Optimizer(Protocol):
+    """Steps the parameters in place of Adam; the user's own."""
+
+    def step(self, grad: Tensor, learning_rate: float) -> None:
+        """Step with this flat gradient, which is clipped."""
+
+    def snapshot(self) -> dict[str, Any]:
+        """What `restore` takes."""
+
+    def restore(self, snapshot: Mapping[str, Any]) -> None:
+        """Go back to a snapshot."""
+
+    def state(self) -> dict[str, Tensor]:
+        """For a checkpoint."""
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take over what `state` gave."""
+
+
 class Update(Generic[Batch]):
     """`step(batch)` for any algorithm that supplies a loss."""
 
@@ -146,6 +165,8 @@ class Update(Generic[Batch]):
         """What a graph captures, if it was compiled."""
         self.backend = "eager"
         """What computes the steps: eager, compiled, graph or fused."""
+        self.optimizer: Optimizer | None = None
+        """The user's own; None: Adam. With one, steps are eager."""
 
     def use(self, backend: Backend[Batch] | None) -> None:
         """Compute the steps of whole minibatches with this backend from now on; None: eager."""
@@ -215,7 +236,12 @@ class Update(Generic[Batch]):
         self, grad: Tensor, metrics: Tensor, samples: list[Tensor], learning_rate: float | Tensor
     ) -> None:
         """Step with this gradient, in place."""
-        if _fused_adam is None:
+        if self.optimizer is not None and self.device.type != "meta":
+            taken, clip_scale, counters = self._check(self._state, grad, metrics)
+            if bool(taken):
+                self.optimizer.step(grad * clip_scale, float(learning_rate))
+            copy_all(self._state[3:9], counters)
+        elif _fused_adam is None:
             copy_all(self._state[:9], self._advance(self._state, self.learning_rate, grad, metrics))
         else:
             taken, clip_scale, counters = self._check(self._state, grad, metrics)
@@ -254,10 +280,13 @@ class Update(Generic[Batch]):
     def preserving_state(self) -> Iterator[None]:
         """Undo the steps taken inside: for timing and warming up."""
         kept = [tensor.detach().clone() for tensor in self._state]
+        own = self.optimizer.snapshot() if self.optimizer is not None else None
         try:
             yield
         finally:
             self.commit(kept)
+            if self.optimizer is not None and own is not None:
+                self.optimizer.restore(own)
 
     def buffers(self) -> list[Tensor]:
         """The model's tensors that change between rollouts, such as observation statistics."""
@@ -282,7 +311,7 @@ class Update(Generic[Batch]):
 
     def _loss_of(self, params: Sequence[Tensor], buffers: Sequence[Tensor]) -> LossFn[Batch]:
         """The loss as a function of these parameters, and of these buffers unless there are none."""
-        names = [name for name, _ in self._model.named_parameters()]
+        names = [name for name, tensor in self._model.named_parameters() if tensor.requires_grad]
         buffer_names = [name for name, b in self._model.named_buffers() if b.dtype == torch.float32]
         own = {f"model.{name}": tensor for name, tensor in zip(names, params, strict=True)}
         own |= {f"model.{name}": tensor for name, tensor in zip(buffer_names, buffers, strict=False)}
@@ -315,7 +344,9 @@ class Update(Generic[Batch]):
             samples += output
             weight = len(part) / n
             scaled = self.autocast is torch.float16
-            part_grads = torch.autograd.grad(loss * (scale * weight if scaled else weight), leaves)
+            total = loss * (scale * weight if scaled else weight)
+            # A user's network may have parameters that this loss does not depend on.
+            part_grads = torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True)
             flat = self._params.flatten(part_grads)
             grads.append(flat / scale if scaled else flat)
             means.append(metrics * weight)
@@ -356,6 +387,7 @@ class Update(Generic[Batch]):
     def state(self) -> dict[str, Tensor]:
         """The optimizer's state, for a checkpoint."""
         state = {"momentum": self.momentum, "variance": self.variance, "n_steps": self.n_steps}
+        state |= self.optimizer.state() if self.optimizer is not None else {}
         return state | ({"scale": self.scale} if self.autocast is torch.float16 else {})
 
 

@@ -62,7 +62,7 @@ def is_small(model: PolicyNet, device: torch.device) -> bool:
     """Whether the compiled function can act for the model, and is faster."""
     images = any(spec.kind == "image" for spec in model.obs.specs)
     n_weights = sum(weight.numel() for weight, _ in model.acting_layers())
-    return device.type == "cpu" and not images and n_weights <= SMALL_NETWORK
+    return device.type == "cpu" and model.is_plain and not images and n_weights <= SMALL_NETWORK
 
 
 class TorchActor:

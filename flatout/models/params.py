@@ -37,10 +37,10 @@ zero_all: Callable[[Sequence[Tensor]], None] = find("torch._foreach_zero_") or _
 
 
 class FlatParams:
-    """Rebinds a model's parameters to views of `flat`; in-place changes of either are seen by both."""
+    """Rebinds a model's trainable parameters to views of `flat`; in-place changes of either are seen by both."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.tensors: list[Tensor] = list(model.parameters())
+        self.tensors: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
         self._gaps = [p.new_zeros(_aligned(p.numel()) - p.numel()) for p in self.tensors]
         self.flat = self.flatten([p.detach() for p in self.tensors])
         for p, view in zip(self.tensors, self.views(self.flat), strict=True):

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,9 @@ from flatout.envs.spaces import ActionLayout, ArraySpec, ObsLayout
 from flatout.errors import FlatoutError
 from flatout.models.config import NetworkConfig
 from flatout.models.heads import GreedyHead, Head, PolicyHead, make_head
+
+if TYPE_CHECKING:
+    from flatout.models.own import OwnEncoder
 
 Obs: TypeAlias = Sequence[Tensor]
 
@@ -118,6 +121,20 @@ class Encoder(nn.Module):
         return flat.float()
 
 
+def make_encoder(obs: ObsLayout, config: NetworkConfig) -> Encoder | OwnEncoder:
+    """What turns observations into features: every network of every algorithm begins with one."""
+    if config.network is None:
+        return Encoder(obs.specs)
+    from flatout.models.own import OwnEncoder
+
+    return OwnEncoder(config.network, obs, lambda: Encoder(obs.specs))
+
+
+def last_width(n_features: int, widths: Sequence[int]) -> int:
+    """Inputs of the output layer after hidden layers of these widths."""
+    return [n_features, *widths][-1]
+
+
 class PolicyNet(nn.Module):
     """Encoder, hidden layers, output layer, and the head that turns outputs into actions."""
 
@@ -142,10 +159,12 @@ class PolicyNet(nn.Module):
             self.register_buffer(f"obs_mean_{i}", torch.zeros(obs.specs[i].shape))
             self.register_buffer(f"obs_scale_{i}", torch.ones(obs.specs[i].shape))
         self.normalizes, self.activation, self.layer_norm = normalize_obs, config.activation, layer_norm
-        self.pi_encoder = Encoder(obs.specs)
-        widths = config.network_arch
-        self.pi_body = mlp(self.pi_encoder.n_features, widths, config.activation, layer_norm=layer_norm)
-        self.pi_out = linear(widths[-1], head.n_outputs, OUT_GAIN)
+        self.is_plain = config.network is None
+        """Whether all of it is flatout's own."""
+        self.pi_encoder = make_encoder(obs, config)
+        n_features, widths = self.pi_encoder.n_features, config.network_arch
+        self.pi_body = mlp(n_features, widths, config.activation, layer_norm=layer_norm)
+        self.pi_out = linear(last_width(n_features, widths), head.n_outputs, OUT_GAIN)
 
     def features(self, obs: Obs) -> Tensor:
         """Inputs of the first hidden layer."""
@@ -197,14 +216,16 @@ class ActorCritic(PolicyNet):
     ) -> None:
         head = make_head(action, config.log_std_init, squash=config.squash)
         super().__init__(obs, action, config, head, normalize_obs=normalize_obs)
+        is_image = any(spec.kind == "image" for spec in obs.specs)
         self.shared = config.trunk == "shared" or (
-            config.trunk == "auto" and any(spec.kind == "image" for spec in obs.specs)
+            config.trunk == "auto" and is_image and config.vf_arch is None
         )
-        widths = config.network_arch
+        n_features, widths = self.pi_encoder.n_features, config.network_arch
         if not self.shared:
-            self.vf_encoder = Encoder(obs.specs)
-            self.vf_body = mlp(self.vf_encoder.n_features, widths, config.activation)
-        self.vf_out = linear(widths[-1], 1, gain=1.0)
+            widths = config.critic_arch
+            self.vf_encoder = make_encoder(obs, config)
+            self.vf_body = mlp(n_features, widths, config.activation)
+        self.vf_out = linear(last_width(n_features, widths), 1, gain=1.0)
 
     def value(self, obs: Obs) -> Tensor:
         """Values (B,)."""
@@ -268,7 +289,7 @@ class QNetwork(PolicyNet):
         head = GreedyHead(action.nvec[0])
         super().__init__(obs, action, config, head, **options)
         self.greedy = head
-        self.v_out = linear(config.network_arch[-1], 1, OUT_GAIN) if dueling else None
+        self.v_out = linear(self.pi_out.in_features, 1, OUT_GAIN) if dueling else None
 
     def forward(self, obs: Obs) -> Tensor:
         """Q-values of all actions."""

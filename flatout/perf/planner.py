@@ -31,6 +31,7 @@ from flatout.learning.compile import Recipe, cached_path, is_available, load
 from flatout.learning.learner import TINY_BATCH, Learner
 from flatout.learning.update import GraphBackend
 from flatout.models.actor import make_actor
+from flatout.models.config import NetworkConfig
 from flatout.models.policy import Policy
 from flatout.perf.costs import COMPILED_PYTHON, Costs, Points, Settings, UpdateCost, rising
 from flatout.perf.decide import Decision, Request, decide
@@ -134,6 +135,8 @@ class UpdateProbe:
     def form(self, n_threads: int) -> str:
         """The backend of the run's updates: `graph`, `fused`, `compiled` (if that is in the cache) or `eager`."""
         backend = self.learner.update.backend
+        if self.config.algorithm.optimizer is not None:
+            return backend
         if can_capture(self.policy.device) and self.config.compile != "off":
             return "graph"
         off = self.config.compile == "off" or self.config.accumulate > 1
@@ -214,6 +217,13 @@ def measured_batch_size(config: RunConfig, policy: Policy) -> int:
     return best
 
 
+def network_facts(network: NetworkConfig) -> list[Any]:
+    """What the time of acting and of an update depends on."""
+    own, critic = network.network, network.vf_arch
+    more = [] if own is None and critic is None else [str(own), own and own.source_hash(), critic]
+    return [*network.network_arch, *more]
+
+
 def needs_step_times(config: RunConfig) -> bool:
     """Whether such a run is planned by the time of an env's step."""
     return config.executor in ("auto", "thread", "process") or config.overlap == "auto"
@@ -266,7 +276,7 @@ def plan_run(
             "env": [config.env, config.env_kwargs, config.executor],
             "algorithm": [config.algo, config.n_envs, it.n_steps, it.batch_size],
             "updates": config.updates_per_iteration,
-            "network": list(config.network.network_arch),
+            "network": network_facts(config.network),
             "cores": n_cores,
             "compile": [config.compile, config.accumulate],
             "update": probe.form(learner.threads(n_cores, 1)),

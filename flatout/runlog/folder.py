@@ -99,6 +99,10 @@ class RunFolder:
         """The folder of an existing run; the error names the nearest runs."""
         if (path / "config.json").is_file():
             return cls(path)
+        if runs := sorted(path.glob("seed-*/config.json")):
+            raise FlatoutError(
+                f"{path} holds the runs of several seeds; name one of them, such as {runs[0].parent}"
+            )
         if path.is_dir():
             raise FlatoutError(f"{path} is not a run: it has no config.json")
         if path.exists():

@@ -12,6 +12,7 @@ import torch
 
 from flatout.collect.ragged import Interrupted
 from flatout.errors import one_line
+from flatout.executors.episodes import LastEpisodes
 from flatout.runlog.recorder import Progress, Recorder
 from flatout.timing import Phase, busy_seconds, run_phases
 from flatout.training.checkpoint import CheckpointFolder
@@ -20,6 +21,13 @@ from flatout.training.trainer import Trainer
 
 Callback: TypeAlias = Callable[[Progress], bool | None]
 """Sees the progress after each iteration; returning False stops the run."""
+
+ENDLESS_STEPS = 5000
+"""Steps of each env without the end of an episode that are worth a warning; most envs have a limit of 1,000 or fewer."""
+GIVE_A_LIMIT = (
+    """episodes need an end: --env-kwargs '{"max_episode_steps": 500}' for a registered env, gymnasium's TimeLimit for one """
+    "of your own"
+)
 
 
 def train(
@@ -74,6 +82,7 @@ class _Loop:
             state.wall_seconds = perf_counter() - self._began
             for note in trainer.pipeline.take_notes():
                 self._recorder.note(note)
+            self._warn_if_endless(steps_before)
             self._evaluate_if_due(steps_before, metrics, stop)
             reached = self._reached_target()
             is_last = state.env_steps >= self._until or reached or stop.requested
@@ -85,6 +94,15 @@ class _Loop:
             if stop.requested or not goes_on:
                 return "stopped"
         return "finished"
+
+    def _warn_if_endless(self, steps_before: int) -> None:
+        """Tell once that no episode has ended, after ENDLESS_STEPS in each env."""
+        state, n_envs = self._trainer.state, self._trainer.config.n_envs
+        if not state.n_episodes and steps_before < ENDLESS_STEPS * n_envs <= state.env_steps:
+            self._recorder.note(
+                f"no episode has ended in {state.env_steps:,} env steps, {state.env_steps // n_envs:,} in each env, so there "
+                f"is no return to show; {GIVE_A_LIMIT}"
+            )
 
     def _reached_target(self) -> bool:
         state, target = self._trainer.state, self._trainer.config.target_return
@@ -148,6 +166,7 @@ class _Loop:
                     "(--eval-max-steps)"
                 )
         metrics |= {"eval/mean_reward": result.return_mean, "eval/mean_ep_length": result.length_mean}
+        state.eval_returns = LastEpisodes(result.returns)
         self._save_if_best(result.return_mean)
 
     def _checkpoint_if_due(self, steps_before: int) -> None:

@@ -7,6 +7,8 @@ from typing import Any
 
 from flatout.executors.episodes import LastEpisodes
 
+EPISODES = ("returns", "lengths", "eval_returns")
+
 
 @dataclass(slots=True)
 class TrainState:
@@ -35,13 +37,15 @@ class TrainState:
     target_reached_steps: int | None = None
     returns: LastEpisodes = field(default_factory=LastEpisodes)
     lengths: LastEpisodes = field(default_factory=LastEpisodes)
+    eval_returns: LastEpisodes = field(default_factory=LastEpisodes)
+    """Of the last evaluation."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for a checkpoint."""
         data = {name: getattr(self, name) for name in self.__slots__}
-        return data | {"returns": list(self.returns), "lengths": list(self.lengths)}
+        return data | {name: list(getattr(self, name)) for name in EPISODES}
 
     def load(self, data: dict[str, Any]) -> None:
         """Take over what `to_json` returned."""
         for name, value in data.items():
-            setattr(self, name, LastEpisodes(value) if name in ("returns", "lengths") else value)
+            setattr(self, name, LastEpisodes(value) if name in EPISODES else value)

@@ -143,7 +143,7 @@ class Trainer:
     def _speed_up_updates(self, n_threads: int) -> None:
         """A graph on an accelerator, a compiled update on the CPU, or neither, as the settings say."""
         config, device = self.config, self.policy.device
-        if config.compile == "off":
+        if config.compile == "off" or self.learner.update.optimizer is not None:
             return
         if is_accelerator(device):
             self.learner.capture = can_capture(device)

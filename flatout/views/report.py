@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flatout.perf.case import Finding
-from flatout.runlog.files import write_text
+from flatout.runlog.files import plural, write_text
 from flatout.runlog.records import RunRecords, read_run
 from flatout.runlog.spans import Floats, Lane, Spans, is_idle, timeline
 from flatout.views.figures import joined, mean_and_std, percent, rate, seconds_text, told
@@ -74,10 +74,12 @@ def _asset(name: str) -> str:
 
 
 def _tiles(records: RunRecords) -> str:
-    mean, std, speed = numbers(records.summary, "return_mean", "return_std", "steps_per_second")
+    mean, std, speed, n = numbers(
+        records.summary, "return_mean", "return_std", "steps_per_second", "episodes"
+    )
     busy, device, wall = numbers(records.summary, "learner_busy", "device_utilization", "wall_seconds")
     tiles = (
-        ("return", told("{}", mean, lambda mean: mean_and_std(mean, std)), "last 100 episodes"),
+        ("return", told("{}", mean, lambda mean: mean_and_std(mean, std)), _last(n)),
         ("steps/s", told("{}", speed, rate), "env steps per second of wall time"),
         ("learner busy", told("{}", busy, percent), "share of the time in update work"),
         ("device utilisation", told("{}", device, percent), "any kernel ran; not how full"),
@@ -87,6 +89,13 @@ def _tiles(records: RunRecords) -> str:
         f'<div class="tile"><dt>{label}</dt><dd>{escape(value)}</dd><small>{note}</small></div>'
         for label, value, note in tiles
         if value
+    )
+
+
+def _last(n_episodes: float | None) -> str:
+    """The episodes that a return is the mean of."""
+    return (
+        "last 100 episodes" if n_episodes is None or n_episodes >= 100 else plural(int(n_episodes), "episode")
     )
 
 

@@ -22,7 +22,7 @@ Summary = Mapping[str, Any]
 
 _LABEL_CELLS = 14
 _MOST_LINES = 15
-_IN_REPORT = ("run", "target", "pipeline", "executor", "recovered")
+_IN_REPORT = ("run", "evaluation", "target", "pipeline", "executor", "recovered")
 """Lines of the summary that the report shows below the verdict."""
 _RECOVERED = {
     "restarts": "worker restarts",
@@ -53,6 +53,7 @@ def summary_lines(summary: Summary) -> list[tuple[str, str]]:
         (str(summary.get("status") or "ended"), _steps_and_time(summary) + started),
         ("run", _identity(summary)),
         ("return", _return(summary)),
+        ("evaluation", _evaluation(summary)),
         ("target", _target(summary)),
         ("learner busy", _busy(summary)),
         ("time went to", _phases(summary)),
@@ -82,13 +83,45 @@ def _identity(summary: Summary) -> str:
 
 
 def _return(summary: Summary) -> str:
-    mean, std, episodes = numbers(summary, "return_mean", "return_std", "episodes")
+    mean, std, episodes, steps = numbers(summary, "return_mean", "return_std", "episodes", "env_steps")
     if mean is None:
-        return "not known: no episode ended"
+        limit = "; if the env never ends one, give it a limit (gymnasium's TimeLimit)" if steps else ""
+        return f"not known: no episode ended{limit}"
     if episodes is None:
         return mean_and_std(mean, std)
     last = f"over the last {count(min(100, episodes))} of {count(episodes)} episodes"
     return f"{mean_and_std(mean, std)} {last}"
+
+
+def _evaluation(summary: Summary) -> str:
+    """The last evaluation, and whether its deterministic policy differs from the sampled one of training."""
+    mean, std, n = numbers(summary, "eval_return_mean", "eval_return_std", "eval_episodes")
+    if mean is None:
+        return ""
+    text = f"{mean_and_std(mean, std)} over {plural(int(n or 0), 'episode')} of the deterministic policy"
+    sampled = numbers(summary, "return_mean", "return_std", "episodes")
+    return f"{text}; {DIFFER}" if differ_much((mean, std, n), sampled) else text
+
+
+DIFFER = (
+    "it differs much from the sampled policy of training: train longer, or use the sampled one (--stochastic)"
+)
+LEAST_EPISODES = 5
+"""Of each policy, to say that they differ."""
+
+
+def differ_much(a: Sequence[float | None], b: Sequence[float | None]) -> bool:
+    """Whether two means (mean, standard deviation, episodes; at most the last 100 count) are far apart.
+
+    Far: by more than half of the larger standard deviation, and by more than four standard errors.
+    """
+    (mean_a, std_a, n_a), (mean_b, std_b, n_b) = a, b
+    if None in (*a, *b) or min(n_a or 0, n_b or 0) < LEAST_EPISODES:
+        return False
+    assert mean_a is not None and mean_b is not None and std_a is not None and std_b is not None  # noqa: PT018
+    error = (std_a**2 / min(n_a or 1, 100) + std_b**2 / min(n_b or 1, 100)) ** 0.5
+    apart = abs(mean_a - mean_b)
+    return apart > max(0.5 * max(std_a, std_b), 4 * error, 1e-6 * abs(mean_a))
 
 
 def _target(summary: Summary) -> str:
@@ -163,11 +196,12 @@ def verdict(records: RunRecords) -> str:
 
 
 def _outcome(summary: Summary) -> str:
-    steps, mean, std = numbers(summary, "env_steps", "return_mean", "return_std")
+    steps, mean, std, n = numbers(summary, "env_steps", "return_mean", "return_std", "episodes")
     status = _STATUS.get(str(summary.get("status")), "Not ended, running or killed")
     if not steps:
         return f"{status}: no env step is recorded."
-    result = f"return {mean_and_std(mean, std)}" if mean is not None else "no episode ended"
+    few = f" over {plural(int(n), 'episode')}" if n is not None and n < 100 else ""
+    result = f"return {mean_and_std(mean, std)}{few}" if mean is not None else "no episode ended"
     return f"{status}: {_steps_and_time(summary)}, {result}."
 
 

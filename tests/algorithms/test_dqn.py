@@ -227,6 +227,14 @@ def test_epsilon_falls_to_its_final_value() -> None:
     assert [config.epsilon(x) for x in (0.0, 0.25, 0.5, 1.0)] == pytest.approx([0.8, 0.5, 0.2, 0.2])
 
 
+def test_epsilon_falls_over_a_fraction_of_a_short_run_and_over_a_number_of_steps_of_a_long_one() -> None:
+    config = DQNConfig(exploration_fraction=0.1, exploration_steps=50_000, exploration_final_eps=0.0)
+    for total, falls_over in ((100_000, 10_000), (500_000, 50_000), (10_000_000, 50_000)):
+        epsilons = [config.epsilon_after(n, n / total) for n in (0, falls_over // 2, falls_over, total)]
+        assert epsilons == pytest.approx([1.0, 0.5, 0.0, 0.0])
+    assert DQNConfig(exploration_fraction=0.0).epsilon_after(0, 0.0) == 0.05
+
+
 @pytest.mark.parametrize("ratio", [0.1, 0.29, 0.25, 1 / 3, 2.5, 0.0])
 def test_the_train_ratio_is_exact(ratio: float) -> None:
     config = DQNConfig(train_ratio=ratio)

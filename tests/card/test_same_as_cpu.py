@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import flatout
+from examples.attention import Attention, Gather
 from flatout.collect.groups import GroupedCollector
 from flatout.collect.tensors import TensorCollector
 from tests.card.runs import (
@@ -161,3 +162,20 @@ def test_the_known_answer_is_learned_on_the_card(algo: str, device: str) -> None
     assert run.evaluate(20).return_mean >= 7.2
     answer = run.predict(np.eye(4, dtype=np.float32), deterministic=True)[0]
     assert answer.tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("settings", [PPO, DQN], ids=["ppo", "dqn"])
+def test_a_network_of_ones_own_ends_as_on_the_cpu(settings: dict[str, Any]) -> None:
+    settings = settings | {"network": Attention}
+    expected = on_cpu(settings, Gather)
+    for compile in BACKENDS:
+        run = trained("sim:1", settings, Gather, compile=compile)
+        assert difference(run, expected) <= CLOSE
+    assert backend(trained("sim:1", settings, Gather)) == "graph"
+
+
+def test_an_optimizer_of_ones_own_ends_as_on_the_cpu() -> None:
+    settings = PPO | {"optimizer": torch.optim.RMSprop}
+    run = trained("sim:1", settings, Walk)
+    assert backend(run) == "eager"
+    assert difference(run, on_cpu(settings, Walk)) <= CLOSE

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from flatout.views.text import summary_text
+from flatout.views.text import _outcome, differ_much, summary_text
 
 FULL: dict[str, Any] = {
     "status": "finished",
@@ -78,3 +78,30 @@ def test_a_missed_target_and_restarts_are_shown() -> None:
     assert "device utilisation 43 %" in text
     assert "2 worker restarts, 1 NaN updates skipped" in text
     assert len(text.splitlines()) <= 12
+
+
+def test_a_return_over_few_episodes_and_a_run_without_one_say_so() -> None:
+    few = summary_text({**FULL, "episodes": 2})
+    assert "486.2 ± 12.0 over the last 2 of 2 episodes" in few
+    assert _outcome({**FULL, "episodes": 2}).endswith("return 486.2 ± 12.0 over 2 episodes.")
+    assert _outcome({**FULL, "episodes": 1}).endswith("over 1 episode.")
+    assert _outcome(FULL).endswith("return 486.2 ± 12.0.")
+    none = summary_text({**FULL, "return_mean": None, "episodes": 0})
+    assert "no episode ended; if the env never ends one, give it a limit" in none
+
+
+def test_a_deterministic_policy_that_differs_much_from_the_sampled_one_is_told() -> None:
+    walker = {
+        "return_mean": 94.0,
+        "return_std": 80.0,
+        "episodes": 300,
+        "eval_return_std": 10.0,
+        "eval_episodes": 20,
+    }
+    assert "differs much" in summary_text({**FULL, **walker, "eval_return_mean": -75.0})
+    near = summary_text({**FULL, **walker, "eval_return_mean": 110.0})
+    assert "evaluation    110.0 ± 10.0 over 20 episodes of the deterministic policy" in near
+    assert "differs" not in near
+    assert not differ_much((0.0, 0.0, 2), (5.0, 0.0, 100))  # two episodes show nothing
+    assert not differ_much((None, None, 0), (5.0, 0.0, 100))
+    assert differ_much((0.0, 0.0, 20), (5.0, 0.0, 100))

@@ -50,7 +50,11 @@ class QLearningConfig(AlgorithmConfig):
 
     def epsilon(self, progress: float) -> float:
         """Epsilon at this point of the run: falls linearly, then stays."""
-        done = min(progress / self.exploration_fraction, 1.0) if self.exploration_fraction > 0 else 1.0
+        return self._epsilon(progress / self.exploration_fraction if self.exploration_fraction > 0 else 1.0)
+
+    def _epsilon(self, share: float) -> float:
+        """Epsilon after this share of its fall."""
+        done = min(share, 1.0)
         return self.exploration_initial_eps + done * (
             self.exploration_final_eps - self.exploration_initial_eps
         )
@@ -65,7 +69,8 @@ class DQNConfig(QLearningConfig):
     NOT_IN_UPDATE: ClassVar[frozenset[str]] = frozenset(
         (
             "n_steps buffer_size train_ratio learning_starts learning_rate learning_rate_schedule gamma "
-            "multi_step prioritized priority_alpha priority_beta target_update_interval tau save_replay"
+            "multi_step prioritized priority_alpha priority_beta target_update_interval tau save_replay "
+            "exploration_steps"
         ).split()
     ).union(QLearningConfig.EXPLORATION)
 
@@ -79,6 +84,8 @@ class DQNConfig(QLearningConfig):
     """Updates per env step, counted over all envs together."""
     learning_starts: int = 1000
     """Env steps before the first update."""
+    exploration_steps: int = 100_000
+    """Env steps over which epsilon falls at most, however long the run is."""
     multi_step: int = 1
     """n of n-step returns: rewards summed before bootstrapping from the target network."""
     double: bool = True
@@ -98,10 +105,16 @@ class DQNConfig(QLearningConfig):
 
     def __post_init__(self) -> None:
         QLearningConfig.__post_init__(self)
-        check(self, "at least 1", "multi_step", "target_update_interval")
+        check(self, "at least 1", "multi_step", "target_update_interval", "exploration_steps")
         check(self, "0 or more", "train_ratio", "learning_starts", "priority_alpha")
         check(self, "above 0 and at most 1", "tau")
         check(self, "between 0 and 1", "priority_beta")
+
+    def epsilon_after(self, env_steps: int, progress: float) -> float:
+        """Epsilon after so many env steps: it falls over exploration_fraction, or exploration_steps if they are fewer."""
+        if self.exploration_fraction <= 0:
+            return self._epsilon(1.0)
+        return self._epsilon(max(progress / self.exploration_fraction, env_steps / self.exploration_steps))
 
     def updates_after(self, env_steps: int) -> int:
         """Updates due after so many env steps since learning began; exact for any ratio."""

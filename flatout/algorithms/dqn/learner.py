@@ -100,7 +100,7 @@ class DQNLearner(Learner[DQNMinibatch]):
             self._merge_obs_statistics(data.flat_obs())
             self._staging.release()
             self._set_obs_statistics()
-        epsilon = config.epsilon(progress)
+        epsilon = config.epsilon_after(before, progress)
         self.model.greedy.epsilon.fill_(epsilon)
         more = {
             "rollout/exploration_rate": epsilon,

@@ -40,7 +40,7 @@ class TargetNetwork(nn.Module):
         """`params`: the online network's."""
         super().__init__()
         self.online, self._params = online, params
-        self._names = [name for name, _ in online.named_parameters()]
+        self._names = [name for name, tensor in online.named_parameters() if tensor.requires_grad]
         self.register_buffer("target", params.flat.clone())
 
     def target_q(self, obs: Sequence[Tensor]) -> Tensor:

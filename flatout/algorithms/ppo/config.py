@@ -26,7 +26,7 @@ class PPOConfig(AlgorithmConfig):
     clip_range: float = 0.2
     """Clip the policy ratio to 1 ± this."""
     clip_range_schedule: Schedule = "constant"
-    """`linear` lowers the clip range to zero over the run."""
+    """`linear` lowers the clip range to zero over the run; or your own function, as for the learning rate."""
     clip_range_vf: float | None = None
     """Clip the change of the value function to ± this; none: no clipping."""
     normalize_advantage: bool = True
