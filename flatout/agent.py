@@ -27,7 +27,7 @@ from flatout.device.accelerator import resolve_device, use_device
 from flatout.device.machine import gc_frozen, machine, usable_cores
 from flatout.envs.check import EnvInfo, check
 from flatout.envs.make import EnvFactory, EnvSource, env_factory
-from flatout.envs.spaces import ActionLayout, ObsLayout, space_from_json
+from flatout.envs.spaces import ActionLayout, Array, ObsLayout, space_from_json
 from flatout.errors import FlatoutError, one_line
 from flatout.executors.base import RestartBudget
 from flatout.models.actor import env_actions
@@ -269,11 +269,11 @@ class Agent:
         deterministic: bool = False,
         action_masks: Any = None,
     ) -> tuple[Any, Any]:
-        """The action for one observation or a batch, and `state`, unchanged.
+        """The action for one observation or a batch, and the new state of the policy's memory, if it has one.
 
-        `state` and `episode_start` are for compatibility with recurrent policies of Stable-Baselines3.
+        With a memory, pass the state that the last call returned, None at first, and whether an episode has just
+        started, for each env; without one, `state` is returned unchanged.
         """
-        del episode_start
         policy = self.policy
         if self._mask_in_info and not (isinstance(observation, dict) and "action_mask" in observation):
             observation = self._with_mask(observation, action_masks)
@@ -282,7 +282,9 @@ class Agent:
         arrays, single = policy.obs.batch(observation)
         with torch.inference_mode():
             noise = None if deterministic else self._prediction_noise(len(arrays[0]))
-            actions = env_actions(policy, arrays, noise)
+            if policy.model.state_size:
+                state = self._state(state, episode_start, len(arrays[0]))
+            actions = env_actions(policy, arrays, noise, state)
         return (actions[0] if single else actions), state
 
     def evaluate(
@@ -472,6 +474,18 @@ class Agent:
         n_logits = self.policy.action.n_logits
         mask = np.ones((*lead, n_logits), np.int8) if masks is None else np.asarray(masks, np.int8)
         return {"obs": observation, "action_mask": mask}
+
+    def _state(self, state: Any, episode_start: Any, n: int) -> Array:
+        """A copy of the memory's state for `n` envs; zeros where an episode starts."""
+        shape = n, self.policy.model.state_size
+        if state is None:
+            return np.zeros(shape, np.float32)
+        if np.shape(state) != shape:
+            raise FlatoutError(f"state has shape {np.shape(state)}; for {n} observations it must be {shape}")
+        state = np.array(state, np.float32)
+        if episode_start is not None:
+            state[np.broadcast_to(np.asarray(episode_start, bool), n)] = 0
+        return state
 
     def _prediction_noise(self, n: int) -> torch.Tensor:
         self._n_predictions += 1

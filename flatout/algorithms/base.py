@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 Schedule = Literal["constant", "linear"]
 DEFAULT = "ppo"
 """The algorithm of a run that names none."""
-BUILT_IN = ("ppo", "dqn", "pqn")
-"""Packages of `flatout.algorithms`, each with its descriptor as `ALGORITHM`."""
+BUILT_IN = ("ppo", "dqn", "pqn", "recurrent-ppo")
+"""Packages of `flatout.algorithms`, with underscores, each with its descriptor as `ALGORITHM`."""
 
 
 RANGES: dict[str, Callable[[Any], bool]] = {
@@ -85,6 +85,11 @@ class AlgorithmConfig:
     def epochs(self) -> int:
         """Passes over each rollout."""
         return getattr(self, "n_epochs", 1)
+
+    @property
+    def batch_rows(self) -> int:
+        """Rows of a minibatch: its transitions, unless a row is a sequence."""
+        return self.batch_size
 
     def updates_per_iteration(self, total_batch: int) -> float:
         """Optimizer steps per rollout, on average."""
@@ -168,6 +173,8 @@ class Algorithm:
     """Metrics of its own, for columns of metrics.csv besides the usual ones."""
     first_choice_for: tuple[str, ...] = ()
     """Env ids that use this algorithm unless another one is named."""
+    variant_of: str = ""
+    """The algorithm that this one replaces where a setting is given that only this one has."""
     source: str = ""
     """The FILE.py:NAME that it was loaded from; set by `get`."""
     code: bytes | None = field(default=None, repr=False)
@@ -255,7 +262,7 @@ def register_algorithm(algorithm: Algorithm) -> Algorithm:
 def get(name: str) -> Algorithm:
     """The algorithm of this name, or the one that FILE.py:NAME or module:NAME names, which is registered by this."""
     if name in BUILT_IN and name not in _registry:
-        _registry[name] = import_module(f"flatout.algorithms.{name}").ALGORITHM
+        _registry[name] = import_module(f"flatout.algorithms.{name.replace('-', '_')}").ALGORITHM
     if ":" in name:
         return _loaded(absolute(name))
     if name not in _registry:

@@ -47,7 +47,7 @@ def acting_seconds(policy: Policy, n_obs: int) -> float:
     actor.bind()
     noise = np.zeros((n_obs, policy.action.noise_size), np.float32)
     actions = np.zeros((n_obs, policy.action.size), policy.action.dtype)
-    obs, log_prob, times = policy.obs.alloc(n_obs), np.zeros(n_obs, np.float32), []
+    obs, log_prob, times = policy.model.obs.alloc(n_obs), np.zeros(n_obs, np.float32), []
     with on_threads(1):
         for _ in range(7):
             began = perf_counter()

@@ -260,7 +260,7 @@ class Trainer:
         ]
         collector = GroupedCollector(groups) if in_groups else groups[0]
         slots = range(n_slots)
-        return collector, [Rollout.alloc(policy.obs, policy.action, n_steps, config.n_envs) for _ in slots]
+        return collector, [Rollout.alloc(model.obs, policy.action, n_steps, config.n_envs) for _ in slots]
 
     def _load(self, checkpoint: Checkpoint) -> None:
         """Go on with the learner and the counts of a checkpoint."""

@@ -1,0 +1,270 @@
+"""LSTM and GRU on the CPU as compiled loops: a step for acting, and whole sequences, forward and backward, for updates.
+
+A step computes every observation in one fixed order of operations, like `kernel`. A sequence calls a matrix product
+for the gates of the output before and a loop for the rest at every step; the gradients of the weights are one product
+over all steps. `memory.Memory.advance` is the definition of both. S: sequences, L: steps, H: width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flatout.device.jit import compiled
+from flatout.envs.spaces import Array
+from flatout.models.kernel import ROWS as ROWS
+from flatout.models.kernel import _affine, _compiled, tanh
+
+F = np.float32
+_ONE, _HALF, _ZERO = F(1), F(0.5), F(0)
+
+Weights = tuple[Array, Array, Array]
+"""Transposed, of the input gates and of the gates of the output before; their biases."""
+
+
+def weights_of(memory: Any) -> Weights:
+    """Arrays for the weights of a `memory.Memory`."""
+    n_in, n_gates = memory.gates_in.in_features, memory.gates_in.out_features
+    return (
+        np.zeros((n_in, n_gates), F),
+        np.zeros((memory.width, n_gates), F),
+        np.zeros((2, n_gates), F),
+    )
+
+
+def copy_weights(memory: Any, out: Weights) -> None:
+    """Take the memory's current parameters."""
+    out[0][:] = memory.gates_in.weight.detach().numpy().T
+    out[1][:] = memory.gates_back.weight.detach().numpy().T
+    out[2][0] = memory.gates_in.bias.detach().numpy()
+    out[2][1] = memory.gates_back.bias.detach().numpy()
+
+
+@_compiled
+def sigmoid(x: Any) -> Any:
+    """The logistic function."""
+    return _HALF + _HALF * tanh(_HALF * x)
+
+
+@_compiled
+def _padded(x: Array, first: int, out: Array) -> None:
+    """Up to ROWS rows of x; the rest is zero."""
+    for i in range(ROWS):
+        for j in range(x.shape[1]):
+            out[i, j] = x[first + i, j] if first + i < len(x) else _ZERO
+
+
+@_compiled
+def lstm_step(x: Array, state: Array, weights: Weights, gates: Array, state_out: Array) -> None:
+    """The states (B, 2 H) after one step of B observations."""
+    w_in, w_back, bias = weights
+    width, n_in = w_back.shape[0], w_in.shape[0]
+    wide_x, wide_h = np.zeros((ROWS, n_in), F), np.zeros((ROWS, width), F)
+    back = np.zeros_like(gates)
+    for first in range(0, len(x), ROWS):
+        _padded(x, first, wide_x)
+        _padded(state[:, :width], first, wide_h)
+        _affine(wide_x, w_in, bias[0], gates)
+        _affine(wide_h, w_back, bias[1], back)
+        for i in range(min(ROWS, len(x) - first)):
+            a, b, old, out = gates[i], back[i], state[first + i], state_out[first + i]
+            for j in range(width):
+                gate_i = sigmoid(a[j] + b[j])
+                gate_f = sigmoid(a[width + j] + b[width + j])
+                gate_g = tanh(a[2 * width + j] + b[2 * width + j])
+                gate_o = sigmoid(a[3 * width + j] + b[3 * width + j])
+                cell = gate_f * old[width + j] + gate_i * gate_g
+                out[width + j] = cell
+                out[j] = gate_o * tanh(cell)
+
+
+@_compiled
+def gru_step(x: Array, state: Array, weights: Weights, gates: Array, state_out: Array) -> None:
+    """The states (B, H) after one step of B observations."""
+    w_in, w_back, bias = weights
+    width, n_in = w_back.shape[0], w_in.shape[0]
+    wide_x, wide_h = np.zeros((ROWS, n_in), F), np.zeros((ROWS, width), F)
+    back = np.zeros_like(gates)
+    for first in range(0, len(x), ROWS):
+        _padded(x, first, wide_x)
+        _padded(state, first, wide_h)
+        _affine(wide_x, w_in, bias[0], gates)
+        _affine(wide_h, w_back, bias[1], back)
+        for i in range(min(ROWS, len(x) - first)):
+            a, b, old, out = gates[i], back[i], state[first + i], state_out[first + i]
+            for j in range(width):
+                gate_r, gate_z = sigmoid(a[j] + b[j]), sigmoid(a[width + j] + b[width + j])
+                new = tanh(a[2 * width + j] + gate_r * b[2 * width + j])
+                out[j] = new + gate_z * (old[j] - new)
+
+
+STEPS: dict[int, Callable[..., None]] = {4: lstm_step, 3: gru_step}
+"""By number of gates."""
+
+
+@compiled
+def _lstm_forward(gates: Array, cell_in: Array, keep: Array, out: tuple[Array, ...]) -> None:
+    """One step of all sequences: activates the gates in place."""
+    cell_out, squashed, h, h_next = out
+    width = cell_out.shape[1]
+    for s in range(len(gates)):
+        a, c, c_out, u = gates[s], cell_in[s], cell_out[s], squashed[s]
+        goes_on = keep[0, s]
+        for j in range(width):
+            a[j] = sigmoid(a[j])
+            a[width + j] = sigmoid(a[width + j])
+            a[2 * width + j] = tanh(a[2 * width + j])
+            a[3 * width + j] = sigmoid(a[3 * width + j])
+            c_out[j] = a[width + j] * (c[j] * goes_on) + a[j] * a[2 * width + j]
+            u[j] = tanh(c_out[j])
+            h[s, j] = a[3 * width + j] * u[j]
+            h_next[s, j] = h[s, j] * keep[1, s]
+
+
+@compiled
+def _lstm_backward(
+    grad_h: Array, grad_back: Array, grad_cell: Array, gates: Array, saved: tuple[Array, ...]
+) -> None:
+    """One step back of all sequences: gates become their gradients, `grad_cell` goes on to the step before."""
+    cell_in, squashed, keep = saved
+    width = cell_in.shape[1]
+    for s in range(len(gates)):
+        a, c, u, gc = gates[s], cell_in[s], squashed[s], grad_cell[s]
+        goes_on = keep[0, s]
+        for j in range(width):
+            i, f, g, o = a[j], a[width + j], a[2 * width + j], a[3 * width + j]
+            gh = grad_h[s, j] + grad_back[s, j] * keep[1, s]
+            inner = gc[j] + gh * o * (_ONE - u[j] * u[j])
+            a[j] = inner * g * i * (_ONE - i)
+            a[width + j] = inner * (c[j] * goes_on) * f * (_ONE - f)
+            a[2 * width + j] = inner * i * (_ONE - g * g)
+            a[3 * width + j] = gh * u[j] * o * (_ONE - o)
+            gc[j] = inner * f * goes_on
+
+
+class LSTMSequences(torch.autograd.Function):
+    """Outputs (L, S, H) of an LSTM; differentiates the gates of the inputs, the weights and the bias."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, gates: Tensor, weight: Tensor, bias: Tensor, state: Tensor, keep: Tensor
+    ) -> Tensor:
+        n_steps, n, n_gates = gates.shape
+        width = n_gates // 4
+        active = gates + bias
+        cells = torch.empty(n_steps + 1, n, width)
+        squashed, outputs = torch.empty(n_steps, n, width), torch.empty(n_steps, n, width)
+        before = torch.empty(n_steps + 1, n, width)
+        cells[0] = state[:, width:]
+        torch.mul(state[:, :width], keep[0, :, None], out=before[0])
+        keeps = torch.cat([keep, keep.new_ones(1, n)]).numpy()
+        back = weight.t()
+        a, c, u, h, b = (x.numpy() for x in (active, cells, squashed, outputs, before))
+        for t in range(n_steps):
+            active[t].addmm_(before[t], back)
+            _lstm_forward(a[t], c[t], keeps[t : t + 2], (c[t + 1], u[t], h[t], b[t + 1]))
+        ctx.save_for_backward(weight)
+        ctx.kept = active, cells, squashed, before, keeps
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (weight,) = ctx.saved_tensors
+        active, cells, squashed, before, keeps = ctx.kept
+        n_steps, n, width = squashed.shape
+        grad = grad.contiguous()
+        grad_back, grad_cell = torch.zeros(n, width), np.zeros((n, width), F)
+        a, c, u, g, gb = (x.numpy() for x in (active, cells, squashed, grad, grad_back))
+        for t in range(n_steps - 1, -1, -1):
+            _lstm_backward(g[t], gb, grad_cell, a[t], (c[t], u[t], keeps[t : t + 2]))
+            torch.mm(active[t], weight, out=grad_back)
+        flat = active.flatten(0, 1)
+        weight_grad = flat.t() @ before[:-1].flatten(0, 1)
+        return active, weight_grad, flat.sum(0), None, None
+
+
+@compiled
+def _gru_forward(gates: Array, back: Array, h_in: Array, keep: Array, out: tuple[Array, Array]) -> None:
+    """One step of all sequences: activates the gates in place."""
+    h, h_next = out
+    width = h.shape[1]
+    for s in range(len(gates)):
+        a, b, old = gates[s], back[s], h_in[s]
+        for j in range(width):
+            a[j] = sigmoid(a[j] + b[j])
+            a[width + j] = sigmoid(a[width + j] + b[width + j])
+            a[2 * width + j] = tanh(a[2 * width + j] + a[j] * b[2 * width + j])
+            new = a[2 * width + j]
+            h[s, j] = new + a[width + j] * (old[j] - new)
+            h_next[s, j] = h[s, j] * keep[s]
+
+
+@compiled
+def _gru_backward(
+    grad_h: Array, grad_back: Array, grad_direct: Array, gates: Array, saved: tuple[Array, ...]
+) -> None:
+    """One step back of all sequences: gates become their gradients, `back` those of the gates of the output before."""
+    back, h_in, keep = saved
+    width = h_in.shape[1]
+    for s in range(len(gates)):
+        a, b, old = gates[s], back[s], h_in[s]
+        for j in range(width):
+            r, z, new = a[j], a[width + j], a[2 * width + j]
+            gh = grad_h[s, j] + (grad_back[s, j] + grad_direct[s, j]) * keep[s]
+            grad_new = gh * (_ONE - z) * (_ONE - new * new)
+            a[j] = grad_new * b[2 * width + j] * r * (_ONE - r)
+            a[width + j] = gh * (old[j] - new) * z * (_ONE - z)
+            a[2 * width + j] = grad_new
+            b[j], b[width + j], b[2 * width + j] = a[j], a[width + j], grad_new * r
+            grad_direct[s, j] = gh * z
+
+
+class GRUSequences(torch.autograd.Function):
+    """Outputs (L, S, H) of a GRU; differentiates the gates of the inputs, the weights and the bias."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, gates: Tensor, weight: Tensor, bias: Tensor, state: Tensor, keep: Tensor
+    ) -> Tensor:
+        n_steps, n, n_gates = gates.shape
+        width = n_gates // 3
+        active, backs = gates.clone(), torch.empty_like(gates)
+        outputs, before = torch.empty(n_steps, n, width), torch.empty(n_steps + 1, n, width)
+        torch.mul(state, keep[0, :, None], out=before[0])
+        keeps = torch.cat([keep, keep.new_ones(1, n)]).numpy()
+        back = weight.t()
+        a, k, h, b = (x.numpy() for x in (active, backs, outputs, before))
+        for t in range(n_steps):
+            torch.addmm(bias, before[t], back, out=backs[t])
+            _gru_forward(a[t], k[t], b[t], keeps[t + 1], (h[t], b[t + 1]))
+        ctx.save_for_backward(weight)
+        ctx.kept = active, backs, before, keeps
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (weight,) = ctx.saved_tensors
+        active, backs, before, keeps = ctx.kept
+        n_steps, n, _ = active.shape
+        width = weight.shape[1]
+        grad = grad.contiguous()
+        grad_back, direct = torch.zeros(n, width), np.zeros((n, width), F)
+        a, k, b, g, gb = (x.numpy() for x in (active, backs, before, grad, grad_back))
+        for t in range(n_steps - 1, -1, -1):
+            _gru_backward(g[t], gb, direct, a[t], (k[t], b[t], keeps[t + 1]))
+            torch.mm(backs[t], weight, out=grad_back)
+        flat = backs.flatten(0, 1)
+        weight_grad = flat.t() @ before[:-1].flatten(0, 1)
+        return active, weight_grad, flat.sum(0), None, None
+
+
+def run_fused(memory: Any, gates: Tensor, state: Tensor, keep: Tensor) -> Tensor:
+    """`memory.run_steps` on the CPU, with its gradient written out."""
+    function = LSTMSequences if memory.n_gates == 4 else GRUSequences
+    back = memory.gates_back
+    out: Tensor = function.apply(gates, back.weight, back.bias, state, keep)
+    return out
