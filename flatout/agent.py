@@ -91,7 +91,8 @@ class Agent:
         if isinstance(algo := settings.get("algo"), Algorithm):
             settings["algo"] = register_algorithm(algo).name
         if self.algo is not None and settings.setdefault("algo", self.algo) != self.algo:
-            raise FlatoutError(f"this is {self.algo.upper()}; use flatout.{str(settings['algo']).upper()}")
+            kind = AGENTS.get(settings["algo"], Agent)
+            raise FlatoutError(f"this is {self.algo.upper()}; use flatout.{kind.__name__}")
         if preset is not None:
             settings["preset"] = preset
         factory = env_factory(env, settings.get("env_kwargs")) if env is not None else None
@@ -511,7 +512,13 @@ class PQN(Agent):
     algo = "pqn"
 
 
-AGENTS: dict[str | None, type[Agent]] = {kind.algo: kind for kind in (PPO, DQN, PQN)}
+class RecurrentPPO(Agent):
+    """PPO with a memory, for envs whose observations do not show everything."""
+
+    algo = "recurrent-ppo"
+
+
+AGENTS: dict[str | None, type[Agent]] = {kind.algo: kind for kind in (PPO, DQN, PQN, RecurrentPPO)}
 """The subclass of an algorithm that has one; all others use `Agent` itself."""
 
 

@@ -60,6 +60,8 @@ class AlgorithmConfig:
     """What `--batch-size auto` aims at, on a CPU and on an accelerator; with a replay buffer it goes by the card."""
     USES_REPLAY: ClassVar[bool] = False
     """Whether updates draw from a replay buffer instead of the newest rollout."""
+    COMPILES: ClassVar[bool] = True
+    """Whether its update can be compiled ahead of time."""
 
     n_steps: int = 256
     """Env steps of each env in a rollout."""

@@ -294,9 +294,7 @@ class _CapturedSteps:
 
         # A capture records and does not run: the envs stay where they are.
         try:
-            self._graph = Graph(
-                step, device, lambda: collector.sample(rollout.obs_at[0], self._noise[0])
-            )
+            self._graph = Graph(step, device, lambda: collector.sample(rollout.obs_at[0], self._noise[0]))
         finally:
             executor.n_steps = n_steps_before
 

@@ -93,6 +93,10 @@ class RunConfig:
             raise FlatoutError(
                 f"--n-collectors {self.n_collectors} needs --executor auto, not {self.executor}"
             )
+        if self.compile == "on" and not self.algorithm.COMPILES:
+            raise FlatoutError(
+                f"--compile on cannot compile {self.algo}, whose fused update is fast: use --compile auto"
+            )
         self.algorithm.check_rollout(self.n_envs)
         size = self.algorithm.batch_rows
         if not 1 <= self.accumulate <= size:

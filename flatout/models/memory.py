@@ -76,7 +76,7 @@ class GRU(Memory):
         back_r, back_z, back_n = self.gates_back(state).chunk(3, -1)
         gate_r, gate_z, gate_n = gates.chunk(3, -1)
         new = (gate_n + (gate_r + back_r).sigmoid() * back_n).tanh()
-        return torch.lerp(new, state, (gate_z + back_z).sigmoid())
+        return new + (gate_z + back_z).sigmoid() * (state - new)
 
 
 MEMORIES: dict[str, type[Memory]] = {"lstm": LSTM, "gru": GRU}
@@ -228,7 +228,9 @@ class MemoryKernelActor(KernelActor):
         self._next_state, self._kernel = next_state, memory_kernel
         self._vector, self._memories = model.layout.vector, model.memories()
         self._weights = [memory_kernel.weights_of(memory) for memory in self._memories]
-        self._gates = np.zeros((memory_kernel.ROWS, model.pi_memory.n_gates * model.pi_memory.width), np.float32)
+        self._gates = np.zeros(
+            (memory_kernel.ROWS, model.pi_memory.n_gates * model.pi_memory.width), np.float32
+        )
         super().__init__(model)
 
     def bind(self) -> None:

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flatout.device.jit import compiled
 from flatout.envs.spaces import Array
 from flatout.models.kernel import ROWS as ROWS
 from flatout.models.kernel import _affine, _compiled, tanh
@@ -106,53 +105,89 @@ STEPS: dict[int, Callable[..., None]] = {4: lstm_step, 3: gru_step}
 """By number of gates."""
 
 
-@compiled
-def _lstm_forward(gates: Array, cell_in: Array, keep: Array, out: tuple[Array, ...]) -> None:
-    """One step of all sequences: activates the gates in place."""
-    cell_out, squashed, h, h_next = out
-    width = cell_out.shape[1]
-    for s in range(len(gates)):
-        a, c, c_out, u = gates[s], cell_in[s], cell_out[s], squashed[s]
-        goes_on = keep[0, s]
-        for j in range(width):
-            a[j] = sigmoid(a[j])
-            a[width + j] = sigmoid(a[width + j])
-            a[2 * width + j] = tanh(a[2 * width + j])
-            a[3 * width + j] = sigmoid(a[3 * width + j])
-            c_out[j] = a[width + j] * (c[j] * goes_on) + a[j] * a[2 * width + j]
-            u[j] = tanh(c_out[j])
-            h[s, j] = a[3 * width + j] * u[j]
-            h_next[s, j] = h[s, j] * keep[1, s]
+@_compiled
+def _sigmoids(x: Array) -> None:
+    for j in range(len(x)):
+        x[j] = sigmoid(x[j])
 
 
-@compiled
-def _lstm_backward(
-    grad_h: Array, grad_back: Array, grad_cell: Array, gates: Array, saved: tuple[Array, ...]
+@_compiled
+def _tanhs(x: Array, out: Array) -> None:
+    for j in range(len(x)):
+        out[j] = tanh(x[j])
+
+
+@_compiled
+def _lstm_forward(
+    gates: Array, cells: Array, squashed: Array, h: Array, h_next: Array, keep: Array, t: int
 ) -> None:
-    """One step back of all sequences: gates become their gradients, `grad_cell` goes on to the step before."""
-    cell_in, squashed, keep = saved
-    width = cell_in.shape[1]
-    for s in range(len(gates)):
-        a, c, u, gc = gates[s], cell_in[s], squashed[s], grad_cell[s]
-        goes_on = keep[0, s]
+    """Step t of all sequences: activates the gates in place. Loops over few arrays, which become vector instructions."""
+    width = h.shape[2]
+    for s in range(gates.shape[1]):
+        a, c, c_out, u = gates[t, s], cells[t, s], cells[t + 1, s], squashed[t, s]
+        out, following = h[t, s], h_next[t + 1, s]
+        goes_on, will_go_on = keep[t, s], keep[t + 1, s]
+        _sigmoids(a[: 2 * width])
+        gate_i, gate_f, gate_g, gate_o = (
+            a[:width],
+            a[width : 2 * width],
+            a[2 * width : 3 * width],
+            a[3 * width :],
+        )
+        _tanhs(gate_g, gate_g)
+        _sigmoids(gate_o)
         for j in range(width):
-            i, f, g, o = a[j], a[width + j], a[2 * width + j], a[3 * width + j]
-            gh = grad_h[s, j] + grad_back[s, j] * keep[1, s]
-            inner = gc[j] + gh * o * (_ONE - u[j] * u[j])
-            a[j] = inner * g * i * (_ONE - i)
-            a[width + j] = inner * (c[j] * goes_on) * f * (_ONE - f)
-            a[2 * width + j] = inner * i * (_ONE - g * g)
-            a[3 * width + j] = gh * u[j] * o * (_ONE - o)
-            gc[j] = inner * f * goes_on
+            c_out[j] = gate_f[j] * (c[j] * goes_on) + gate_i[j] * gate_g[j]
+        _tanhs(c_out, u)
+        for j in range(width):
+            out[j] = gate_o[j] * u[j]
+        for j in range(width):
+            following[j] = out[j] * will_go_on
+
+
+@_compiled
+def _lstm_backward(
+    grad_h: Array,
+    grad_back: Array,
+    grad_cell: Array,
+    gates: Array,
+    cells: Array,
+    squashed: Array,
+    keep: Array,
+    t: int,
+) -> None:
+    """Back through step t of all sequences: gates become their gradients, `grad_cell` goes on to the step before."""
+    width = grad_cell.shape[1]
+    for s in range(len(grad_cell)):
+        a, c, u, inner = gates[t, s], cells[t, s], squashed[t, s], grad_cell[s]
+        given, gh = grad_h[t, s], grad_back[s]
+        goes_on, went_on = keep[t, s], keep[t + 1, s]
+        gate_i, gate_f, gate_g, gate_o = (
+            a[:width],
+            a[width : 2 * width],
+            a[2 * width : 3 * width],
+            a[3 * width :],
+        )
+        for j in range(width):
+            gh[j] = given[j] + gh[j] * went_on
+        for j in range(width):
+            inner[j] += gh[j] * gate_o[j] * (_ONE - u[j] * u[j])
+            gate_o[j] = gh[j] * u[j] * gate_o[j] * (_ONE - gate_o[j])
+        for j in range(width):
+            i, g = gate_i[j], gate_g[j]
+            gate_i[j] = inner[j] * g * i * (_ONE - i)
+            gate_g[j] = inner[j] * i * (_ONE - g * g)
+        for j in range(width):
+            f = gate_f[j]
+            gate_f[j] = inner[j] * (c[j] * goes_on) * f * (_ONE - f)
+            inner[j] *= f * goes_on
 
 
 class LSTMSequences(torch.autograd.Function):
     """Outputs (L, S, H) of an LSTM; differentiates the gates of the inputs, the weights and the bias."""
 
     @staticmethod
-    def forward(
-        ctx: Any, gates: Tensor, weight: Tensor, bias: Tensor, state: Tensor, keep: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, gates: Tensor, weight: Tensor, bias: Tensor, state: Tensor, keep: Tensor) -> Tensor:
         n_steps, n, n_gates = gates.shape
         width = n_gates // 4
         active = gates + bias
@@ -166,7 +201,7 @@ class LSTMSequences(torch.autograd.Function):
         a, c, u, h, b = (x.numpy() for x in (active, cells, squashed, outputs, before))
         for t in range(n_steps):
             active[t].addmm_(before[t], back)
-            _lstm_forward(a[t], c[t], keeps[t : t + 2], (c[t + 1], u[t], h[t], b[t + 1]))
+            _lstm_forward(a, c, u, h, b, keeps, t)
         ctx.save_for_backward(weight)
         ctx.kept = active, cells, squashed, before, keeps
         return outputs
@@ -180,56 +215,68 @@ class LSTMSequences(torch.autograd.Function):
         grad_back, grad_cell = torch.zeros(n, width), np.zeros((n, width), F)
         a, c, u, g, gb = (x.numpy() for x in (active, cells, squashed, grad, grad_back))
         for t in range(n_steps - 1, -1, -1):
-            _lstm_backward(g[t], gb, grad_cell, a[t], (c[t], u[t], keeps[t : t + 2]))
+            _lstm_backward(g, gb, grad_cell, a, c, u, keeps, t)
             torch.mm(active[t], weight, out=grad_back)
         flat = active.flatten(0, 1)
         weight_grad = flat.t() @ before[:-1].flatten(0, 1)
         return active, weight_grad, flat.sum(0), None, None
 
 
-@compiled
-def _gru_forward(gates: Array, back: Array, h_in: Array, keep: Array, out: tuple[Array, Array]) -> None:
-    """One step of all sequences: activates the gates in place."""
-    h, h_next = out
-    width = h.shape[1]
-    for s in range(len(gates)):
-        a, b, old = gates[s], back[s], h_in[s]
-        for j in range(width):
+@_compiled
+def _gru_forward(gates: Array, backs: Array, h: Array, before: Array, keep: Array, t: int) -> None:
+    """Step t of all sequences: activates the gates in place."""
+    width = h.shape[2]
+    for s in range(gates.shape[1]):
+        a, b, old = gates[t, s], backs[t, s], before[t, s]
+        out, following, will_go_on = h[t, s], before[t + 1, s], keep[t + 1, s]
+        for j in range(2 * width):
             a[j] = sigmoid(a[j] + b[j])
-            a[width + j] = sigmoid(a[width + j] + b[width + j])
-            a[2 * width + j] = tanh(a[2 * width + j] + a[j] * b[2 * width + j])
-            new = a[2 * width + j]
-            h[s, j] = new + a[width + j] * (old[j] - new)
-            h_next[s, j] = h[s, j] * keep[s]
-
-
-@compiled
-def _gru_backward(
-    grad_h: Array, grad_back: Array, grad_direct: Array, gates: Array, saved: tuple[Array, ...]
-) -> None:
-    """One step back of all sequences: gates become their gradients, `back` those of the gates of the output before."""
-    back, h_in, keep = saved
-    width = h_in.shape[1]
-    for s in range(len(gates)):
-        a, b, old = gates[s], back[s], h_in[s]
+        gate_r, gate_z, new, back_n = a[:width], a[width : 2 * width], a[2 * width :], b[2 * width :]
         for j in range(width):
-            r, z, new = a[j], a[width + j], a[2 * width + j]
-            gh = grad_h[s, j] + (grad_back[s, j] + grad_direct[s, j]) * keep[s]
-            grad_new = gh * (_ONE - z) * (_ONE - new * new)
-            a[j] = grad_new * b[2 * width + j] * r * (_ONE - r)
-            a[width + j] = gh * (old[j] - new) * z * (_ONE - z)
-            a[2 * width + j] = grad_new
-            b[j], b[width + j], b[2 * width + j] = a[j], a[width + j], grad_new * r
-            grad_direct[s, j] = gh * z
+            new[j] = tanh(new[j] + gate_r[j] * back_n[j])
+        for j in range(width):
+            out[j] = new[j] + gate_z[j] * (old[j] - new[j])
+        for j in range(width):
+            following[j] = out[j] * will_go_on
+
+
+@_compiled
+def _gru_backward(
+    grad_h: Array,
+    grad_back: Array,
+    grad_direct: Array,
+    gates: Array,
+    backs: Array,
+    before: Array,
+    keep: Array,
+    t: int,
+) -> None:
+    """Back through step t of all sequences: gates become their gradients, and so do those of the output before."""
+    width = grad_direct.shape[1]
+    for s in range(len(grad_direct)):
+        a, b, old, given = gates[t, s], backs[t, s], before[t, s], grad_h[t, s]
+        gh, direct, went_on = grad_back[s], grad_direct[s], keep[t + 1, s]
+        gate_r, gate_z, new, back_n = a[:width], a[width : 2 * width], a[2 * width :], b[2 * width :]
+        for j in range(width):
+            gh[j] = given[j] + (gh[j] + direct[j]) * went_on
+            direct[j] = gh[j] * gate_z[j]
+        for j in range(width):
+            n, z = new[j], gate_z[j]
+            new[j] = gh[j] * (_ONE - z) * (_ONE - n * n)
+            gate_z[j] = gh[j] * (old[j] - n) * z * (_ONE - z)
+        for j in range(width):
+            r = gate_r[j]
+            gate_r[j] = new[j] * back_n[j] * r * (_ONE - r)
+            back_n[j] = new[j] * r
+        for j in range(2 * width):
+            b[j] = a[j]
 
 
 class GRUSequences(torch.autograd.Function):
     """Outputs (L, S, H) of a GRU; differentiates the gates of the inputs, the weights and the bias."""
 
     @staticmethod
-    def forward(
-        ctx: Any, gates: Tensor, weight: Tensor, bias: Tensor, state: Tensor, keep: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, gates: Tensor, weight: Tensor, bias: Tensor, state: Tensor, keep: Tensor) -> Tensor:
         n_steps, n, n_gates = gates.shape
         width = n_gates // 3
         active, backs = gates.clone(), torch.empty_like(gates)
@@ -240,7 +287,7 @@ class GRUSequences(torch.autograd.Function):
         a, k, h, b = (x.numpy() for x in (active, backs, outputs, before))
         for t in range(n_steps):
             torch.addmm(bias, before[t], back, out=backs[t])
-            _gru_forward(a[t], k[t], b[t], keeps[t + 1], (h[t], b[t + 1]))
+            _gru_forward(a, k, h, b, keeps, t)
         ctx.save_for_backward(weight)
         ctx.kept = active, backs, before, keeps
         return outputs
@@ -255,7 +302,7 @@ class GRUSequences(torch.autograd.Function):
         grad_back, direct = torch.zeros(n, width), np.zeros((n, width), F)
         a, k, b, g, gb = (x.numpy() for x in (active, backs, before, grad, grad_back))
         for t in range(n_steps - 1, -1, -1):
-            _gru_backward(g[t], gb, direct, a[t], (k[t], b[t], keeps[t + 1]))
+            _gru_backward(g, gb, direct, a, k, b, keeps, t)
             torch.mm(backs[t], weight, out=grad_back)
         flat = backs.flatten(0, 1)
         weight_grad = flat.t() @ before[:-1].flatten(0, 1)

@@ -155,6 +155,8 @@ class Trainer:
             )
         if config.accumulate > 1 or self.learner.update.backend == "fused" or not is_available():
             return
+        if not config.algorithm.COMPILES:
+            return
         spec = config.learner_spec(self.policy.obs, self.policy.action)
         recipe = Recipe(spec=spec, device="cpu", precision=self.precision, n_threads=n_threads)
         self.learner.compilation = Compilation(recipe, wait=config.compile == "on")

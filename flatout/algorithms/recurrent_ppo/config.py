@@ -16,7 +16,7 @@ KINDS = ("lstm", "gru")
 class RecurrentPPOConfig(PPOConfig):
     """Recurrent PPO's hyperparameters."""
 
-    NOT_IN_UPDATE: ClassVar[frozenset[str]] = PPOConfig.NOT_IN_UPDATE - {"n_steps"}
+    COMPILES: ClassVar[bool] = False
 
     n_steps: int = 128
     batch_size: int = 256
