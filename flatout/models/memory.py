@@ -21,6 +21,8 @@ from flatout.models.policy import ActorCritic, Obs, linear, mlp, seeded
 
 SMALL_MEMORY = 1_000_000
 """Up to this many weights the compiled function acts faster than torch."""
+KEEP_BIAS = 1.0
+"""Initial bias of the gate that keeps the state."""
 Run: TypeAlias = Callable[["Memory", Tensor, Tensor, Tensor], Tensor]
 """(memory, inputs (L, S, gates), first states (S, n_state), which steps go on with the state before, (L, S)) → (L, S, H)."""
 
@@ -40,6 +42,8 @@ class Memory(nn.Module):
         self.gates_back = linear(width, self.n_gates * width, 1.0)
         for gate in self.gates_back.weight.detach().chunk(self.n_gates):
             nn.init.orthogonal_(gate)
+        with torch.no_grad():  # the second gate keeps the state; it forgets little at first (Jozefowicz et al. 2015)
+            self.gates_in.bias[width : 2 * width] = KEEP_BIAS
 
     def advance(self, gates: Tensor, state: Tensor) -> Tensor:
         """The state after a step, by the gates of its input."""
@@ -54,11 +58,6 @@ class LSTM(Memory):
     """Long short-term memory (Hochreiter and Schmidhuber 1997); gates: input, forget, cell, output."""
 
     n_gates, n_states = 4, 2
-
-    def __init__(self, n_in: int, width: int) -> None:
-        super().__init__(n_in, width)
-        with torch.no_grad():  # it forgets little at first (Jozefowicz et al. 2015)
-            self.gates_in.bias[width : 2 * width] = 1.0
 
     def advance(self, gates: Tensor, state: Tensor) -> Tensor:
         out, cell = state.chunk(2, -1)

@@ -34,7 +34,7 @@ class RecurrentPPOLearner(PPOLearner):
         """The fused backend: sequences by compiled loops."""
         return FusedSequences(self.model, self.update)
 
-    def _fused_for(self, n: int) -> None:  # noqa: ARG002
+    def _fused_for(self, n: int) -> None:
         """None: single steps are computed by the model."""
 
     def example_batch(self, n: int) -> ppo.PPOMinibatch:
