@@ -132,7 +132,9 @@ def peer_run(case: Case, seed: int, steps: int) -> dict[str, Any]:
     torch.set_num_threads(1)
     envs = make_vec_env(case.env, case.n_envs, seed=seed)
     policy = {"lstm_hidden_size": case.width, "net_arch": [64]}
-    model = RecurrentPPO("MlpLstmPolicy", envs, seed=seed, device="cpu", policy_kwargs=policy, **case.settings)
+    model = RecurrentPPO(
+        "MlpLstmPolicy", envs, seed=seed, device="cpu", policy_kwargs=policy, **case.settings
+    )
     began = perf_counter()
     model.learn(steps)
     seconds = perf_counter() - began

@@ -42,7 +42,9 @@ class Memory(nn.Module):
         self.gates_back = linear(width, self.n_gates * width, 1.0)
         for gate in self.gates_back.weight.detach().chunk(self.n_gates):
             nn.init.orthogonal_(gate)
-        with torch.no_grad():  # the second gate keeps the state; it forgets little at first (Jozefowicz et al. 2015)
+        with (
+            torch.no_grad()
+        ):  # the second gate keeps the state; it forgets little at first (Jozefowicz et al. 2015)
             self.gates_in.bias[width : 2 * width] = KEEP_BIAS
 
     def advance(self, gates: Tensor, state: Tensor) -> Tensor:
@@ -227,9 +229,7 @@ class MemoryKernelActor(KernelActor):
         self._next_state, self._kernel = next_state, memory_kernel
         self._vector, self._memories = model.layout.vector, model.memories()
         self._weights = [memory_kernel.weights_of(memory) for memory in self._memories]
-        self._gates = np.zeros(
-            (memory_kernel.ROWS, model.pi_memory.n_gates * model.pi_memory.width), np.float32
-        )
+        self._scratch = [memory_kernel.scratch_for(memory) for memory in self._memories]
         super().__init__(model)
 
     def bind(self) -> None:
@@ -240,16 +240,11 @@ class MemoryKernelActor(KernelActor):
     @torch.inference_mode()
     def _features(self, obs: ObsArrays) -> Array:
         """The policy's output of its memory, after all memories have taken a step."""
-        n, model = len(obs[-1]), self._model
-        inputs = self._inputs(obs)
-        start = 0
-        for memory, weights, x in zip(self._memories, self._weights, inputs, strict=True):
-            end = start + memory.n_state
-            self._kernel.STEPS[memory.n_gates](
-                x, obs[-1][:, start:end], weights, self._gates, self._next_state[:n, start:end]
-            )
-            start = end
-        features: Array = np.ascontiguousarray(self._next_state[:n, : model.pi_memory.width])
+        n, memory = len(obs[-1]), self._memories[0]
+        step, new = self._kernel.STEPS[memory.n_gates], self._next_state[:n]
+        for i, x in enumerate(self._inputs(obs)):
+            step(x, obs[-1], i * memory.n_state, self._weights[i], self._scratch[i], new)
+        features: Array = np.ascontiguousarray(new[:, : memory.width])
         return features
 
     def _inputs(self, obs: ObsArrays) -> list[Array]:

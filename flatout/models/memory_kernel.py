@@ -50,62 +50,6 @@ def sigmoid(x: Any) -> Any:
 
 
 @_compiled
-def _padded(x: Array, first: int, out: Array) -> None:
-    """Up to ROWS rows of x; the rest is zero."""
-    for i in range(ROWS):
-        for j in range(x.shape[1]):
-            out[i, j] = x[first + i, j] if first + i < len(x) else _ZERO
-
-
-@_compiled
-def lstm_step(x: Array, state: Array, weights: Weights, gates: Array, state_out: Array) -> None:
-    """The states (B, 2 H) after one step of B observations."""
-    w_in, w_back, bias = weights
-    width, n_in = w_back.shape[0], w_in.shape[0]
-    wide_x, wide_h = np.zeros((ROWS, n_in), F), np.zeros((ROWS, width), F)
-    back = np.zeros_like(gates)
-    for first in range(0, len(x), ROWS):
-        _padded(x, first, wide_x)
-        _padded(state[:, :width], first, wide_h)
-        _affine(wide_x, w_in, bias[0], gates)
-        _affine(wide_h, w_back, bias[1], back)
-        for i in range(min(ROWS, len(x) - first)):
-            a, b, old, out = gates[i], back[i], state[first + i], state_out[first + i]
-            for j in range(width):
-                gate_i = sigmoid(a[j] + b[j])
-                gate_f = sigmoid(a[width + j] + b[width + j])
-                gate_g = tanh(a[2 * width + j] + b[2 * width + j])
-                gate_o = sigmoid(a[3 * width + j] + b[3 * width + j])
-                cell = gate_f * old[width + j] + gate_i * gate_g
-                out[width + j] = cell
-                out[j] = gate_o * tanh(cell)
-
-
-@_compiled
-def gru_step(x: Array, state: Array, weights: Weights, gates: Array, state_out: Array) -> None:
-    """The states (B, H) after one step of B observations."""
-    w_in, w_back, bias = weights
-    width, n_in = w_back.shape[0], w_in.shape[0]
-    wide_x, wide_h = np.zeros((ROWS, n_in), F), np.zeros((ROWS, width), F)
-    back = np.zeros_like(gates)
-    for first in range(0, len(x), ROWS):
-        _padded(x, first, wide_x)
-        _padded(state, first, wide_h)
-        _affine(wide_x, w_in, bias[0], gates)
-        _affine(wide_h, w_back, bias[1], back)
-        for i in range(min(ROWS, len(x) - first)):
-            a, b, old, out = gates[i], back[i], state[first + i], state_out[first + i]
-            for j in range(width):
-                gate_r, gate_z = sigmoid(a[j] + b[j]), sigmoid(a[width + j] + b[width + j])
-                new = tanh(a[2 * width + j] + gate_r * b[2 * width + j])
-                out[j] = new + gate_z * (old[j] - new)
-
-
-STEPS: dict[int, Callable[..., None]] = {4: lstm_step, 3: gru_step}
-"""By number of gates."""
-
-
-@_compiled
 def _sigmoids(x: Array) -> None:
     for j in range(len(x)):
         x[j] = sigmoid(x[j])
@@ -115,6 +59,72 @@ def _sigmoids(x: Array) -> None:
 def _tanhs(x: Array, out: Array) -> None:
     for j in range(len(x)):
         out[j] = tanh(x[j])
+
+
+@_compiled
+def _gates(x: Array, state: Array, start: int, first: int, weights: Weights, out: tuple[Array, ...]) -> None:
+    """Gates of up to ROWS inputs and of their outputs before, which begin at column `start` of the states."""
+    w_in, w_back, bias = weights
+    some_x, some_h, gates, back = out
+    for i in range(min(ROWS, len(x) - first)):
+        some_x[i] = x[first + i]
+        some_h[i] = state[first + i, start : start + len(w_back)]
+    _affine(some_x, w_in, bias[0], gates)
+    _affine(some_h, w_back, bias[1], back)
+
+
+@_compiled
+def lstm_step(
+    x: Array, state: Array, start: int, weights: Weights, scratch: tuple[Array, ...], state_out: Array
+) -> None:
+    """The states after one step of all observations: the columns from `start` on, outputs and then cells."""
+    width = len(weights[1])
+    for first in range(0, len(x), ROWS):
+        _gates(x, state, start, first, weights, scratch)
+        for i in range(min(ROWS, len(x) - first)):
+            a, b = scratch[2][i], scratch[3][i]
+            cell = state[first + i, start + width : start + 2 * width]
+            out = state_out[first + i, start : start + 2 * width]
+            for j in range(4 * width):
+                a[j] += b[j]
+            _sigmoids(a[: 2 * width])
+            _tanhs(a[2 * width : 3 * width], a[2 * width : 3 * width])
+            _sigmoids(a[3 * width :])
+            for j in range(width):
+                out[width + j] = a[width + j] * cell[j] + a[j] * a[2 * width + j]
+            _tanhs(out[width:], out[:width])
+            for j in range(width):
+                out[j] *= a[3 * width + j]
+
+
+@_compiled
+def gru_step(
+    x: Array, state: Array, start: int, weights: Weights, scratch: tuple[Array, ...], state_out: Array
+) -> None:
+    """The states after one step of all observations: the columns from `start` on."""
+    width = len(weights[1])
+    for first in range(0, len(x), ROWS):
+        _gates(x, state, start, first, weights, scratch)
+        for i in range(min(ROWS, len(x) - first)):
+            a, b = scratch[2][i], scratch[3][i]
+            old, out = state[first + i, start : start + width], state_out[first + i, start : start + width]
+            for j in range(2 * width):
+                a[j] += b[j]
+            _sigmoids(a[: 2 * width])
+            for j in range(width):
+                out[j] = tanh(a[2 * width + j] + a[j] * b[2 * width + j])
+            for j in range(width):
+                out[j] += a[width + j] * (old[j] - out[j])
+
+
+def scratch_for(memory: Any) -> tuple[Array, ...]:
+    """Buffers for a step: inputs, outputs before, and the gates of both."""
+    n_in, n_gates = memory.gates_in.in_features, memory.gates_in.out_features
+    return tuple(np.zeros((ROWS, n), F) for n in (n_in, memory.width, n_gates, n_gates))
+
+
+STEPS: dict[int, Callable[..., None]] = {4: lstm_step, 3: gru_step}
+"""By number of gates."""
 
 
 @_compiled
