@@ -236,10 +236,11 @@ def plan_run(
     def remember(measure: Callable[[], float]) -> float:
         """The gain of overlap, measured once for everything it depends on; `rule` is that of working it out."""
         it = config.algorithm
+        memory = [policy.model.state_size] if policy.model.state_size else []
         facts = {
             "rule": 8,
             "env": [config.env, config.env_kwargs, config.executor],
-            "algorithm": [config.algo, config.n_envs, it.n_steps, it.batch_size],
+            "algorithm": [config.algo, config.n_envs, it.n_steps, it.batch_size, *memory],
             "updates": config.updates_per_iteration,
             "network": list(config.network.network_arch),
             "cores": n_cores,
