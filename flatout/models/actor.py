@@ -98,7 +98,9 @@ class TorchActor:
         torch.from_numpy(action_out).copy_(action[:n])
         torch.from_numpy(log_prob_out).copy_(log_prob[:n])
 
-    def _act(self, obs: tuple[Tensor, ...], noise: Tensor, n: int) -> tuple[Tensor, Tensor]:  # noqa: ARG002
+    def _act(
+        self, obs: tuple[torch.Tensor, ...], noise: torch.Tensor, n: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: ARG002
         return self._model.sample(obs, noise)
 
     def finish(self) -> None:
