@@ -94,13 +94,11 @@ class TorchActor:
             buffer[:n] = torch.from_numpy(array)
         self._noise[:n] = torch.from_numpy(noise)
         end = _whole_blocks(n)
-        action, log_prob = self._act(tuple(x[:end] for x in self._obs), self._noise[:end], n)
+        action, log_prob = self._act(tuple(x[:end] for x in self._obs), self._noise[:end])
         torch.from_numpy(action_out).copy_(action[:n])
         torch.from_numpy(log_prob_out).copy_(log_prob[:n])
 
-    def _act(
-        self, obs: tuple[torch.Tensor, ...], noise: torch.Tensor, n: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: ARG002
+    def _act(self, obs: tuple[torch.Tensor, ...], noise: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self._model.sample(obs, noise)
 
     def finish(self) -> None:

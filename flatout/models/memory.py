@@ -211,8 +211,9 @@ class MemoryActor(TorchActor):
         super().__init__(model, max_batch, device)
         self._next_state = next_state
 
-    def _act(self, obs: tuple[Tensor, ...], noise: Tensor, n: int) -> tuple[Tensor, Tensor]:
+    def _act(self, obs: tuple[Tensor, ...], noise: Tensor) -> tuple[Tensor, Tensor]:
         action, log_prob, state = self._model.act(obs, noise)
+        n = min(len(state), len(self._next_state))  # there are rows to fill up the last block
         torch.from_numpy(self._next_state[:n]).copy_(state[:n])
         assert log_prob is not None, "there is noise"
         return action, log_prob
