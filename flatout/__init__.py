@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from flatout.advice.doctor import doctor
     from flatout.advice.tune import tune
-    from flatout.agent import DQN, PPO, PQN, Agent, load
+    from flatout.agent import DQN, PPO, PQN, Agent, RecurrentPPO, load
     from flatout.algorithms.base import Algorithm, AlgorithmConfig, choose_batch_size, register_algorithm
     from flatout.errors import EnvError, FlatoutError
     from flatout.vector import make_vec
@@ -27,6 +27,7 @@ __all__ = [
     "AlgorithmConfig",
     "EnvError",
     "FlatoutError",
+    "RecurrentPPO",
     "choose_batch_size",
     "doctor",
     "load",
@@ -39,6 +40,7 @@ _HOMES = {
     "PPO": "agent",
     "DQN": "agent",
     "PQN": "agent",
+    "RecurrentPPO": "agent",
     "load": "agent",
     "Agent": "agent",
     "Algorithm": "algorithms.base",

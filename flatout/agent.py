@@ -29,7 +29,7 @@ from flatout.device.machine import gc_frozen, machine, usable_cores
 from flatout.envs.check import EnvInfo, check
 from flatout.envs.loader import Code
 from flatout.envs.make import EnvFactory, EnvSource, env_factory
-from flatout.envs.spaces import ActionLayout, ObsLayout, space_from_json
+from flatout.envs.spaces import ActionLayout, Array, ObsLayout, space_from_json
 from flatout.errors import FlatoutError, one_line
 from flatout.executors.base import RestartBudget
 from flatout.executors.episodes import LastEpisodes
@@ -96,7 +96,8 @@ class Agent:
         if isinstance(algo := settings.get("algo"), Algorithm):
             settings["algo"] = register_algorithm(algo).name
         if self.algo is not None and settings.setdefault("algo", self.algo) != self.algo:
-            raise FlatoutError(f"this is {self.algo.upper()}; use flatout.{str(settings['algo']).upper()}")
+            kind = AGENTS.get(settings["algo"], Agent)
+            raise FlatoutError(f"this is {self.algo.upper()}; use flatout.{kind.__name__}")
         if preset is not None:
             settings["preset"] = preset
         factory = env_factory(env, settings.get("env_kwargs")) if env is not None else None
@@ -294,11 +295,11 @@ class Agent:
         deterministic: bool = False,
         action_masks: Any = None,
     ) -> tuple[Any, Any]:
-        """The action for one observation or a batch, and `state`, unchanged.
+        """The action for one observation or a batch, and the new state of the policy's memory, if it has one.
 
-        `state` and `episode_start` are for compatibility with recurrent policies of Stable-Baselines3.
+        With a memory, pass the state that the last call returned, None at first, and whether an episode has just
+        started, for each env; without one, `state` is returned unchanged.
         """
-        del episode_start
         policy = self.policy
         if self._mask_in_info and not (isinstance(observation, dict) and "action_mask" in observation):
             observation = self._with_mask(observation, action_masks)
@@ -307,7 +308,9 @@ class Agent:
         arrays, single = policy.obs.batch(observation)
         with torch.inference_mode():
             noise = None if deterministic else self._prediction_noise(len(arrays[0]))
-            actions = env_actions(policy, arrays, noise)
+            if policy.model.state_size:
+                state = self._state(state, episode_start, len(arrays[0]))
+            actions = env_actions(policy, arrays, noise, state)
         return (actions[0] if single else actions), state
 
     def evaluate(
@@ -519,6 +522,18 @@ class Agent:
         mask = np.ones((*lead, n_logits), np.int8) if masks is None else np.asarray(masks, np.int8)
         return {"obs": observation, "action_mask": mask}
 
+    def _state(self, state: Any, episode_start: Any, n: int) -> Array:
+        """A copy of the memory's state for `n` envs; zeros where an episode starts."""
+        shape = n, self.policy.model.state_size
+        if state is None:
+            return np.zeros(shape, np.float32)
+        if np.shape(state) != shape:
+            raise FlatoutError(f"state has shape {np.shape(state)}; for {n} observations it must be {shape}")
+        own: Array = np.array(state, np.float32)
+        if episode_start is not None:
+            own[np.broadcast_to(np.asarray(episode_start, bool), n)] = 0
+        return own
+
     def _prediction_noise(self, n: int) -> torch.Tensor:
         self._n_predictions += 1
         noise = ActionNoise(self.policy.action, np.arange(n), self.config.seed)
@@ -543,7 +558,13 @@ class PQN(Agent):
     algo = "pqn"
 
 
-AGENTS: dict[str | None, type[Agent]] = {kind.algo: kind for kind in (PPO, DQN, PQN)}
+class RecurrentPPO(Agent):
+    """PPO with a memory, for envs whose observations do not show everything."""
+
+    algo = "recurrent-ppo"
+
+
+AGENTS: dict[str | None, type[Agent]] = {kind.algo: kind for kind in (PPO, DQN, PQN, RecurrentPPO)}
 """The subclass of an algorithm that has one; all others use `Agent` itself."""
 
 

@@ -155,3 +155,27 @@ class Forever(gym.Env[Any, Any]):
         self._t += 1
         end = self._t == 5
         return np.ones(1, np.float32), 1.0, end and not self._truncates, end and self._truncates, {}
+
+
+class Recall(gym.Env[Any, Any]):
+    """Shows one of N cues in the first observation; `delay` steps later the action that matches it earns 1, the optimum."""
+
+    observation_space = spaces.Box(0, 1, (N + 1,))
+    action_space = spaces.Discrete(N)
+
+    def __init__(self, delay: int = 30) -> None:
+        self._delay = delay
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self._t, self._cue = 0, int(self.np_random.integers(N))
+        return np.eye(N + 1, dtype=np.float32)[self._cue], {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        reward = float(self._t == self._delay and action == self._cue)
+        self._t += 1
+        obs = np.zeros(N + 1, np.float32)
+        obs[N] = self._t == self._delay  # the cue's turn
+        return obs, reward, self._t > self._delay, False, {}

@@ -17,6 +17,7 @@ from flatout.agent import Agent
 from flatout.config.fields import replace as replace_leaves
 from flatout.config.run_config import RunConfig, save_tuned
 from flatout.envs.make import EnvSource
+from flatout.errors import FlatoutError
 from flatout.perf.costs import START_SECONDS, Costs, Settings
 from flatout.perf.decide import candidates, describe
 from flatout.perf.simulate import FEW_ENV_STEPS, ladder, simulate
@@ -114,6 +115,7 @@ def tune(
     before = replace(before, measured=case.steps_per_second, learner_busy=case.learner_busy)
     told("simulating")
     simulated = _simulate_all(case.costs, now, allow_learning_changes)
+    simulated = [trial for trial in simulated if _is_valid(agent.config, trial.config)]
     trials = [before]
     while candidate := _most_promising(simulated, trials):
         expected = candidate.as_predicted
@@ -204,6 +206,15 @@ def _as_config(way: Settings, now: Settings) -> dict[str, Any]:
         return out | {"executor": "auto", "n_collectors": way.n_collectors, "n_workers": 0}
     workers = way.n_workers if way.executor == "process" else 0
     return out | {"executor": way.executor, "n_collectors": 0, "n_workers": workers}
+
+
+def _is_valid(config: RunConfig, changes: dict[str, Any]) -> bool:
+    """Whether the algorithm takes a rollout and minibatches of these sizes."""
+    try:
+        replace_leaves(config, changes)
+    except FlatoutError:
+        return False
+    return True
 
 
 def _contenders(trials: list[Trial]) -> list[Trial]:

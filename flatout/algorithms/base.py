@@ -29,8 +29,8 @@ Schedule = Literal["constant", "linear"] | Code
 """How a setting changes over the run; a user's function takes the progress, from 0 to 1, and returns a factor."""
 DEFAULT = "ppo"
 """The algorithm of a run that names none."""
-BUILT_IN = ("ppo", "dqn", "pqn")
-"""Packages of `flatout.algorithms`, each with its descriptor as `ALGORITHM`."""
+BUILT_IN = ("ppo", "dqn", "pqn", "recurrent-ppo")
+"""Packages of `flatout.algorithms`, with underscores, each with its descriptor as `ALGORITHM`."""
 
 
 RANGES: dict[str, Callable[[Any], bool]] = {
@@ -61,6 +61,8 @@ class AlgorithmConfig:
     """What `--batch-size auto` aims at, on a CPU and on an accelerator; with a replay buffer it goes by the card."""
     USES_REPLAY: ClassVar[bool] = False
     """Whether updates draw from a replay buffer instead of the newest rollout."""
+    COMPILES: ClassVar[bool] = True
+    """Whether its update can be compiled ahead of time."""
 
     n_steps: int = 256
     """Env steps of each env in a rollout."""
@@ -89,6 +91,11 @@ class AlgorithmConfig:
     def epochs(self) -> int:
         """Passes over each rollout."""
         return getattr(self, "n_epochs", 1)
+
+    @property
+    def batch_rows(self) -> int:
+        """Rows of a minibatch: its transitions, unless a row is a sequence."""
+        return self.batch_size
 
     def updates_per_iteration(self, total_batch: int) -> float:
         """Optimizer steps per rollout, on average."""
@@ -172,6 +179,8 @@ class Algorithm:
     """Metrics of its own, for columns of metrics.csv besides the usual ones."""
     first_choice_for: tuple[str, ...] = ()
     """Env ids that use this algorithm unless another one is named."""
+    variant_of: str = ""
+    """The algorithm that this one replaces where a setting is given that only this one has."""
     source: str = ""
     """The FILE.py:NAME that it was loaded from; set by `get`."""
     code: bytes | None = field(default=None, repr=False)
@@ -260,7 +269,7 @@ def register_algorithm(algorithm: Algorithm) -> Algorithm:
 def get(name: str) -> Algorithm:
     """The algorithm of this name, or the one that FILE.py:NAME or module:NAME names, which is registered by this."""
     if name in BUILT_IN and name not in _registry:
-        _registry[name] = import_module(f"flatout.algorithms.{name}").ALGORITHM
+        _registry[name] = import_module(f"flatout.algorithms.{name.replace('-', '_')}").ALGORITHM
     if ":" in name:
         return _loaded(absolute(name))
     if name not in _registry:

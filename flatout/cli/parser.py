@@ -166,7 +166,7 @@ def _add_flag(group: argparse._ArgumentGroup, field: Field) -> None:
 
 
 def _metavar(field: Field) -> str:
-    special = {"batch_size": "N|auto", "buffer_size": "N|50GB"}
+    special = {"batch_size": "N|auto", "buffer_size": "N|50GB", "memory": "lstm:N|gru:N"}
     if field.name in special:
         return special[field.name]
     if field.name == "algo":

@@ -196,7 +196,7 @@ def evaluate(argv: Sequence[str]) -> int:
         )
     limit = agent.config.eval_max_steps if args.eval_max_steps is None else args.eval_max_steps
     if args.json:
-        keys = {"return_mean": result.return_mean, "return_std": result.return_std}
+        keys: dict[str, Any] = {"return_mean": result.return_mean, "return_std": result.return_std}
         keys |= {"length_mean": result.length_mean, "episodes": len(result.returns)}
         keys |= {"episodes_cut": result.n_cut, "training_return_mean": agent.training_returns.mean}
         print(json.dumps(keys))

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from flatout.buffers.rollout import Rollout
+from flatout.collect.memory import MemoryExecutor
 from flatout.collect.noise import NO_EXPLORATION, ActionNoise, Exploration
 from flatout.collect.ragged import Interrupted, RaggedCollection
 from flatout.device.accelerator import Retries, has_streams, new_stream, use_device
@@ -137,6 +138,8 @@ class Collector(LocalCollector):
         exploration: Exploration = NO_EXPLORATION,
     ) -> None:
         """`model` acts; if there is a `source`, `publish` copies its parameters to `model`."""
+        if model.state_size:
+            executor = MemoryExecutor(executor, model.state_size)
         super().__init__(executor, clock, device)
         self.model, self._head, self._source = model, model.head, source
         self._policy = self._acting(model)
@@ -212,7 +215,8 @@ class Collector(LocalCollector):
     def _acting(self, model: PolicyNet) -> _Policy:
         """A policy that acts with this model."""
         with self.on_stream():
-            actor = make_actor(model, self.executor.n_envs, self._device, self.retries)
+            next_state = getattr(self.executor, "next_state", None)
+            actor = make_actor(model, self.executor.n_envs, self._device, self.retries, next_state)
         source = self._source
         return _Policy(model, actor, None if source is None else ParamCopy(source, floats(model)))
 

@@ -89,7 +89,7 @@ class SubprocessCollectors:
     ) -> None:
         envs, n_envs = job.envs, len(job.envs.env_ids)
         assert envs.action is not None, "the shared rollout holds actions"
-        spec = rollout_spec(envs.obs, envs.action, n_steps, n_envs)
+        spec = rollout_spec(model.obs, envs.action, n_steps, n_envs)
         extra = {
             "params": ((ParamBlock.size(model),), np.float32),
             "version": ((1,), np.int64),
@@ -224,8 +224,8 @@ def collector_main(
 
     with closing(executor):
         if job.generation > 0:
-            executor.reset()
-        serve(connection, {**env_answers(executor), Command.COLLECT: collect})
+            collector.reset()
+        serve(connection, {**env_answers(collector.executor), Command.COLLECT: collect})
 
 
 def _spans(clock: PhaseClock, before: Mapping[str, float], began: float) -> bytes:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from flatout.buffers.rollout import Rollout, TensorRollout
 from flatout.collect.collector import Collector, Collects, LocalCollector
+from flatout.collect.memory import MemoryTensorExecutor
 from flatout.collect.noise import NO_EXPLORATION, Exploration
 from flatout.collect.ragged import Interrupted
 from flatout.device.accelerator import Graph, can_capture, is_out_of_memory, short_reason
@@ -99,7 +100,7 @@ class DeviceNoise:
 class TensorCollector(LocalCollector):
     """Fills tensor rollouts by acting in the executor's envs."""
 
-    executor: TensorExecutor
+    executor: TensorExecutor | MemoryTensorExecutor
 
     def __init__(
         self,
@@ -111,7 +112,8 @@ class TensorCollector(LocalCollector):
         source: PolicyNet | None = None,
         exploration: Exploration = NO_EXPLORATION,
     ) -> None:
-        super().__init__(executor, clock, executor.device)
+        envs = MemoryTensorExecutor(executor, model.state_size) if model.state_size else executor
+        super().__init__(envs, clock, executor.device)
         self.model, self._copy = model, None if source is None else ParamCopy(source, floats(model))
         self._actions = TensorActions(model.action, executor.device)
         self._noise = DeviceNoise(model.action, executor.n_envs, seed, executor.device, exploration)
@@ -183,6 +185,13 @@ class TensorCollector(LocalCollector):
                 raise Interrupted
             clock.enter(ACT)
 
+    def sample(self, obs: tuple[Tensor, ...], noise: Tensor) -> tuple[Tensor, Tensor]:
+        """Actions and their log-probabilities; the envs are told the new states of the policy's memory, if it has one."""
+        if not isinstance(self.executor, MemoryTensorExecutor):
+            return self.model.sample(obs, noise)
+        action, log_prob, self.executor.next_state = self.model.act(obs, noise)
+        return action, log_prob
+
     def for_envs(self, action: Tensor) -> Tensor:
         """Actions of the policy as the envs take them."""
         return self._actions.to_env(self.model.head.squash(action))
@@ -206,11 +215,11 @@ class TensorCollector(LocalCollector):
 
     def _acting(self, rollout: TensorRollout, noise: Tensor) -> Callable[[int], None]:
         """A function that acts in one time step of the rollout, with the current parameters."""
-        model, actor = self.model, self._actor
+        actor = self._actor
         if actor is None:
 
             def act(t: int) -> None:
-                action, log_prob = self.retries.attempt(lambda: model.sample(rollout.obs_at[t], noise[t]))
+                action, log_prob = self.retries.attempt(lambda: self.sample(rollout.obs_at[t], noise[t]))
                 rollout.action[t].copy_(action)
                 rollout.log_prob[t].copy_(log_prob)
 
@@ -273,7 +282,7 @@ class _CapturedSteps:
         def step() -> None:
             t, after = self._t, self._t + 1
             obs = tuple(x.index_select(0, t).squeeze(0) for x in rollout.obs)
-            action, log_prob = collector.model.sample(obs, self._noise.index_select(0, t).squeeze(0))
+            action, log_prob = collector.sample(obs, self._noise.index_select(0, t).squeeze(0))
             now = executor.step(collector.for_envs(action))
             values = action, log_prob, now.reward, now.terminated, now.truncated
             for column, value in zip(
@@ -286,9 +295,7 @@ class _CapturedSteps:
 
         # A capture records and does not run: the envs stay where they are.
         try:
-            self._graph = Graph(
-                step, device, lambda: collector.model.sample(rollout.obs_at[0], self._noise[0])
-            )
+            self._graph = Graph(step, device, lambda: collector.sample(rollout.obs_at[0], self._noise[0]))
         finally:
             executor.n_steps = n_steps_before
 
@@ -347,7 +354,7 @@ def batched_collector(
 ) -> tuple[Collects[Any], list[Rollout] | list[TensorRollout]]:
     """A collector over the batched env, and rollouts on the side where the env's observations are."""
     assert envs.action is not None, "collectors choose actions"
-    executor, obs, action = open_batched(envs), envs.obs, envs.action
+    executor, action = open_batched(envs), envs.action
     if isinstance(executor, BatchedExecutor):
         collector = Collector(
             executor,
@@ -358,13 +365,14 @@ def batched_collector(
             source=source,
             exploration=exploration,
         )
-        return collector, [Rollout.alloc(obs, action, n_steps, executor.n_envs) for _ in range(n_slots)]
+        return collector, [Rollout.alloc(model.obs, action, n_steps, executor.n_envs) for _ in range(n_slots)]
     if not same_device(device, executor.device):
         raise FlatoutError(
             f"the env's tensors are on {executor.device} and the policy is on {device}; "
             f"pass --device {executor.device}"
         )
-    rollouts = [TensorRollout(obs, action, n_steps, executor.n_envs, executor.device) for _ in range(n_slots)]
+    slots, n_envs = range(n_slots), executor.n_envs
+    rollouts = [TensorRollout(model.obs, action, n_steps, n_envs, executor.device) for _ in slots]
     return TensorCollector(
         executor, model, seed=envs.seed, clock=clock, source=source, exploration=exploration
     ), rollouts

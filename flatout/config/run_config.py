@@ -98,8 +98,12 @@ class RunConfig:
             raise FlatoutError(
                 f"--n-collectors {self.n_collectors} needs --executor auto, not {self.executor}"
             )
+        if self.compile == "on" and not self.algorithm.COMPILES:
+            raise FlatoutError(
+                f"--compile on cannot compile {self.algo}, whose fused update is fast: use --compile auto"
+            )
         self.algorithm.check_rollout(self.n_envs)
-        size = self.algorithm.batch_size
+        size = self.algorithm.batch_rows
         if not 1 <= self.accumulate <= size:
             raise FlatoutError(
                 f"--accumulate is {self.accumulate}; it must be from 1 to the batch size, {size}"
@@ -128,8 +132,8 @@ class RunConfig:
 
     @property
     def part_size(self) -> int:
-        """Transitions of a minibatch that are differentiated at once."""
-        return -(-self.algorithm.batch_size // self.accumulate)
+        """Rows of a minibatch that are differentiated at once."""
+        return -(-self.algorithm.batch_rows // self.accumulate)
 
     @property
     def updates_per_iteration(self) -> float:
@@ -184,7 +188,7 @@ def resolve(
     if not env:
         raise FlatoutError("no env given; name one, such as CartPole-v1")
     given["env"] = env = env_id(env)
-    given.setdefault("algo", _first_choice(env, given))
+    given["algo"] = _variant(given.get("algo") or _first_choice(env, given), given)
     recipe = _recipe(env, _algorithm(given), given.get("preset"), device, n_cores)
     if given.get("preset") == "auto":
         given = tuned_settings(env, given, device, n_cores) | given
@@ -311,6 +315,18 @@ def _first_choice(env: str, given: Mapping[str, Any]) -> str:
     return choice if fits else algorithms.DEFAULT
 
 
+def _variant(algo: str, given: Mapping[str, Any]) -> str:
+    """The algorithm, or its variant that has a given setting that it does not have itself."""
+    sections: dict[str, set[str | None]] = {}
+    for it in all_fields(RunConfig):
+        sections.setdefault(it.name, set()).add(it.section)
+    for name in algorithms.names():
+        variant = algorithms.get(name)
+        if variant.variant_of == algo and any(sections.get(key) == {name} for key in given):
+            return name
+    return algo
+
+
 def _recipe(env: str, algorithm: Algorithm, preset: Any, device: str, n_cores: int) -> Recipe:
     if preset in (None, "none") and env in algorithm.recipes:
         return algorithm.recipes[env]
@@ -323,9 +339,11 @@ def _recipe(env: str, algorithm: Algorithm, preset: Any, device: str, n_cores: i
 def _with_batch_size(given: dict[str, Any], recipe: Recipe, device: str) -> dict[str, Any]:
     """The settings with a batch size that divides the rollout, unless the user gave one other than `auto`."""
     wanted, it = given.get("batch_size"), recipe.algorithm
-    total = _value(given, "n_envs", recipe.n_envs) * _value(given, "n_steps", it.n_steps)
     if wanted not in (None, "auto"):
         return given
+    own = {field.name for field in fields(it)} - {"batch_size"}
+    it = replace(it, {name: value for name, value in given.items() if name in own})
+    total = _value(given, "n_envs", recipe.n_envs) * it.n_steps
     target = _auto_batch_size(it, device) if wanted == "auto" else it.batch_size
     return given | {"batch_size": it.fit_batch_size(max(total, 1), target)}
 

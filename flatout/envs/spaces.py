@@ -20,7 +20,8 @@ from flatout.errors import FlatoutError
 Array: TypeAlias = npt.NDArray[Any]
 ObsArrays: TypeAlias = tuple[Array, ...]
 Path: TypeAlias = tuple[str | int, ...]
-ArrayKind: TypeAlias = Literal["vector", "image", "discrete", "binary", "mask"]
+ArrayKind: TypeAlias = Literal["vector", "image", "discrete", "binary", "mask", "memory"]
+"""`memory`: the state of a recurrent policy, which no env gives."""
 
 MASK_KEY = "action_mask"
 

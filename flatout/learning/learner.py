@@ -124,7 +124,7 @@ class Learner(ABC, Generic[Batch]):
     def make_update(self, module: nn.Module, **options: Any) -> Update[Batch]:
         """The update of this loss; `module` holds every parameter and buffer that the loss reads."""
         config = self.config
-        options |= {"max_grad_norm": config.max_grad_norm, "batch_size": config.batch_size}
+        options |= {"max_grad_norm": config.max_grad_norm, "batch_size": config.batch_rows}
         update = Update(module, self.params, self.loss, len(self.METRICS), autocast=self.autocast, **options)
         if config.optimizer is not None:
             from flatout.learning.optimizer import OwnOptimizer
@@ -187,7 +187,7 @@ class Learner(ABC, Generic[Batch]):
             self._staging.release()
         # Before a compiled step is compared: at a clip range of 0 rounding alone would decide about gradients.
         self._begin(progress)
-        self._prepare_backend(lambda: batch.take(slice(0, self.config.batch_size)), progress)
+        self._prepare_backend(lambda: batch.take(slice(0, self.update.batch_size)), progress)
         self._enter(Phase.UPDATE)
         self._n_ended = 0
         if self._graph is None:
@@ -327,7 +327,7 @@ class Learner(ABC, Generic[Batch]):
 
     def threads(self, n_cores: int, n_taken: int = 0) -> int:
         """Threads for its updates on cores of which `n_taken` have other work too."""
-        return torch_threads(self.params.flat.numel(), self.update.batch_size, n_cores, n_taken)
+        return torch_threads(self.params.flat.numel(), self.config.batch_size, n_cores, n_taken)
 
     def reserve(self) -> None:
         """Allocate what memory a whole run needs besides updates, or refuse."""

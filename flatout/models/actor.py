@@ -48,9 +48,19 @@ class Actor(Protocol):
 
 
 def make_actor(
-    model: PolicyNet, max_batch: int, device: torch.device, retries: Retries | None = None
+    model: PolicyNet,
+    max_batch: int,
+    device: torch.device,
+    retries: Retries | None = None,
+    next_state: Array | None = None,
 ) -> Actor:
-    """The fastest actor for batches of up to `max_batch` observations."""
+    """The fastest actor for batches of up to `max_batch` observations.
+
+    `next_state`: where it writes the new states of the model's memory, if the model has one.
+    """
+    if model.state_size:
+        actor: Actor = model.own_actor(max_batch, device, next_state)
+        return actor
     if is_small(model, device):
         return KernelActor(model)
     if not has_streams(device):
@@ -62,7 +72,8 @@ def is_small(model: PolicyNet, device: torch.device) -> bool:
     """Whether the compiled function can act for the model, and is faster."""
     images = any(spec.kind == "image" for spec in model.obs.specs)
     n_weights = sum(weight.numel() for weight, _ in model.acting_layers())
-    return device.type == "cpu" and model.is_plain and not images and n_weights <= SMALL_NETWORK
+    plain = model.is_plain and not images and not model.state_size
+    return device.type == "cpu" and plain and n_weights <= SMALL_NETWORK
 
 
 class TorchActor:
@@ -84,9 +95,12 @@ class TorchActor:
             buffer[:n] = torch.from_numpy(array)
         self._noise[:n] = torch.from_numpy(noise)
         end = _whole_blocks(n)
-        action, log_prob = self._model.sample(tuple(x[:end] for x in self._obs), self._noise[:end])
+        action, log_prob = self._act(tuple(x[:end] for x in self._obs), self._noise[:end])
         torch.from_numpy(action_out).copy_(action[:n])
         torch.from_numpy(log_prob_out).copy_(log_prob[:n])
+
+    def _act(self, obs: tuple[torch.Tensor, ...], noise: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._model.sample(obs, noise)
 
     def finish(self) -> None:
         """Nothing: `begin` has written them."""
@@ -216,8 +230,18 @@ def _whole_blocks(n: int) -> int:
     return -(-n // BLOCK) * BLOCK
 
 
-def env_actions(policy: Policy, obs: ObsArrays, noise: torch.Tensor | None) -> Array:
-    """Actions as envs take them: sampled with the noise, or without it the most likely ones."""
+def env_actions(
+    policy: Policy, obs: ObsArrays, noise: torch.Tensor | None, state: Array | None = None
+) -> Array:
+    """Actions as envs take them: sampled with the noise, or without it the most likely ones.
+
+    `state`: of the model's memory, if it has one; it is replaced by the new one.
+    """
     model, tensors = policy.model, tuple(torch.from_numpy(x).to(policy.device) for x in obs)
-    chosen = model.mode(tensors) if noise is None else model.sample(tensors, noise)[0]
+    if model.state_size:
+        assert state is not None, "it is needed to act"
+        chosen, _, new = model.act((*tensors, torch.from_numpy(state).to(policy.device)), noise)
+        state[:] = new.cpu().numpy()
+    else:
+        chosen = model.mode(tensors) if noise is None else model.sample(tensors, noise)[0]
     return policy.action.to_env(model.head.squash(chosen).cpu().numpy())

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -137,6 +137,13 @@ def last_width(n_features: int, widths: Sequence[int]) -> int:
 
 class PolicyNet(nn.Module):
     """Encoder, hidden layers, output layer, and the head that turns outputs into actions."""
+
+    state_size = 0
+    """Numbers in the state of its memory, which is then the last array of an observation; 0: it has no memory."""
+    own_actor: Any
+    """(max_batch, device, next_state) → actor, of a model with a memory."""
+    act: Any
+    """(obs, noise) → actions, log-probabilities, new states, of a model with a memory."""
 
     def __init__(
         self,

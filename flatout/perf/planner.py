@@ -60,7 +60,7 @@ def acting_seconds(policy: Policy, n_obs: int) -> float:
     actor.bind()
     noise = np.zeros((n_obs, policy.action.noise_size), np.float32)
     actions = np.zeros((n_obs, policy.action.size), policy.action.dtype)
-    obs, log_prob, times = policy.obs.alloc(n_obs), np.zeros(n_obs, np.float32), []
+    obs, log_prob, times = policy.model.obs.alloc(n_obs), np.zeros(n_obs, np.float32), []
     with on_threads(1):
         for _ in range(7):
             began = perf_counter()
@@ -271,10 +271,11 @@ def plan_run(
     def remember(measure: Callable[[], float]) -> float:
         """The gain of overlap, measured once for everything it depends on; `rule` is that of working it out."""
         it = config.algorithm
+        memory = [policy.model.state_size] if policy.model.state_size else []
         facts = {
             "rule": 8,
             "env": [config.env, config.env_kwargs, config.executor],
-            "algorithm": [config.algo, config.n_envs, it.n_steps, it.batch_size],
+            "algorithm": [config.algo, config.n_envs, it.n_steps, it.batch_size, *memory],
             "updates": config.updates_per_iteration,
             "network": network_facts(config.network),
             "cores": n_cores,

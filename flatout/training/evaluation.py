@@ -113,7 +113,7 @@ def evaluate(
     n_envs = executor.n_envs
     left = np.array([n_episodes // n_envs + (i < n_episodes % n_envs) for i in range(n_envs)])
     noise = ActionNoise(policy.action, executor.env_ids, seed)
-    now = executor.reset()
+    now, state = executor.reset(), np.zeros((n_envs, policy.model.state_size), np.float32)
     played = EpisodeStatistics(executor.env_ids)
     episodes: list[Episode] = []
     t = n_cut = 0
@@ -121,11 +121,12 @@ def evaluate(
         if stop():
             raise Interrupted
         drawn = None if deterministic else noise.draw(t, 1)[0].to(policy.device)
-        now = step(executor, env_actions(policy, now.obs, drawn))
+        now = step(executor, env_actions(policy, now.obs, drawn, state))
         t += 1
         played.add(now.reward)
-        played.clear(now.terminated | now.truncated)
-        played.clear(now.restarted)
+        for ended in (now.terminated | now.truncated, now.restarted):
+            played.clear(ended)
+            state[ended] = 0
         cut = played.end(np.flatnonzero((played.lengths >= max_steps) & (left > 0)))
         for episode in [*now.ended, *cut]:
             if left[episode.env_id] > 0:
@@ -133,6 +134,7 @@ def evaluate(
                 episodes.append(episode)
         if cut:
             n_cut += len(cut)
+            state[[e.env_id for e in cut]] = 0
             now = _begin_again(executor, [e.env_id for e in cut if left[e.env_id]], left)
     returns, lengths = tuple(e.total_reward for e in episodes), tuple(e.length for e in episodes)
     return Evaluation(returns, lengths, n_cut)

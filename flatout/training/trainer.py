@@ -156,6 +156,8 @@ class Trainer:
             )
         if config.accumulate > 1 or self.learner.update.backend == "fused" or not is_available():
             return
+        if not config.algorithm.COMPILES:
+            return
         spec = config.learner_spec(self.policy.obs, self.policy.action)
         recipe = Recipe(spec=spec, device="cpu", precision=self.precision, n_threads=n_threads)
         self.learner.compilation = Compilation(recipe, wait=config.compile == "on")
@@ -275,7 +277,7 @@ class Trainer:
         ]
         collector = GroupedCollector(groups) if in_groups else groups[0]
         slots = range(n_slots)
-        return collector, [Rollout.alloc(policy.obs, policy.action, n_steps, config.n_envs) for _ in slots]
+        return collector, [Rollout.alloc(model.obs, policy.action, n_steps, config.n_envs) for _ in slots]
 
     def _load(self, checkpoint: Checkpoint) -> None:
         """Go on with the learner and the counts of a checkpoint."""

@@ -121,7 +121,7 @@ def differ_much(a: Sequence[float | None], b: Sequence[float | None]) -> bool:
     assert mean_a is not None and mean_b is not None and std_a is not None and std_b is not None  # noqa: PT018
     error = (std_a**2 / min(n_a or 1, 100) + std_b**2 / min(n_b or 1, 100)) ** 0.5
     apart = abs(mean_a - mean_b)
-    return apart > max(0.5 * max(std_a, std_b), 4 * error, 1e-6 * abs(mean_a))
+    return bool(apart > max(0.5 * max(std_a, std_b), 4 * error, 1e-6 * abs(mean_a)))
 
 
 def _target(summary: Summary) -> str:

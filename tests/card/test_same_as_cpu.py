@@ -55,6 +55,11 @@ def test_twenty_updates_on_either_device_leave_the_parameters_of_the_cpu(algo: s
     is_same(ALGORITHMS[algo], device=device)
 
 
+@pytest.mark.parametrize("memory", ["lstm:16", "gru:16"])
+def test_a_memory_learns_on_the_card_as_on_the_cpu(memory: str) -> None:
+    is_same(PPO | {"memory": memory})
+
+
 def test_observations_and_rewards_are_normalized_as_on_the_cpu() -> None:
     is_same(PPO, Walk, device="sim:1", **NORMALIZED)
 

@@ -90,9 +90,9 @@ def advantages(
 
 def prepare(batch: PPOMinibatch, config: PPOConfig) -> PPOMinibatch:
     """Normalize the advantages over the whole minibatch, which may then be split."""
-    if not config.normalize_advantage or len(batch) == 1:
-        return batch
     advantage = batch.advantage
+    if not config.normalize_advantage or advantage.numel() == 1:
+        return batch
     return replace(batch, advantage=(advantage - advantage.mean()) / (advantage.std() + 1e-8))
 
 
