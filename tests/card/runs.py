@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import flatout
-from flatout.algorithms.dqn import learner as dqn_learner
+from flatout.learning import off_policy
 from flatout.training import trainer
 from flatout.training.pipeline import Pipeline
 from flatout.training.stop import StopRequest
@@ -53,7 +53,7 @@ def on_cpu(settings: dict[str, Any], env: Any = Match, **more: Any) -> flatout.A
     """The same on the CPU, operation by operation."""
     with pytest.MonkeyPatch.context() as patch:
         # On a device each minibatch is drawn by itself.
-        patch.setattr(dqn_learner, "SAMPLED_AT_ONCE", 1)
+        patch.setattr(off_policy, "SAMPLED_AT_ONCE", 1)
         return trained("cpu", settings, env, compile="off", **more)
 
 
