@@ -497,7 +497,13 @@ class PQN(Agent):
     algo = "pqn"
 
 
-AGENTS: dict[str | None, type[Agent]] = {kind.algo: kind for kind in (PPO, DQN, PQN)}
+class SAC(Agent):
+    """Soft actor-critic with a replay buffer, for continuous actions."""
+
+    algo = "sac"
+
+
+AGENTS: dict[str | None, type[Agent]] = {kind.algo: kind for kind in (PPO, DQN, PQN, SAC)}
 """The subclass of an algorithm that has one; all others use `Agent` itself."""
 
 

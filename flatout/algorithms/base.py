@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 Schedule = Literal["constant", "linear"]
 DEFAULT = "ppo"
 """The algorithm of a run that names none."""
-BUILT_IN = ("ppo", "dqn", "pqn")
+BUILT_IN = ("ppo", "dqn", "pqn", "sac")
 """Packages of `flatout.algorithms`, each with its descriptor as `ALGORITHM`."""
 
 
@@ -39,6 +39,7 @@ RANGES: dict[str, Callable[[Any], bool]] = {
     "above 0": lambda value: value > 0,
     "above 0, or none": lambda value: value is None or value > 0,
     "above 0 and at most 1": lambda value: 0 < value <= 1,
+    "at least 0 and below 1": lambda value: 0 <= value < 1,
     "between 0 and 1": lambda value: 0 <= value <= 1,
 }
 
