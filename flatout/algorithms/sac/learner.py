@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from flatout.algorithms.sac import loss as sac
 from flatout.algorithms.sac.config import SACConfig
+from flatout.algorithms.sac.fused import FusedSAC, can_fuse
 from flatout.algorithms.sac.loss import SACMinibatch
 from flatout.algorithms.sac.model import SACModel
 from flatout.algorithms.sac.noise import noise_key, normal
@@ -62,6 +63,11 @@ class SACLearner(OffPolicyLearner[SACMinibatch]):
     def after_step(self) -> None:
         self.networks.soft_update(self.config.tau)
 
+    def make_fused(self) -> FusedSAC | None:
+        """The fused backend, for plain ReLU MLPs."""
+        fits = can_fuse(self.model, self.config, self.device)
+        return FusedSAC(self.networks, self.params, self.config, self.update) if fits else None
+
     def example_batch(self, n: int) -> SACMinibatch:
         obs, action = self.example_inputs(n)
         reward, ones = torch.linspace(-1, 1, n).to(self.device), torch.ones(n, device=self.device)
@@ -71,3 +77,8 @@ class SACLearner(OffPolicyLearner[SACMinibatch]):
 
     def state(self) -> dict[str, Tensor]:
         return super().state() | {"n_noise": self._n_noise}
+
+    def close(self) -> None:
+        super().close()
+        if self._fused is not None:
+            self._fused.close()
