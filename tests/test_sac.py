@@ -169,6 +169,10 @@ def test_configs_survive_json() -> None:
     assert RunConfig.from_json(data, "test") == config
 
 
-def test_an_env_without_a_recipe_of_sac_keeps_the_default_algorithm() -> None:
-    class_of = {env: resolve(env, {}, device="cpu", n_cores=2).algo for env in ("Pendulum-v1", "MyBox-v0")}
-    assert class_of == {"Pendulum-v1": "ppo", "MyBox-v0": "ppo"}
+def test_an_env_for_which_only_sac_has_a_recipe_uses_it() -> None:
+    def algo(env: str, **given: Any) -> str:
+        return resolve(env, given, device="cpu", n_cores=2).algo
+
+    assert algo("BipedalWalker-v3") == "sac"
+    assert algo("BipedalWalker-v3", clip_range=0.1) == "ppo"
+    assert algo("Pendulum-v1") == algo("MyBox-v0") == "ppo"

@@ -68,6 +68,11 @@ class SACLearner(OffPolicyLearner[SACMinibatch]):
         fits = can_fuse(self.model, self.config, self.device)
         return FusedSAC(self.networks, self.params, self.config, self.update) if fits else None
 
+    def threads(self, n_cores: int, n_taken: int = 0) -> int:
+        """The fused backend has two threads itself, each of which uses so many."""
+        n_threads = super().threads(n_cores, n_taken)
+        return max(n_threads // 2, 1) if self.update.backend == "fused" else n_threads
+
     def example_batch(self, n: int) -> SACMinibatch:
         obs, action = self.example_inputs(n)
         reward, ones = torch.linspace(-1, 1, n).to(self.device), torch.ones(n, device=self.device)
