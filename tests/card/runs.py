@@ -35,6 +35,7 @@ PPO = SMALL | {"algo": "ppo", "n_epochs": 2}
 PQN = SMALL | {"algo": "pqn", "n_epochs": 2}
 DQN = SMALL | {"algo": "dqn", "buffer_size": "2000", "learning_starts": ITERATION, "train_ratio": 0.05}
 PRIORITIZED = DQN | {"prioritized": True, "multi_step": 3, "tau": 0.05}
+SAC = SMALL | {"algo": "sac", "buffer_size": "2000", "learning_starts": ITERATION, "train_ratio": 0.05}
 ALGORITHMS = {"ppo": PPO, "pqn": PQN, "dqn": DQN, "prioritized": PRIORITIZED}
 
 
