@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from flatout.advice.doctor import doctor
     from flatout.advice.tune import tune
-    from flatout.agent import DQN, PPO, PQN, Agent, RecurrentPPO, load
+    from flatout.agent import DQN, PPO, PQN, SAC, Agent, RecurrentPPO, load
     from flatout.algorithms.base import Algorithm, AlgorithmConfig, choose_batch_size, register_algorithm
     from flatout.errors import EnvError, FlatoutError
     from flatout.vector import make_vec
@@ -22,6 +22,7 @@ __all__ = [
     "DQN",
     "PPO",
     "PQN",
+    "SAC",
     "Agent",
     "Algorithm",
     "AlgorithmConfig",
@@ -41,6 +42,7 @@ _HOMES = {
     "DQN": "agent",
     "PQN": "agent",
     "RecurrentPPO": "agent",
+    "SAC": "agent",
     "load": "agent",
     "Agent": "agent",
     "Algorithm": "algorithms.base",

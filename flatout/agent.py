@@ -564,7 +564,13 @@ class RecurrentPPO(Agent):
     algo = "recurrent-ppo"
 
 
-AGENTS: dict[str | None, type[Agent]] = {kind.algo: kind for kind in (PPO, DQN, PQN, RecurrentPPO)}
+class SAC(Agent):
+    """Soft actor-critic with a replay buffer, for continuous actions."""
+
+    algo = "sac"
+
+
+AGENTS: dict[str | None, type[Agent]] = {kind.algo: kind for kind in (PPO, DQN, PQN, SAC, RecurrentPPO)}
 """The subclass of an algorithm that has one; all others use `Agent` itself."""
 
 

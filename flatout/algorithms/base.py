@@ -29,7 +29,7 @@ Schedule = Literal["constant", "linear"] | Code
 """How a setting changes over the run; a user's function takes the progress, from 0 to 1, and returns a factor."""
 DEFAULT = "ppo"
 """The algorithm of a run that names none."""
-BUILT_IN = ("ppo", "dqn", "pqn", "recurrent-ppo")
+BUILT_IN = ("ppo", "dqn", "pqn", "sac", "recurrent-ppo")
 """Packages of `flatout.algorithms`, with underscores, each with its descriptor as `ALGORITHM`."""
 
 
@@ -40,6 +40,7 @@ RANGES: dict[str, Callable[[Any], bool]] = {
     "above 0": lambda value: value > 0,
     "above 0, or none": lambda value: value is None or value > 0,
     "above 0 and at most 1": lambda value: 0 < value <= 1,
+    "at least 0 and below 1": lambda value: 0 <= value < 1,
     "between 0 and 1": lambda value: 0 <= value <= 1,
 }
 

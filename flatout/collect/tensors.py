@@ -89,9 +89,9 @@ class DeviceNoise:
         self._generator.manual_seed(int(words[0] >> np.uint64(1)))
         noise = torch.empty(n_steps, self._n_envs, self._size, device=self._generator.device)
         if self._continuous:
-            return noise.normal_(generator=self._generator)
-        # -log of an exponential is Gumbel; an exponential of 0 would make it infinite.
-        noise.exponential_(generator=self._generator).clamp_(min=1e-38).log_().neg_()
+            noise.normal_(generator=self._generator)
+        else:  # -log of an exponential is Gumbel; an exponential of 0 would make it infinite
+            noise.exponential_(generator=self._generator).clamp_(min=1e-38).log_().neg_()
         if self._hold > 1:  # starts again with every rollout
             noise = noise[:: self._hold].repeat_interleave(self._hold, 0)[:n_steps]
         return noise if self._shift is None else noise.add_(self._shift)

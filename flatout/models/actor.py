@@ -22,7 +22,6 @@ from flatout.device.accelerator import (
     short_reason,
 )
 from flatout.envs.spaces import Array, ObsArrays
-from flatout.models.heads import GaussianHead, GreedyHead
 from flatout.models.policy import OBS_CLIP, Policy, PolicyNet
 
 SMALL_NETWORK = 100_000
@@ -173,15 +172,14 @@ class KernelActor:
         self._only = obs.only_vector
         normalized = self._only is not None and model.normalizes
         self._obs_stats = np.zeros((2 if normalized else 0, widths[0]), np.float32)
-        self._bound = ""
-        """Name of the head's parameter that sampling depends on; "": none."""
+        self._bound = model.head.bound
         no_mask = np.zeros((0, 1), bool)
         self._head: tuple[Array, Array] = np.array(action.nvec), no_mask
-        if isinstance(model.head, GaussianHead):
-            self._head = np.zeros(action.size, np.float32), action.bounded & model.head.squashes
-            self._bound = "log_std"
-        elif isinstance(model.head, GreedyHead):
-            self._head, self._bound = (np.zeros(1), no_mask), "epsilon"
+        if action.continuous:
+            bound = np.zeros(len(getattr(model.head, self._bound)), np.float32)
+            self._head = bound, action.bounded & model.head.squashes
+        elif self._bound:
+            self._head = np.zeros(1), no_mask
         self._sample, self._sample_few = kernel.SAMPLERS[self._bound]
         activation = kernel.ACTIVATIONS[model.activation] + kernel.LAYER_NORM * model.layer_norm
         scratch = np.zeros((2, kernel.ROWS, max(widths)), np.float32)

@@ -30,6 +30,8 @@ class Head(nn.Module, ABC):
     n_outputs: int
     squashes = False
     """Whether `squash` changes anything."""
+    bound = ""
+    """Its parameter or buffer that the compiled function of `kernel.SAMPLERS` takes; "": none."""
 
     @abstractmethod
     def sample(self, out: Tensor, noise: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -103,6 +105,7 @@ class GreedyHead(Head):
     """
 
     epsilon: Tensor
+    bound = "epsilon"
 
     def __init__(self, n_actions: int) -> None:
         super().__init__()
@@ -128,6 +131,7 @@ class GaussianHead(PolicyHead):
     """
 
     _squashed: Tensor
+    bound = "log_std"
 
     def __init__(self, layout: ActionLayout, log_std_init: float, *, squash: bool) -> None:
         super().__init__()

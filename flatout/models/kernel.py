@@ -38,7 +38,8 @@ _LEAST = F(-3e38)
 _NORM_EPSILON = F(1e-5)
 
 
-def _compiled(function: Function) -> Function:
+def contracted(function: Function) -> Function:
+    """The function, compiled; a multiply and an add may become one instruction."""
     return compiled(function, contract=True)
 
 
@@ -47,7 +48,7 @@ def _brief(function: Function) -> Function:
     return compiled(renamed(function, "few"), contract=True, nogil=False)
 
 
-@_compiled
+@contracted
 def tanh(x: Any) -> Any:
     """tanh with an error below 4e-7; NaN stays NaN."""
     x = -_EDGE if x < -_EDGE else (_EDGE if x > _EDGE else x)
@@ -57,7 +58,7 @@ def tanh(x: Any) -> Any:
     return x * over / under
 
 
-@_compiled
+@contracted
 def _activate(y: Array, kind: int) -> None:
     if kind == 0:
         for j in range(len(y)):
@@ -74,7 +75,7 @@ def _activate(y: Array, kind: int) -> None:
             y[j] = y[j] * _HALF * (_ONE + tanh(_HALF * y[j]))
 
 
-@_compiled
+@contracted
 def _affine(x: Array, weight: Array, bias: Array, y: Array) -> None:
     """y = x W + b for four observations; four inputs at a time, for fewer loads of weights and stores of y."""
     n_in, n_out = weight.shape
@@ -104,7 +105,7 @@ def _affine(x: Array, weight: Array, bias: Array, y: Array) -> None:
             y3[j] += a3 * wa[j]
 
 
-@_compiled
+@contracted
 def _layer_norm(y: Array, gain: Array, shift: Array) -> None:
     """LayerNorm of four observations in one loop: their sums are independent, so the additions overlap."""
     y0, y1, y2, y3 = y[0], y[1], y[2], y[3]
@@ -133,8 +134,8 @@ Network = tuple[Array, Any, Array, Array, int, Array]
 widths, parameters, the activation's number, and a buffer for the inputs and outputs of a layer."""
 
 
-@_compiled
-def _forward(x: Array, network: Network) -> Array:
+@contracted
+def forward(x: Array, network: Network) -> Array:
     """The last layer's outputs for up to ROWS observations."""
     obs_stats, clip, widths, params, activation, scratch = network
     here, there = scratch[0], scratch[1]
@@ -162,14 +163,14 @@ def _forward(x: Array, network: Network) -> Array:
     return out
 
 
-@_compiled
+@contracted
 def sample_categories(
     x: Array, network: Network, nvec: Array, mask: Array, noise: Array, action_out: Array, log_prob_out: Array
 ) -> None:
     """Gumbel-max for each part of the action; `mask` is empty if everything is allowed."""
     for i in range(len(x)):
         if i % ROWS == 0:
-            outs = _forward(x[i : i + ROWS], network)
+            outs = forward(x[i : i + ROWS], network)
         out = outs[i % ROWS]
         if len(mask):
             for j in range(mask.shape[1]):
@@ -193,7 +194,7 @@ def sample_categories(
         log_prob_out[i] = log_prob
 
 
-@_compiled
+@contracted
 def sample_greedy(
     x: Array,
     network: Network,
@@ -220,7 +221,7 @@ def sample_greedy(
         if i >= n_computed:
             first = i - i % ROWS
             n_computed = first + ROWS
-            outs = _forward(x[first:n_computed], network)
+            outs = forward(x[first:n_computed], network)
         out = outs[i % ROWS]
         best, choice = _LEAST, 0
         for j in range(n_actions):
@@ -229,7 +230,7 @@ def sample_greedy(
         action_out[i, 0] = choice
 
 
-@_compiled
+@contracted
 def sample_normals(
     x: Array,
     network: Network,
@@ -242,7 +243,7 @@ def sample_normals(
     """Mean plus noise in each dimension; with log-probabilities of the squashed action in squashed dimensions."""
     for i in range(len(x)):
         if i % ROWS == 0:
-            outs = _forward(x[i : i + ROWS], network)
+            outs = forward(x[i : i + ROWS], network)
         out = outs[i % ROWS]
         log_prob = _ZERO
         for j in range(len(log_std)):
@@ -256,8 +257,14 @@ def sample_normals(
         log_prob_out[i] = log_prob
 
 
-SAMPLERS: dict[str, tuple[Callable[..., None], Callable[..., None]]] = {
-    name: (function, _brief(function))
-    for name, function in (("", sample_categories), ("epsilon", sample_greedy), ("log_std", sample_normals))
-}
+SAMPLERS: dict[str, tuple[Callable[..., None], Callable[..., None]]] = {}
 """Functions for many and for few observations, by the head's parameter that they take; "": none."""
+
+
+def add_sampler(bound: str, function: Callable[..., None]) -> None:
+    """Make a compiled function known for heads with this parameter; all have the same arguments."""
+    SAMPLERS[bound] = function, _brief(function)
+
+
+for _bound, _function in (("", sample_categories), ("epsilon", sample_greedy), ("log_std", sample_normals)):
+    add_sampler(_bound, _function)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import flatout
-from flatout.algorithms.dqn import learner as dqn_learner
+from flatout.learning import off_policy
 from flatout.training import trainer
 from flatout.training.pipeline import Pipeline
 from flatout.training.stop import StopRequest
@@ -35,6 +35,7 @@ PPO = SMALL | {"algo": "ppo", "n_epochs": 2}
 PQN = SMALL | {"algo": "pqn", "n_epochs": 2}
 DQN = SMALL | {"algo": "dqn", "buffer_size": "2000", "learning_starts": ITERATION, "train_ratio": 0.05}
 PRIORITIZED = DQN | {"prioritized": True, "multi_step": 3, "tau": 0.05}
+SAC = SMALL | {"algo": "sac", "buffer_size": "2000", "learning_starts": ITERATION, "train_ratio": 0.05}
 ALGORITHMS = {"ppo": PPO, "pqn": PQN, "dqn": DQN, "prioritized": PRIORITIZED}
 
 
@@ -53,7 +54,7 @@ def on_cpu(settings: dict[str, Any], env: Any = Match, **more: Any) -> flatout.A
     """The same on the CPU, operation by operation."""
     with pytest.MonkeyPatch.context() as patch:
         # On a device each minibatch is drawn by itself.
-        patch.setattr(dqn_learner, "SAMPLED_AT_ONCE", 1)
+        patch.setattr(off_policy, "SAMPLED_AT_ONCE", 1)
         return trained("cpu", settings, env, compile="off", **more)
 
 

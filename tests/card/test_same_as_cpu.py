@@ -19,6 +19,7 @@ from tests.card.runs import (
     ITERATION,
     PPO,
     PQN,
+    SAC,
     act_on,
     agent,
     backend,
@@ -71,6 +72,13 @@ def test_q_learning_normalizes_observations_as_on_the_cpu(algo: str) -> None:
 
 def test_continuous_actions_are_learned_as_on_the_cpu() -> None:
     is_same(PPO, Walk, env_kwargs={"action_kind": "box"})
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"layer_norm": True, "dropout": 0.1, "multi_step": 3}], ids=["plain", "droq"]
+)
+def test_sac_draws_its_noise_on_the_card_as_on_the_cpu(more: dict[str, Any]) -> None:
+    is_same(SAC, Walk, env_kwargs={"action_kind": "box"}, **more)
 
 
 @pytest.mark.parametrize("algo", ["ppo", "dqn"])

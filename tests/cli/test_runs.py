@@ -253,12 +253,14 @@ def test_an_env_that_blocks_does_not_prevent_stopping(executor: str, tmp_path: P
     assert summary_of(run)["env_steps"] == 5_120
 
 
-DQN = "--algo dqn --save-replay --network-arch 32,32 --train-ratio 0.25 --overlap off".split()
+REPLAY = "--save-replay --network-arch 32,32 --train-ratio 0.25 --overlap off".split()
+DQN = ["CartPole-v1", "--algo", "dqn", *REPLAY]
+SAC = ["Pendulum-v1", "--algo", "sac", *REPLAY, "--n-envs", "2"]
 
 
-@pytest.mark.parametrize("algo", [[], DQN], ids=["ppo", "dqn"])
-def test_a_killed_run_resumes_from_its_last_checkpoint(algo: list[str], tmp_path: Path) -> None:
-    argv = ["train", "CartPole-v1", "--timesteps", "8000", "--checkpoint-every", "1000", "--quiet", *algo]
+@pytest.mark.parametrize("what", [["CartPole-v1"], DQN, SAC], ids=["ppo", "dqn", "sac"])
+def test_a_killed_run_resumes_from_its_last_checkpoint(what: list[str], tmp_path: Path) -> None:
+    argv = ["train", *what, "--timesteps", "8000", "--checkpoint-every", "1000", "--quiet"]
     run = tmp_path / "runs" / "killed"
     process = start_and_wait(run, *argv, "--run-name", "killed")
     while not list((run / "checkpoints").glob("step-*.flatout")):

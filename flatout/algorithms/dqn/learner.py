@@ -1,12 +1,9 @@
-"""DQN's learner: stores a rollout in the replay buffer, then takes exactly as many updates as `train_ratio` asks for."""
+"""DQN's learner: a Q-network that learns from a replay buffer, with a target network and epsilon-greedy exploration."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from functools import cache, cached_property, partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -14,42 +11,24 @@ from flatout.algorithms.dqn import loss as dqn
 from flatout.algorithms.dqn.config import DQNConfig
 from flatout.algorithms.dqn.fused import FusedDQN, can_fuse
 from flatout.algorithms.dqn.loss import DQNMinibatch
-from flatout.buffers.batch import ReplayBatch, alloc_batch
-from flatout.buffers.capacity import SPARED, fitting_capacity, parse_capacity, transition_bytes
-from flatout.buffers.device_replay import DeviceDraws, TensorPrioritized, TensorReplay, TensorUniform
-from flatout.buffers.prefetch import Prefetch
-from flatout.buffers.priority import Prioritized
-from flatout.buffers.replay import Replay, Uniform
-from flatout.buffers.rollout import Learnable, Rollout, TensorRollout
-from flatout.device.accelerator import Retries, has_streams, is_accelerator
-from flatout.device.machine import free_memory
-from flatout.envs.spaces import Array
-from flatout.learning.learner import Learner
-from flatout.learning.update import GraphBackend, PartSize, Update
-from flatout.models.params import copy_all
+from flatout.buffers.batch import ReplayBatch
+from flatout.learning.off_policy import OffPolicyLearner
+from flatout.learning.update import Update
 from flatout.models.policy import QNetwork
-from flatout.timing import Phase
-
-SAMPLED_AT_ONCE = 16
-"""Minibatches that are sampled together where sampling is uniform."""
 
 
-class DQNLearner(Learner[DQNMinibatch]):
+class DQNLearner(OffPolicyLearner[DQNMinibatch]):
     """Trains a Q-network from a replay buffer, on one device."""
 
     METRICS = dqn.METRICS
     model: QNetwork
     config: DQNConfig
     networks: dqn.TargetNetwork
-    _graph_batch: DQNMinibatch
-    """What the captured step learns from, if the replay buffer is not on the device."""
 
     def __init__(self, model: QNetwork, config: DQNConfig, **how: Any) -> None:
         """`how`: the keywords of `Learner`."""
         super().__init__(model, config, **how)
         model.greedy.epsilon.fill_(config.epsilon(0.0))
-        self._starts = config.learning_starts
-        """Env steps before the first update; later where a run is resumed without its replay buffer."""
 
     def make_update(self, module: nn.Module, **options: Any) -> Update[DQNMinibatch]:
         """With the target network, and with each sample's TD error."""
@@ -59,119 +38,33 @@ class DQNLearner(Learner[DQNMinibatch]):
     def loss(self, batch: DQNMinibatch, coefficient: Tensor) -> tuple[Tensor, ...]:  # noqa: ARG002
         return dqn.loss(self.networks, batch, self.config)
 
-    @cached_property
-    def experience(self) -> Experience:
-        """The replay buffer; allocated on first use."""
-        return Experience(self.model, self.config, n_envs=self.n_envs, device=self.device, seed=self.seed)
+    def minibatch(self, sample: ReplayBatch) -> DQNMinibatch:
+        it = sample
+        return DQNMinibatch(it.obs, it.next_obs, it.action, it.reward, it.discount, it.weight)
 
-    def reserve(self) -> None:
-        """Allocate the replay buffer, or refuse with the size that fits."""
-        self.experience  # noqa: B018
-
-    def learn(
-        self,
-        rollout: Learnable,
-        *,
-        iteration: int,
-        progress: float,
-        stop: Callable[[], bool] = lambda: False,
-        **_unused: Any,  # lag: Q-learning is off-policy
-    ) -> dict[str, float]:
-        """Store a rollout and learn; `progress` in [0, 1] drives the schedules. Returns the metrics."""
-        config, experience = self.config, self.experience
-        beta = config.priority_beta + (1 - config.priority_beta) * min(progress, 1.0)
-        self._enter(Phase.STAGE)
-        assert isinstance(rollout, Rollout | TensorRollout), "a replay buffer reads rollouts directly"
-        experience.replay.add_rollout(rollout)
-        before = iteration * self.n_envs * config.n_steps
-        after = before + self.n_envs * config.n_steps
-        n_due = config.updates_after(after - self._starts) - config.updates_after(before - self._starts)
-        self._begin(progress)
-        if n_due and (experience.draws is None or not self.capture):
-            self._prepare_backend(experience.peek, progress)
-        self._enter(Phase.UPDATE)
-        interval = config.target_update_interval
-        if config.tau >= 1 and after // interval > before // interval:
-            self.networks.soft_update()
-        if n_due:
-            self._take(n_due, beta, stop)
-        if self._obs_moments:
-            data = self._value_parts.attempt(lambda: rollout.tensors(self._staging))
-            self._merge_obs_statistics(data.flat_obs())
-            self._staging.release()
-            self._set_obs_statistics()
-        epsilon = config.epsilon_after(before, progress)
+    def explore(self, progress: float, env_steps: int) -> dict[str, float]:
+        """Lower epsilon."""
+        before = env_steps - self.n_envs * self.config.n_steps  # as progress
+        epsilon = self.config.epsilon_after(before, progress)
         self.model.greedy.epsilon.fill_(epsilon)
-        more = {
-            "rollout/exploration_rate": epsilon,
-            "train/buffer_fill": min(after / experience.replay.capacity, 1.0),
-        }
-        metrics = self._end(more) | {"train/updates_per_step": self.n_updates / after}
-        absent = () if n_due else (*self.METRICS, "train/grad_norm")
-        return {name: value for name, value in metrics.items() if name not in absent}
+        return {"rollout/exploration_rate": epsilon}
 
-    def stage(self, rollout: Learnable, stop: Callable[[], bool]) -> None:
-        """Nothing: the replay buffer reads rollouts itself."""
+    def before_updates(self, before: int, after: int) -> None:
+        """Copy to the target network, if that is due."""
+        interval = self.config.target_update_interval
+        if self.config.tau >= 1 and after // interval > before // interval:
+            self.networks.soft_update()
 
-    def _capture(self) -> None:
-        """Capture the step; if the replay buffer is on the device, with sampling and everything that follows."""
-        draws, update = self.experience.draws, self.update
-        if draws is None:
-            batch = self.example_batch(update.batch_size)
-            self._graph_batch, after = batch, self._soft_update
-        else:
-            batch = _minibatch(draws.batch)
+    def drawn(self, whole: DQNMinibatch, parts: list[DQNMinibatch]) -> None:
+        """Compute the target network's Q-values of all of them at once, if it stays the same meanwhile."""
+        ahead = self.update.backend == "fused" and self.config.tau >= 1
+        q, size = self._fused.target_q(whole) if ahead else None, self.config.batch_size
+        for i, part in enumerate(parts):
+            part.target_q = None if q is None else q[i * size : (i + 1) * size]
 
-            def after() -> None:
-                self._soft_update()
-                draws.advance(update.sample_output)
-
-        self._graph = GraphBackend(update, lambda: batch, batch, after)
-        update.backend = self._graph.name
-
-    def _soft_update(self) -> None:
+    def after_step(self) -> None:
         if self.config.tau < 1:
             self.networks.soft_update(self.config.tau)
-
-    def _replay_steps(self, n_updates: int, beta: float, stop: Callable[[], bool]) -> None:
-        """Take the updates by replays of a graph that samples too."""
-        draws, n_done = self.experience.draws, 0
-        assert draws is not None, "it samples on the device"
-        moved = self.experience.retries.attempt(lambda: draws.begin(n_updates, beta))
-        if moved or self._graph is None:
-            self.update.parts.attempt(self._capture)
-        assert self._graph is not None, "it is captured"
-        while n_done < n_updates and not (n_done and stop()):
-            self._graph.replay()
-            n_done += 1
-        draws.end(n_done)
-
-    def _take(self, n_updates: int, beta: float, stop: Callable[[], bool]) -> None:
-        """Take the updates, each followed by the soft update and new priorities."""
-        update, experience = self.update, self.experience
-        if self.capture and experience.draws is not None:
-            try:
-                self._replay_steps(n_updates, beta, stop)
-                return
-            except RuntimeError as error:
-                self._no_graph(error)
-                experience.draws.end(0)
-        tau = self.config.tau if self.config.tau < 1 else None
-        fused = self._fused if update.backend == "fused" and tau is None else None
-        for batch, sample in experience.batches(n_updates, beta, None if fused is None else fused.target_q):
-            if self._graph is not None:
-                copy_all(self._graph_batch.tensors(), batch.tensors())
-                self._graph.replay()
-            else:
-                update.step(batch)
-                self._soft_update()
-            if self.config.prioritized:
-                experience.update_priorities(sample, update.sample_output)
-            if stop():
-                break
-
-    def _watched(self) -> list[PartSize | Retries]:
-        return super()._watched() + ([self.experience.retries] if "experience" in vars(self) else [])
 
     def make_fused(self) -> FusedDQN | None:
         """The fused backend, for plain MLPs."""
@@ -182,142 +75,3 @@ class DQNLearner(Learner[DQNMinibatch]):
         obs, action = self.example_inputs(n)
         reward, ones = torch.linspace(-1, 1, n).to(self.device), torch.ones(n, device=self.device)
         return DQNMinibatch(obs, tuple(x.clone() for x in obs), action, reward, ones, ones.clone())
-
-    def replay(self) -> Mapping[str, Array] | None:
-        if not self.config.save_replay:
-            return None
-        return self.experience.arrays() | {"starts": np.array([self._starts])}
-
-    def restore_replay(self, saved: Mapping[str, Array] | None, env_steps: int) -> None:
-        """Continue after so many env steps with what `replay` gave; without it, refill the buffer before learning."""
-        if saved is not None:
-            self.experience.restore(saved)
-            self._starts = int(saved["starts"][0])
-        elif env_steps > 0:
-            self._starts = env_steps + self.config.learning_starts
-            self.notes.append(
-                f"no replay was saved (--save-replay keeps it): {self.config.learning_starts:,} env steps are "
-                "collected before learning goes on"
-            )
-
-    def state(self) -> dict[str, Tensor]:
-        return super().state() | {"target": self.networks.target}
-
-    def close(self) -> None:
-        super().close()
-        if "experience" in vars(self):
-            self.experience.close()
-
-
-class Experience:
-    """The replay buffer, where the learner can reach it fast, and minibatches sampled from it.
-
-    On the CPU it is in RAM; for a GPU it is on the device where it fits, else in pinned RAM with prefetching.
-    """
-
-    def __init__(
-        self, model: QNetwork, config: DQNConfig, *, n_envs: int, device: torch.device, seed: int
-    ) -> None:
-        obs, action, prioritized = model.obs, model.action, config.prioritized
-        self._config, self._device = config, device
-        each = transition_bytes(obs, action, prioritized=prioritized)
-        capacity = parse_capacity(config.buffer_size, each)
-        how: dict[str, Any] = {"gamma": config.gamma, "n_step": config.multi_step, "seed": seed}
-        how |= {"alpha": config.priority_alpha} if prioritized else {}
-        self._in_ram = not is_accelerator(device)
-        self.retries = Retries(device)
-        """Of storing and sampling that ran out of memory."""
-        self.draws: DeviceDraws | None = None
-        """Draws on the device for captured updates, if the replay buffer is there."""
-        self.replay: Replay | TensorReplay
-        self._sampler: Uniform | Prioritized | TensorUniform | TensorPrioritized
-        alloc: Callable[[], ReplayBatch] | None = None
-        if not self._in_ram and capacity * each <= free_memory(device) * (1 - SPARED) / 2:
-            self.replay = TensorReplay(obs, action, n_envs, capacity, device, self.retries)
-            self._sampler = on_device = (TensorPrioritized if prioritized else TensorUniform)(
-                self.replay, **how
-            )
-            self.draws = DeviceDraws(on_device, config.batch_size)
-        else:
-            capacity = fitting_capacity(config.buffer_size, each, torch.device("cpu"))
-            self.replay = Replay(obs, action, n_envs, capacity, pin=has_streams(device))
-            self._sampler = (Prioritized if prioritized else Uniform)(self.replay, **how)
-            alloc = partial(alloc_batch, obs, action, config.batch_size, pin=not self._in_ram)
-        self._buffer = cache(self._alloc)
-        in_thread = None if has_streams(device) and self.draws is None else False
-        self._prefetch = Prefetch(
-            self._sampler,
-            config.batch_size,
-            device,
-            alloc=alloc,
-            background=in_thread,
-            retries=self.retries,
-        )
-
-    def batches(
-        self, n: int, beta: float, target_q: Callable[[DQNMinibatch], Tensor] | None = None
-    ) -> Iterator[tuple[DQNMinibatch, ReplayBatch]]:
-        """`n` minibatches, each with the replay sample that it is a part of; valid until the next one.
-
-        `target_q`: the target network's Q-values of several minibatches, if that network stays the same meanwhile.
-        """
-        if self._in_ram and not self._config.prioritized:
-            size = self._config.batch_size
-            for start in range(0, n, SAMPLED_AT_ONCE):
-                sample, whole, parts = self._buffer(min(SAMPLED_AT_ONCE, n - start))
-                self._sampler.sample(len(sample.reward), out=sample)
-                q = target_q(whole) if target_q else None
-                for i, part in enumerate(parts):
-                    part.target_q = None if q is None else q[i * size : (i + 1) * size]
-                    yield part, sample
-            return
-        self._prefetch.ask(beta)
-        n_left = n
-        try:
-            while n_left:
-                sample, n_left = self._prefetch.take(), n_left - 1
-                if n_left:  # before this one is used, so that the next is prefetched meanwhile
-                    self._prefetch.ask(beta)
-                yield _minibatch(sample), sample
-        finally:
-            if n_left:  # stopped early
-                self._prefetch.take()
-            self._prefetch.finish()
-
-    def peek(self) -> DQNMinibatch:
-        """A minibatch for comparing steps; does not advance the sampler."""
-        n_draws = self._sampler.n_draws
-        sample = self._sampler.sample(self._config.batch_size).to(self._device)
-        self._sampler.n_draws = n_draws
-        return _minibatch(sample)
-
-    def _alloc(self, n: int) -> tuple[ReplayBatch, DQNMinibatch, list[DQNMinibatch]]:
-        """Memory for `n` minibatches: the sample, and the same as one minibatch and as `n`."""
-        size, replay = self._config.batch_size, self.replay
-        sample = alloc_batch(replay.obs_layout, replay.action_layout, n * size)
-        whole = _minibatch(sample)
-        return sample, whole, [whole.take(slice(i * size, (i + 1) * size)) for i in range(n)]
-
-    def update_priorities(self, sample: ReplayBatch, error: Tensor) -> None:
-        """Set the priorities of a sample's transitions to their absolute TD errors."""
-        self._prefetch.update(sample, error)
-
-    def arrays(self) -> dict[str, Array]:
-        """Its content by name; views if it is in RAM."""
-        return self.replay.arrays() | {f"sampler.{k}": v for k, v in self._sampler.arrays().items()}
-
-    def restore(self, arrays: Mapping[str, Array]) -> None:
-        """Restore what `arrays` gave."""
-        self.replay.restore(arrays)
-        names = [name for name in arrays if name.startswith("sampler.")]
-        self._sampler.restore({name[8:]: arrays[name] for name in names})
-
-    def close(self) -> None:
-        """End the prefetching thread."""
-        self._prefetch.close()
-
-
-def _minibatch(sample: ReplayBatch) -> DQNMinibatch:
-    return DQNMinibatch(
-        sample.obs, sample.next_obs, sample.action, sample.reward, sample.discount, sample.weight
-    )
