@@ -118,7 +118,7 @@ def params(agent: Any) -> torch.Tensor:
 def test_a_run_resumed_with_its_replay_equals_the_uninterrupted_one(
     overlap: str, kind: str, tmp_path: Path
 ) -> None:
-    of_kind = {
+    of_kind: dict[str, dict[str, Any]] = {
         "fused": {},
         "eager": {"compile": "off", "dropout": 0.1, "layer_norm": True},
         "prioritized": {"prioritized": True},

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flatout.envs.spaces import Array
 from flatout.models.kernel import ROWS as ROWS
-from flatout.models.kernel import _affine, compiled, tanh
+from flatout.models.kernel import _affine, contracted, tanh
 
 F = np.float32
 _ONE, _HALF, _ZERO = F(1), F(0.5), F(0)
@@ -43,25 +43,25 @@ def copy_weights(memory: Any, out: Weights) -> None:
     out[2][1] = memory.gates_back.bias.detach().numpy()
 
 
-@compiled
+@contracted
 def sigmoid(x: Any) -> Any:
     """The logistic function."""
     return _HALF + _HALF * tanh(_HALF * x)
 
 
-@compiled
+@contracted
 def _sigmoids(x: Array) -> None:
     for j in range(len(x)):
         x[j] = sigmoid(x[j])
 
 
-@compiled
+@contracted
 def _tanhs(x: Array, out: Array) -> None:
     for j in range(len(x)):
         out[j] = tanh(x[j])
 
 
-@compiled
+@contracted
 def _gates(x: Array, state: Array, start: int, first: int, weights: Weights, out: tuple[Array, ...]) -> None:
     """Gates of up to ROWS inputs and of their outputs before, which begin at column `start` of the states."""
     w_in, w_back, bias = weights
@@ -73,7 +73,7 @@ def _gates(x: Array, state: Array, start: int, first: int, weights: Weights, out
     _affine(some_h, w_back, bias[1], back)
 
 
-@compiled
+@contracted
 def lstm_step(
     x: Array, state: Array, start: int, weights: Weights, scratch: tuple[Array, ...], state_out: Array
 ) -> None:
@@ -97,7 +97,7 @@ def lstm_step(
                 out[j] *= a[3 * width + j]
 
 
-@compiled
+@contracted
 def gru_step(
     x: Array, state: Array, start: int, weights: Weights, scratch: tuple[Array, ...], state_out: Array
 ) -> None:
@@ -127,7 +127,7 @@ STEPS: dict[int, Callable[..., None]] = {4: lstm_step, 3: gru_step}
 """By number of gates."""
 
 
-@compiled
+@contracted
 def _lstm_forward(
     gates: Array, cells: Array, squashed: Array, h: Array, h_next: Array, keep: Array, t: int
 ) -> None:
@@ -155,7 +155,7 @@ def _lstm_forward(
             following[j] = out[j] * will_go_on
 
 
-@compiled
+@contracted
 def _lstm_backward(
     grad_h: Array,
     grad_back: Array,
@@ -232,7 +232,7 @@ class LSTMSequences(torch.autograd.Function):
         return active, weight_grad, flat.sum(0), None, None
 
 
-@compiled
+@contracted
 def _gru_forward(gates: Array, backs: Array, h: Array, before: Array, keep: Array, t: int) -> None:
     """Step t of all sequences: activates the gates in place."""
     width = h.shape[2]
@@ -250,7 +250,7 @@ def _gru_forward(gates: Array, backs: Array, h: Array, before: Array, keep: Arra
             following[j] = out[j] * will_go_on
 
 
-@compiled
+@contracted
 def _gru_backward(
     grad_h: Array,
     grad_back: Array,

@@ -163,7 +163,7 @@ def test_each_loss_has_a_gradient_for_its_own_parameters_alone() -> None:
     total, metrics, errors = sac.loss(it.networks, batch, config)
     td_target = sac.targets(it.networks, batch)
     pairs = q_values(it, batch.obs, batch.action.tanh())
-    critic_loss = 0.5 * sum((batch.weight * (q - td_target) ** 2).mean() for q in pairs)
+    critic_loss = 0.5 * torch.stack([(batch.weight * (q - td_target) ** 2).mean() for q in pairs]).sum()
     action, log_prob = model.head.draw(model.policy(batch.obs), batch.noise[:, :2])
     ent_coef = model.log_ent_coef.exp().item()
     actor_loss = (ent_coef * log_prob - torch.minimum(*q_values(it, batch.obs, action.tanh()))).mean()

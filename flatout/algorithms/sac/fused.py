@@ -223,7 +223,8 @@ class FusedSAC(FusedBackend[SACMinibatch]):
         if self._thread is not None:
             return self._thread.submit(work)
         done: Future[None] = Future()
-        done.set_result(work())
+        work()
+        done.set_result(None)
         return done
 
     def _value_next(self, batch: SACMinibatch) -> None:
