@@ -65,7 +65,7 @@ def test_its_settings_are_flags_and_json() -> None:
     assert before.n_envs == 16  # its recipe
     assert before.arithmetic().endswith("1 minibatch of 128 × 1 epoch = 1 update per iteration")
     assert RunConfig.from_json(json.loads(json.dumps(before.to_json())), "test") == before
-    with pytest.raises(FlatoutError, match="--clip-range is a setting of PPO, not of A2C"):
+    with pytest.raises(FlatoutError, match="--clip-range is a setting of PPO and RECURRENT-PPO, not of A2C"):
         config(clip_range=0.1)
     with pytest.raises(FlatoutError, match="does not divide the rollout"):
         config(batch_size=100)
