@@ -229,12 +229,13 @@ class ExactLayout(ObsLayout):
 
     def __init__(self, space: gym.Space[Any]) -> None:
         super().__init__(space)
-        declared = [spec.pick(space) for spec in self.specs]
+        as_given = [replace(spec, channels_last=False) for spec in self.specs]
+        declared = [spec.pick(space) for spec in as_given]
         self.specs = tuple(
             replace(spec, shape=sub.shape, dtype=np.dtype(sub.dtype))
-            for spec, sub in zip(self.specs, declared, strict=True)
+            for spec, sub in zip(as_given, declared, strict=True)
         )
-        self.is_plain = len(self.specs) == 1 and not self.specs[0].path
+        self.is_plain = self.stored_as_given = len(self.specs) == 1 and not self.specs[0].path
         """Whether an observation is one array, not a structure of several."""
 
     def build(self, arrays: Iterable[Any]) -> Any:
@@ -337,7 +338,7 @@ def _look(factory: EnvFactory, make: Make, *, seed: int, timed: bool) -> Iterato
     """A Sample of the env and, if `timed`, the costs of its steps, unless it is async."""
     env = make(factory)
     try:
-        validate_spaces(env)
+        validate_spaces(env, text=False)
     except EnvError as error:
         raise EnvError(f"{factory.name}: {error}") from error
     finally:

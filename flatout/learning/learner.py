@@ -321,7 +321,7 @@ class Learner(ABC, Generic[Batch]):
 
     def threads(self, n_cores: int, n_taken: int = 0) -> int:
         """Threads for its updates on cores of which `n_taken` have other work too."""
-        return torch_threads(self.params.flat.numel(), self.update.batch_size, n_cores, n_taken)
+        return torch_threads(self.model.n_multiplies, self.update.batch_size, n_cores, n_taken)
 
     def reserve(self) -> None:
         """Allocate what memory a whole run needs besides updates, or refuse."""
