@@ -288,6 +288,9 @@ def open_envs(
         raise FlatoutError(f"n_envs must be at least 1, got {n_envs}")
     _check_options(kind, options)
     factory = env_factory(env, env_kwargs)
+    factory.refuse_copies(n_envs)
+    if factory.is_instance and kind == "auto":
+        kind = "serial"
     in_turn = n_envs == 1 or kind not in ("auto", "process")  # then they share this process anyway
     look = partial(_look, seed=seed, timed=kind == "auto" and n_envs > 1)
     (sample, *costs), fault = tried(

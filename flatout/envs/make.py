@@ -128,18 +128,13 @@ class EnvFactory:
             return self.source.num_envs
         return 1 if isinstance(self.source, gym.Env) else None
 
-    def refuse_other_n_envs(self, given: Any) -> None:
-        """Raise if an env that is made already is to be this many; a flag's value may still be text."""
-        if self.n_envs is None or str(given) == str(self.n_envs):
-            return
-        if isinstance(self.source, gym.Env):
+    def refuse_copies(self, n_envs: Any) -> None:
+        """Raise if a single env that is made already is to be this many; a flag's value may still be text."""
+        if isinstance(self.source, gym.Env) and not _is_batched(self.source) and str(n_envs) != "1":
             raise FlatoutError(
-                f"one env that is made already cannot be {given} envs; give what makes it, such as "
-                f"lambda: {type(self.source.unwrapped).__name__}(...), or n_envs=1"
+                f"an env that is made already cannot be {n_envs} envs; give what makes it, such as "
+                f"lambda: {type(self.source.unwrapped).__name__}(…), or n_envs=1"
             )
-        raise FlatoutError(
-            f"env '{self.name}' steps {self.n_envs} envs at once, which --n-envs {given} cannot change"
-        )
 
     @property
     def is_built_in(self) -> bool:

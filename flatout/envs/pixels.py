@@ -11,8 +11,6 @@ from gymnasium import spaces
 from flatout.envs.spaces import MASK_KEY, StackedFrames, has_channels_last, is_image
 from flatout.errors import EnvError
 
-ATARI_FRAMES = 4
-"""Frames that an Atari agent sees unless --frame-stack says otherwise."""
 FIRE = 1
 """The action that starts a game or the next life, where a game has it."""
 

@@ -66,6 +66,8 @@ class ObsLayout:
         self.mask_index = next((i for i, spec in enumerate(self.specs) if spec.kind == "mask"), None)
         self.only_vector = inputs[0] if len(inputs) == 1 and self.specs[inputs[0]].kind == "vector" else None
         """Index of the vector that, but for a mask, is the whole observation; None if there is more or other."""
+        self.frames = max(spec.frames for spec in self.specs)
+        """Frames that its images stack, at most."""
         only = self.specs[0]
         self.stored_as_given = len(self.specs) == 1 and only.path == () and not only.channels_last
         """Whether an observation is one array, stored as the env gives it."""

@@ -33,6 +33,8 @@ TINY_BATCH = 8
 """Samples that memory per sample is measured with."""
 SHARE_OF_FREE = 0.5
 """Fraction of the free memory that one part's activations may take; the rest is for gradients and copies."""
+IMAGES_AT_ONCE = 256
+"""Images that are valued at once: more would leave the processor's cache, and take memory."""
 VISIT_SECONDS = 0.2
 """How often to ask for a compiled update; an iteration of few steps is far shorter."""
 STEPS_OF_A_GRAPH = 64
@@ -86,7 +88,9 @@ class Learner(ABC, Generic[Batch]):
         self.notes: list[str] = []
         self._clock = clock
         self._staging = Staging(self.device)
-        self._value_parts = PartSize(n_envs * config.n_steps, self.device)
+        images = any(spec.kind == "image" for spec in model.obs.specs)
+        n_values = n_envs * config.n_steps
+        self._value_parts = PartSize(min(n_values, IMAGES_AT_ONCE) if images else n_values, self.device)
         self._n_epochs = config.epochs
         self._samples: Batch | None = None
         """On an accelerator: memory for a rollout's samples, allocated once …"""
@@ -200,6 +204,8 @@ class Learner(ABC, Generic[Batch]):
     def _batch_of(self, data: Transitions, lag: int) -> Batch:
         """The samples of a rollout; on an accelerator in memory of their own, so that the rollout's is free again."""
         scaler, attempt = self._reward_scaler, self._value_parts.attempt
+        if self.config.clip_reward:
+            data = replace(data, reward_tn=attempt(data.reward_tn.sign))
         if scaler is not None:
             attempt(lambda: scaler.merge(data.reward_tn, data.terminated_tn | data.truncated_tn))
             data = replace(data, reward_tn=attempt(lambda: scaler.scale(data.reward_tn)), stays=False)
@@ -325,6 +331,10 @@ class Learner(ABC, Generic[Batch]):
 
     def reserve(self) -> None:
         """Allocate what memory a whole run needs besides updates, or refuse."""
+
+    def memory(self) -> list[str]:
+        """What memory a whole run takes besides updates, for its header; at most one line."""
+        return []
 
     def replay(self) -> Mapping[str, Array] | None:
         """The replay buffer's content, if checkpoints are to keep it."""

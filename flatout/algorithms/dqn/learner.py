@@ -68,6 +68,9 @@ class DQNLearner(Learner[DQNMinibatch]):
         """Allocate the replay buffer, or refuse with the size that fits."""
         self.experience  # noqa: B018
 
+    def memory(self) -> list[str]:
+        return [self.experience.replay.memory()]
+
     def learn(
         self,
         rollout: Learnable,
@@ -82,6 +85,8 @@ class DQNLearner(Learner[DQNMinibatch]):
         beta = config.priority_beta + (1 - config.priority_beta) * min(progress, 1.0)
         self._enter(Phase.STAGE)
         assert isinstance(rollout, Rollout | TensorRollout), "a replay buffer reads rollouts directly"
+        if config.clip_reward:
+            rollout.reward[...] = rollout.reward.sign() if isinstance(rollout, TensorRollout) else np.sign(rollout.reward)
         experience.replay.add_rollout(rollout)
         before = iteration * self.n_envs * config.n_steps
         after = before + self.n_envs * config.n_steps
