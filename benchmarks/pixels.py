@@ -23,7 +23,12 @@ from benchmarks.page import conditions, table, write_section
 
 PPO: dict[str, Any] = {"n_envs": 8, "n_steps": 128, "batch_size": 256, "n_epochs": 4, "learning_rate": 2.5e-4}
 PPO_STEPS = 4 * 1024
-DQN: dict[str, Any] = {"batch_size": 32, "learning_starts": 1000, "learning_rate": 1e-4, "buffer_size": 10_000}
+DQN: dict[str, Any] = {
+    "batch_size": 32,
+    "learning_starts": 1000,
+    "learning_rate": 1e-4,
+    "buffer_size": 10_000,
+}
 DQN_STEPS = 2_000
 WIDTH = 64
 """Units of the one layer after the CNN."""
@@ -215,7 +220,9 @@ def pong_section(env: str, n_seeds: int, n_steps: int) -> str:
     for seed in range(1, n_seeds + 1):
         for library in ("sb3", "flatout"):
             found = run(library, "pong", env, str(seed), str(n_steps))
-            marks = [found["curve"][int(share * (len(found["curve"]) - 1))] for share in (0.25, 0.5, 0.75, 1.0)]
+            marks = [
+                found["curve"][int(share * (len(found["curve"]) - 1))] for share in (0.25, 0.5, 0.75, 1.0)
+            ]
             returns = [f"{mean:.1f} ({steps / 1e3:.0f} k)" for steps, _, mean in marks]
             rows.append([library, str(seed), *returns, f"{found['wall']:.0f} s"])
             print(rows[-1], flush=True)

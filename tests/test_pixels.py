@@ -184,19 +184,28 @@ def test_a_replay_holds_frames_once_and_says_its_size() -> None:
 
 
 def test_channels_last_and_first_learn_the_same() -> None:
-    agents = [flatout.PPO(partial(Moved, last), frame_stack=2, seed=1, **PPO).learn(512) for last in (True, False)]
+    agents = [
+        flatout.PPO(partial(Moved, last), frame_stack=2, seed=1, **PPO).learn(512) for last in (True, False)
+    ]
     params = [torch.cat([p.flatten() for p in agent.policy.model.parameters()]) for agent in agents]
     assert torch.equal(*params)
     raw = np.zeros((SIDE, SIDE, 1), np.uint8)
     raw[1, 2] = 9
     plain = flatout.PPO(Moved, seed=1, **PPO)
     first = flatout.PPO(partial(Moved, False), seed=1, **PPO)
-    assert plain.predict(raw, deterministic=True)[0] == first.predict(raw[None, :, :, 0], deterministic=True)[0]
+    assert (
+        plain.predict(raw, deterministic=True)[0] == first.predict(raw[None, :, :, 0], deterministic=True)[0]
+    )
 
 
 @pytest.mark.parametrize(
     ("shape", "n_features", "most"),
-    [((3, 7, 7), 64, 50_000), ((3, 32, 32), 256, 400_000), ((4, 84, 84), 512, 1_684_128), ((3, 210, 160), 512, 3_000_000)],
+    [
+        ((3, 7, 7), 64, 50_000),
+        ((3, 32, 32), 256, 400_000),
+        ((4, 84, 84), 512, 1_684_128),
+        ((3, 210, 160), 512, 3_000_000),
+    ],
 )
 def test_the_encoder_fits_the_image(shape: tuple[int, ...], n_features: int, most: int) -> None:
     encoder = ImageEncoder(shape, scale=True)
@@ -250,7 +259,9 @@ def test_rewards_are_clipped_for_learning_only() -> None:
             return obs, 100 * reward, *rest  # type: ignore[return-value]
 
     for kind, settings in (("PPO", PPO), ("DQN", DQN)):
-        clipped = getattr(flatout, kind)(Rich, frame_stack=2, seed=1, clip_reward=True, **settings).learn(1_280)
+        clipped = getattr(flatout, kind)(Rich, frame_stack=2, seed=1, clip_reward=True, **settings).learn(
+            1_280
+        )
         plain = getattr(flatout, kind)(Moved, frame_stack=2, seed=1, **settings).learn(1_280)
         assert clipped.summary["return_mean"] == pytest.approx(100 * plain.summary["return_mean"])
         pairs = zip(clipped.policy.model.parameters(), plain.policy.model.parameters(), strict=True)

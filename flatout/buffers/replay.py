@@ -82,7 +82,9 @@ class Rings(Generic[Values]):
                 out.append(stored[slot])
                 continue
             xp: Any = np if isinstance(self.head, np.ndarray) else torch
-            back = xp.arange(n_before, -1, -1) if xp is np else xp.arange(n_before, -1, -1, device=slot.device)
+            back = (
+                xp.arange(n_before, -1, -1) if xp is np else xp.arange(n_before, -1, -1, device=slot.device)
+            )
             back = xp.minimum(back, self.age[slot][:, None])
             frames = stored[self._frame_slots(envs[:, None], number[:, None] - back, n_before)]
             out.append(frames.reshape(len(slot), -1, *frames.shape[3:]))

@@ -48,7 +48,8 @@ class ArraySpec:
             obs = obs[key]
         if not self.channels_last:
             return obs
-        return obs.movedim(-1, -3) if hasattr(obs, "movedim") else np.moveaxis(np.asarray(obs), -1, -3)
+        image = obs if hasattr(obs, "swapaxes") else np.asarray(obs)
+        return image.swapaxes(-1, -2).swapaxes(-2, -3)
 
 
 class ObsLayout:

@@ -65,7 +65,9 @@ class ImageEncoder(nn.Module):
         x = image.to(torch.float32, memory_format=order)
         scale = self._scale
         for conv in self.convs:
-            weight = conv.weight * scale if scale != 1.0 else conv.weight  # the same as scaled pixels, but far fewer
+            weight = (
+                conv.weight * scale if scale != 1.0 else conv.weight
+            )  # the same as scaled pixels, but far fewer
             weight = weight.contiguous(memory_format=order)
             x, scale = relu(conv2d(x, weight, conv.bias, conv.stride, conv.padding)), 1.0
         return relu(self.out(x.flatten(1)))
@@ -77,4 +79,3 @@ def _initialised(layer: nn.Conv2d | nn.Linear) -> nn.Module:
     assert layer.bias is not None, "it has a bias"
     nn.init.zeros_(layer.bias)
     return layer
-

@@ -94,7 +94,9 @@ def test_samples_are_those_of_a_replay_of_stacks(
         (Uniform(plain, gamma=0.9, n_step=n_step), Uniform(here, gamma=0.9, n_step=n_step)),
         (Prioritized(plain, gamma=0.9, n_step=n_step), Prioritized(here, gamma=0.9, n_step=n_step)),
         (
-            TensorUniform(TensorReplay(whole, ACTION, n_envs, n_envs * per_env, CPU), gamma=0.9, n_step=n_step),
+            TensorUniform(
+                TensorReplay(whole, ACTION, n_envs, n_envs * per_env, CPU), gamma=0.9, n_step=n_step
+            ),
             TensorUniform(there, gamma=0.9, n_step=n_step),
         ),
         (Prioritized(plain, gamma=0.9, n_step=n_step), TensorPrioritized(there, gamma=0.9, n_step=n_step)),

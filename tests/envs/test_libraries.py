@@ -45,7 +45,9 @@ def test_a_missing_library_is_named_with_its_pip_command(
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)  # type: ignore[arg-type]
     monkeypatch.delitem(gym.registry, env, raising=False)
-    with pytest.raises(FlatoutError, match=rf"'{package}', which is not installed; pip install \"flatout\[{extra}\]"):
+    with pytest.raises(
+        FlatoutError, match=rf"'{package}', which is not installed; pip install \"flatout\[{extra}\]"
+    ):
         env_factory(env).load()
 
 
@@ -61,7 +63,9 @@ class Plainly(Match):
 
 
 def test_text_is_left_out_with_a_note(tmp_path: Any) -> None:
-    agent = flatout.PPO(Plainly, seed=1, gamma=0.0, learning_rate=3e-3, n_envs=8, n_steps=64, batch_size=128, n_epochs=4)
+    agent = flatout.PPO(
+        Plainly, seed=1, gamma=0.0, learning_rate=3e-3, n_envs=8, n_steps=64, batch_size=128, n_epochs=4
+    )
     (note,) = [line for line in agent.header() if "text" in line]
     assert note.startswith("note: observation['mission'] is text, which the network does not see")
     agent.learn(15_000)
@@ -75,7 +79,11 @@ def test_text_is_left_out_with_a_note(tmp_path: Any) -> None:
 
 def test_text_anywhere_has_no_array() -> None:
     space = spaces.Dict(
-        {"a": spaces.Tuple([spaces.Text(5), spaces.Discrete(3)]), "b": spaces.Text(9), "c": spaces.Box(0, 1, (2,))}
+        {
+            "a": spaces.Tuple([spaces.Text(5), spaces.Discrete(3)]),
+            "b": spaces.Text(9),
+            "c": spaces.Box(0, 1, (2,)),
+        }
     )
     kept = without_text(space)
     assert space_from_json(space_to_json(kept)) == kept
@@ -95,7 +103,9 @@ def test_minigrid_trains_without_its_mission() -> None:
 def test_an_ale_id_gets_the_preprocessing_and_says_so() -> None:
     agent = flatout.PPO("ALE/Pong-v5", seed=1, **SMALL)
     assert agent.policy.obs.space == StackedFrames(0, 255, (4, 84, 84), np.uint8, frames=4)
-    assert any("Atari preprocessing (an Atari game; --no-atari turns it off)" in line for line in agent.header())
+    assert any(
+        "Atari preprocessing (an Atari game; --no-atari turns it off)" in line for line in agent.header()
+    )
     agent.learn(64)
     raw = flatout.PPO("ALE/Pong-v5", atari=False, seed=1, **SMALL)
     assert raw.policy.obs.specs[0].shape == (3, 210, 160)
@@ -127,7 +137,9 @@ def test_dqn_learns_from_an_atari_game() -> None:
 @needs_envpool
 @pytest.mark.parametrize("kind", ["PPO", "DQN"])
 def test_envpool_steps_its_own_batch(kind: str) -> None:
-    settings = SMALL if kind == "PPO" else {"n_envs": 4, "learning_starts": 16, "batch_size": 4, "buffer_size": 900}
+    settings = (
+        SMALL if kind == "PPO" else {"n_envs": 4, "learning_starts": 16, "batch_size": 4, "buffer_size": 900}
+    )
     agent = getattr(flatout, kind)("envpool:Pong-v5", seed=1, **settings)
     assert ObsLayout(agent.policy.obs.space).frames == 4
     agent.learn(128)
@@ -186,7 +198,10 @@ def test_a_registered_env_that_is_made_already_keeps_its_recipe() -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"n_envs": 4}, r"an env that is made already cannot be 4 envs; give what makes it, such as lambda: Match\("),
+        (
+            {"n_envs": 4},
+            r"an env that is made already cannot be 4 envs; give what makes it, such as lambda: Match\(",
+        ),
         ({"executor": "process"}, "steps in this process, with executor='serial'"),
         ({"n_collectors": 2}, "steps in this process, with executor='serial'"),
         ({"env_kwargs": {"a": 1}}, "env_kwargs have no effect on an env that is made already"),

@@ -86,7 +86,9 @@ class DQNLearner(Learner[DQNMinibatch]):
         self._enter(Phase.STAGE)
         assert isinstance(rollout, Rollout | TensorRollout), "a replay buffer reads rollouts directly"
         if config.clip_reward:
-            rollout.reward[...] = rollout.reward.sign() if isinstance(rollout, TensorRollout) else np.sign(rollout.reward)
+            rollout.reward[...] = (
+                rollout.reward.sign() if isinstance(rollout, TensorRollout) else np.sign(rollout.reward)
+            )
         experience.replay.add_rollout(rollout)
         before = iteration * self.n_envs * config.n_steps
         after = before + self.n_envs * config.n_steps
