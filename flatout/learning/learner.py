@@ -34,7 +34,7 @@ TINY_BATCH = 8
 SHARE_OF_FREE = 0.5
 """Fraction of the free memory that one part's activations may take; the rest is for gradients and copies."""
 IMAGES_AT_ONCE = 256
-"""Images that are valued at once: more would leave the processor's cache, and take memory."""
+"""Images that are valued at once on a CPU: more would leave its cache, and take memory."""
 VISIT_SECONDS = 0.2
 """How often to ask for a compiled update; an iteration of few steps is far shorter."""
 STEPS_OF_A_GRAPH = 64
@@ -88,9 +88,10 @@ class Learner(ABC, Generic[Batch]):
         self.notes: list[str] = []
         self._clock = clock
         self._staging = Staging(self.device)
-        images = any(spec.kind == "image" for spec in model.obs.specs)
         n_values = n_envs * config.n_steps
-        self._value_parts = PartSize(min(n_values, IMAGES_AT_ONCE) if images else n_values, self.device)
+        if not self._on_accelerator and any(spec.kind == "image" for spec in model.obs.specs):
+            n_values = min(n_values, IMAGES_AT_ONCE)
+        self._value_parts = PartSize(n_values, self.device)
         self._n_epochs = config.epochs
         self._samples: Batch | None = None
         """On an accelerator: memory for a rollout's samples, allocated once …"""
@@ -205,7 +206,7 @@ class Learner(ABC, Generic[Batch]):
         """The samples of a rollout; on an accelerator in memory of their own, so that the rollout's is free again."""
         scaler, attempt = self._reward_scaler, self._value_parts.attempt
         if self.config.clip_reward:
-            data = replace(data, reward_tn=attempt(data.reward_tn.sign))
+            data = replace(data, reward_tn=attempt(data.reward_tn.sign), stays=False)
         if scaler is not None:
             attempt(lambda: scaler.merge(data.reward_tn, data.terminated_tn | data.truncated_tn))
             data = replace(data, reward_tn=attempt(lambda: scaler.scale(data.reward_tn)), stays=False)
