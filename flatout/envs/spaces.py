@@ -63,7 +63,9 @@ class ObsLayout:
         self.specs = tuple(_array_specs(space, ()))
         inputs = [i for i, spec in enumerate(self.specs) if spec.kind != "mask"]
         if not inputs:
-            raise FlatoutError(f"observation space {space} has no arrays to learn from, only a mask")
+            raise FlatoutError(
+                f"observation space {space} is not supported: it has no arrays to learn from, only text or a mask"
+            )
         self.mask_index = next((i for i, spec in enumerate(self.specs) if spec.kind == "mask"), None)
         self.only_vector = inputs[0] if len(inputs) == 1 and self.specs[inputs[0]].kind == "vector" else None
         """Index of the vector that, but for a mask, is the whole observation; None if there is more or other."""
