@@ -14,6 +14,7 @@ from pathlib import Path
 from time import sleep, time
 from typing import Any, Self
 
+import gymnasium as gym
 import numpy as np
 import torch
 
@@ -63,8 +64,9 @@ SAVE_TRIES = 4
 class Agent:
     """An agent, and the settings it learns with.
 
-    `env` is a Gymnasium id, `module:Id`, `file.py:factory`, a gym.Env class, a function that makes an env, or a batched
-    env: a gymnasium.vector.VectorEnv, an object like it that works with tensors, or a function that makes one of those.
+    `env` is a Gymnasium id, `module:Id`, `file.py:factory`, `envpool:Task`, a gym.Env class, a function that makes an
+    env, a gym.Env itself (for n_envs=1), or a batched env: a gymnasium.vector.VectorEnv, an object like it that works
+    with tensors, or a function that makes one of those.
     Settings are the flags of `flatout train --help`, with underscores. With `runs_dir` or `run_name`, learn() writes a
     run folder.
     """
@@ -102,12 +104,14 @@ class Agent:
             settings["preset"] = preset
         factory = env_factory(env, settings.get("env_kwargs")) if env is not None else None
         name, n_envs = (factory.name, factory.n_envs) if factory else (None, None)
+        if isinstance(env, gym.Env) and n_envs == 1:
+            settings = _for_one_env(env_factory(env), settings)
         config = _resolve(name, settings, config_file, n_envs, trust)
         source: EnvSource = env if env is not None else config.env
         if factory is None or config.env_kwargs:
             factory = env_factory(source, config.env_kwargs)
         device = resolve_device(config.device)
-        info, costs = _try_env(replace(factory, device=device), config)
+        info, costs = _try_env(_prepared(factory, config, device), config)
         if info.n_envs not in (None, config.n_envs):
             config = _resolve(name, settings, config_file, info.n_envs, trust)
         if info.batched == "tensor" and config.device == "auto":
@@ -382,12 +386,15 @@ class Agent:
             f"({self.machine.cores} cores) · seed {config.seed}",
             config.arithmetic(),
         ]
+        if config.atari or config.frame_stack > 1:
+            lines.append(config.frames())
         if self._trainer is not None:
             plan = self._trainer.plan
             lines.append(f"executor {plan.executor_name}: {self._trainer.plan_reason}")
             overlap = "on" if self._trainer.overlap else "off"
             lines.append(f"overlap {overlap}: {self._trainer.overlap_reason}")
             lines.append(f"updates: {self._trainer.learner.backend} backend")
+            lines += self._trainer.learner.memory()
         if self._folder is not None:
             lines.append(f"run folder: {self._folder.path}")
         return lines + [f"note: {note}" for note in self._notes()]
@@ -441,7 +448,8 @@ class Agent:
         """The env with these keyword arguments, checked; refused if its spaces or number of envs differ."""
         config = self.config
         self._require_trust("env")
-        factory = replace(env_factory(self._source, kwargs), device=self.device)
+        factory = _prepared(env_factory(self._source, kwargs), config, self.device)
+        factory.refuse_copies(config.n_envs)
         info, costs = _try_env(factory, config, timed)
         for kind, known in (("observation", self.policy.obs), ("action", self.policy.action)):
             if getattr(info, f"{kind}_space") != known.space:
@@ -615,6 +623,22 @@ def _resolve(
         settings = settings | {"n_envs": n_envs}
     device = resolve_device(str(settings.get("device", "auto")))
     return resolve(env, settings, device=device, n_cores=usable_cores(), file=file, trust=trust)
+
+
+def _prepared(factory: EnvFactory, config: RunConfig, device: str) -> EnvFactory:
+    """The factory with what the run's settings say about its envs."""
+    return replace(factory, device=device, atari=bool(config.atari), frame_stack=config.frame_stack or 1)
+
+
+def _for_one_env(factory: EnvFactory, settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a run in one env that is made already; others than one env in this process are refused."""
+    factory.refuse_copies(settings.get("n_envs", 1))
+    kind, n_collectors = settings.get("executor", "auto"), settings.get("n_collectors", 0)
+    if kind not in ("auto", "serial") or str(n_collectors) != "0":
+        raise FlatoutError(
+            "an env that is made already steps in this process, with executor='serial'; give what makes it for others"
+        )
+    return settings | {"n_envs": 1, "executor": "serial"}
 
 
 def _try_env(factory: EnvFactory, config: RunConfig, timed: bool = True) -> tuple[EnvInfo, Costs | None]:

@@ -229,12 +229,13 @@ class ExactLayout(ObsLayout):
 
     def __init__(self, space: gym.Space[Any]) -> None:
         super().__init__(space)
-        declared = [spec.pick(space) for spec in self.specs]
+        as_given = [replace(spec, channels_last=False) for spec in self.specs]
+        declared = [spec.pick(space) for spec in as_given]
         self.specs = tuple(
             replace(spec, shape=sub.shape, dtype=np.dtype(sub.dtype))
-            for spec, sub in zip(self.specs, declared, strict=True)
+            for spec, sub in zip(as_given, declared, strict=True)
         )
-        self.is_plain = len(self.specs) == 1 and not self.specs[0].path
+        self.is_plain = self.stored_as_given = len(self.specs) == 1 and not self.specs[0].path
         """Whether an observation is one array, not a structure of several."""
 
     def build(self, arrays: Iterable[Any]) -> Any:
@@ -287,6 +288,9 @@ def open_envs(
         raise FlatoutError(f"n_envs must be at least 1, got {n_envs}")
     _check_options(kind, options)
     factory = env_factory(env, env_kwargs)
+    factory.refuse_copies(n_envs)
+    if factory.is_instance and kind == "auto":
+        kind = "serial"
     in_turn = n_envs == 1 or kind not in ("auto", "process")  # then they share this process anyway
     look = partial(_look, seed=seed, timed=kind == "auto" and n_envs > 1)
     (sample, *costs), fault = tried(
@@ -337,7 +341,7 @@ def _look(factory: EnvFactory, make: Make, *, seed: int, timed: bool) -> Iterato
     """A Sample of the env and, if `timed`, the costs of its steps, unless it is async."""
     env = make(factory)
     try:
-        validate_spaces(env)
+        validate_spaces(env, text=False)
     except EnvError as error:
         raise EnvError(f"{factory.name}: {error}") from error
     finally:

@@ -82,6 +82,8 @@ class AlgorithmConfig:
     """Clip the gradient to this norm, over all parameters together."""
     normalize_obs: bool = False
     """Normalize float observations by their running mean and standard deviation."""
+    clip_reward: bool = False
+    """Learn from the sign of rewards, as is usual for Atari; returns are reported as they are."""
 
     def __post_init__(self) -> None:
         check(self, "at least 1", "n_steps", "batch_size")

@@ -29,8 +29,13 @@ PRIORITY_BYTES = 5
 
 
 def slot_spec(obs: ObsLayout, action: ActionLayout) -> SlotSpec:
-    """Shape and dtype of what a slot holds, by name; actions are bytes where they fit."""
-    arrays = {f"obs.{i}": (spec.shape, spec.dtype) for i, spec in enumerate(obs.specs)}
+    """Shape and dtype of what a slot holds, by name; actions are bytes where they fit, of stacked frames the newest."""
+    arrays: SlotSpec = {}
+    for i, spec in enumerate(obs.specs):
+        frame = (spec.shape[0] // spec.frames, *spec.shape[1:]) if spec.frames > 1 else spec.shape
+        arrays[f"obs.{i}"] = frame, spec.dtype
+    if obs.frames > 1:
+        arrays["age"] = (), np.dtype(np.uint8)
     fits_a_byte = not action.continuous and max(action.nvec) <= 256
     kept = {"action": ((action.size,), np.dtype(np.uint8) if fits_a_byte else action.dtype)}
     return {**arrays, **kept, "reward": ((), np.dtype(np.float32)), "end": ((), np.dtype(np.uint8))}
@@ -69,13 +74,13 @@ def fitting_capacity(
     if capacity > fits:
         where = "on the device" if device.type != "cpu" else "in memory"
         raise FlatoutError(
-            f"buffer size {text!r} is {capacity:,} transitions of {bytes_each:,} bytes, {_amount(capacity * bytes_each)}; "
-            f"{_amount(free)} are free {where}: use at most {fits:,} transitions ({_amount(fits * bytes_each)})"
+            f"buffer size {text!r} is {capacity:,} transitions of {bytes_each:,} bytes, {amount(capacity * bytes_each)}; "
+            f"{amount(free)} are free {where}: use at most {fits:,} transitions ({amount(fits * bytes_each)})"
         )
     return capacity
 
 
-def _amount(n_bytes: int) -> str:
+def amount(n_bytes: int) -> str:
     for unit, size in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6)):
         if n_bytes >= size:
             return f"{n_bytes / size:.1f} {unit}"
@@ -91,19 +96,23 @@ def slots_per_env(capacity: int, n_envs: int) -> int:
     return capacity // n_envs + 1
 
 
-def n_used(head: Array, n_slots: int) -> int:
-    """How many slots of the rings were ever reached."""
-    return min(int(head.max()) + 1, n_slots)
+def n_used(head: Array, n_slots: int, n_more: int = 0) -> int:
+    """How many slots of the rings were ever reached; `n_more`: slots before the one that is reached first."""
+    return min(int(head.max()) + 1 + n_more, n_slots)
 
 
-def check_saved(arrays: Mapping[str, Array], spec: SlotSpec, n_envs: int, n_slots: int) -> None:
-    """Refuse arrays saved from a replay with other envs or spaces, or of another size once its rings were full."""
+def check_saved(
+    arrays: Mapping[str, Array], spec: SlotSpec, n_envs: int, slots: Mapping[str, tuple[int, int]]
+) -> None:
+    """Refuse arrays saved from a replay with other envs or spaces, or of another size once its rings were full.
+
+    `slots`: the number of slots in each ring, and how many of them come before the first.
+    """
     head = arrays["head"]
     if len(head) != n_envs:
         raise FlatoutError(f"the saved replay has {len(head)} envs, this run {n_envs}; use as many")
-    used = n_used(head, n_slots)
     for name, (shape, dtype) in spec.items():
-        saved, mine = arrays.get(name), (n_envs, used, *shape)
+        saved, mine = arrays.get(name), (n_envs, n_used(head, *slots[name]), *shape)
         if saved is None or saved.shape != mine or saved.dtype != dtype:
             found = "missing" if saved is None else f"{saved.dtype} {saved.shape}"
             raise FlatoutError(

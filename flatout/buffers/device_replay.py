@@ -72,9 +72,15 @@ class TensorReplay(Rings[Tensor]):
         acted = self.head + t + n_cut - cut.long()
         now, followed = acted + 1, acted + 1 + cut
         here, final_at, obs_at = (self.slots(self.envs, number) for number in (acted, now, followed))
-        for stored, new, final in zip(self.obs, obs, final_obs, strict=True):
-            stored[final_at] = torch.where(cut.view(*cut.shape, *(1,) * (new.ndim - 2)), final, new)
-            stored[obs_at] = new
+        for stored, new, final, n_before in zip(self.obs, obs, final_obs, self._before, strict=True):
+            if n_before:
+                size = new.shape[2] // (n_before + 1)
+                new, final = new[:, :, -size:], final[:, :, -size:]
+            last = torch.where(cut.view(*cut.shape, *(1,) * (new.ndim - 2)), final, new)
+            stored[self._frame_slots(self.envs, now, n_before)] = last
+            stored[self._frame_slots(self.envs, followed, n_before)] = new
+        if self.age is not None:
+            self._put_ages(terminated | truncated, now, followed)
         self.end[final_at] = EMPTY
         self.end[obs_at] = EMPTY
         how = torch.where(cut, TRUNCATED, terminated.to(torch.uint8) * TERMINATED)
@@ -84,6 +90,15 @@ class TensorReplay(Rings[Tensor]):
         began = torch.where(terminated | truncated, followed, 0).amax(0)
         torch.maximum(self.start, began, out=self.start)
         self.head.copy_(followed[-1])
+
+    def _put_ages(self, ended: Tensor, now: Tensor, followed: Tensor) -> None:
+        """Store how many frames of its episode came before each observation; see `replay_kernels.put_ages`."""
+        max_age = self.obs_layout.frames - 1
+        began = self.head - self.age[self.slots(self.envs, self.head)]
+        since = torch.where(ended, followed, began).cummax(0).values
+        before = torch.cat([began[None], since[:-1]])
+        for number, start in ((now, before), (followed, since)):
+            self.age[self.slots(self.envs, number)] = (number - start).clamp(max=max_age).to(torch.uint8)
 
     def sample(
         self, index: Tensor, weight: Any = 1, *, gamma: float, n_step: int = 1, out: ReplayBatch | None = None
@@ -102,10 +117,10 @@ class TensorReplay(Rings[Tensor]):
             slot = self.slots(env, number)
             goes_on = goes_on & (how == GOES_ON) & (number < newest)
         return ReplayBatch(
-            obs=tuple(x[index] for x in self.obs),
+            obs=tuple(self.observations(env, serial)),
             action=self.action[index].to(torch_dtype(self.action_layout.dtype)),
             reward=total.float(),
-            next_obs=tuple(x[slot] for x in self.obs),
+            next_obs=tuple(self.observations(env, number)),
             discount=discount.float(),
             weight=torch.ones_like(total, dtype=torch.float32) * weight,
             index=index,

@@ -2,6 +2,8 @@
 
 Every env has its own ring of time slots. A step's next observation is in the next slot. Where an episode was
 truncated, its final observation takes a slot of its own before the first observation of the next episode.
+Of stacked frames a slot holds the newest, and how many frames of its episode came before it (its age). Their rings
+have as many slots more as a stack has older frames, so that the oldest step stored has all of its own.
 B: batch, T: time steps, N: envs, M: slots of each; slot i = n · M + t.
 """
 
@@ -17,7 +19,7 @@ from torch import Tensor
 
 from flatout.buffers import replay_kernels as kernel
 from flatout.buffers.batch import ReplayBatch, alloc, alloc_batch, as_bytes
-from flatout.buffers.capacity import check_saved, n_used, slot_spec, slots_per_env
+from flatout.buffers.capacity import amount, check_saved, n_used, slot_spec, slots_per_env
 from flatout.buffers.replay_kernels import EMPTY, TRUNCATED
 from flatout.buffers.rollout import Rollout, TensorRollout, Values
 from flatout.envs.spaces import ActionLayout, Array, ObsLayout
@@ -44,8 +46,16 @@ class Rings(Generic[Values]):
         self.size = size = self.n_slots * n_envs
         """Slots of all envs."""
         self._spec = slot_spec(obs, action)
-        rings = {name: zeros(dtype, size, *shape) for name, (shape, dtype) in self._spec.items()}
+        self._before = [spec.frames - 1 for spec in obs.specs]
+        """For each array of an observation: slots that its ring has more than others."""
+        more = {f"obs.{i}": n for i, n in enumerate(self._before)}
+        rings = {
+            name: zeros(dtype, size + n_envs * more.get(name, 0), *shape)
+            for name, (shape, dtype) in self._spec.items()
+        }
         self._rings = rings
+        self.age: Any = rings.get("age")
+        """Frames of the episode before each slot's, at most as many as a stack has; None without stacked frames."""
         self.obs = tuple(rings[f"obs.{i}"] for i in range(len(obs.specs)))
         self.action, self.reward, self.end = rings["action"], rings["reward"], rings["end"]
         self.end[:] = EMPTY
@@ -60,6 +70,32 @@ class Rings(Generic[Values]):
         """The slots of these envs' slot numbers."""
         return envs * self.n_slots + number % self.n_slots
 
+    def _frame_slots(self, envs: Any, number: Any, n_before: int) -> Any:
+        """The slots of frames in a ring that has `n_before` slots more."""
+        return envs * (self.n_slots + n_before) + (number + n_before) % (self.n_slots + n_before)
+
+    def observations(self, envs: Any, number: Any) -> list[Any]:
+        """The observations in these envs' slot numbers, which are stored."""
+        slot, out = self.slots(envs, number), []
+        for stored, n_before in zip(self.obs, self._before, strict=True):
+            if not n_before:
+                out.append(stored[slot])
+                continue
+            xp: Any = np if isinstance(self.head, np.ndarray) else torch
+            back = (
+                xp.arange(n_before, -1, -1) if xp is np else xp.arange(n_before, -1, -1, device=slot.device)
+            )
+            back = xp.minimum(back, self.age[slot][:, None])
+            frames = stored[self._frame_slots(envs[:, None], number[:, None] - back, n_before)]
+            out.append(frames.reshape(len(slot), -1, *frames.shape[3:]))
+        return out
+
+    def memory(self) -> str:
+        """Its size in one line: `replay: 100,000 transitions, 0.7 GB`."""
+        n_bytes = sum(int(x.nbytes) for x in self._rings.values())
+        once = " (each frame stored once)" if self.age is not None else ""
+        return f"replay: {self.capacity:,} transitions, {amount(n_bytes)}{once}"
+
     def serials(self, index: Values) -> Values:
         """The slot numbers that these slots hold now."""
         head = self.head[index // self.n_slots]
@@ -72,11 +108,9 @@ class Rings(Generic[Values]):
         An env whose newest observation is a different one has started a new episode: the one before is truncated.
         """
         envs, head, start = self.envs, self.head, self.start
-        pairs: list[tuple[Any, Any]] = list(zip(self.obs, obs, strict=True))
-        at = self.slots(envs, head)
         changed = head == 0  # nothing stored yet
-        for stored, new in pairs:
-            changed |= (as_bytes(stored[at], 1) != as_bytes(new, 1)).any(1)
+        for stored, new in zip(self.observations(envs, head), obs, strict=True):
+            changed |= (as_bytes(stored, 1) != as_bytes(new, 1)).any(1)
         in_ram = isinstance(head, np.ndarray)
         if in_ram and not changed.any():  # on a device this would be a host sync
             self.reach += 1 + 2 * n_steps
@@ -86,12 +120,25 @@ class Rings(Generic[Values]):
         now = head + cut
         began, at = where(cut, now, start), self.slots(envs, now)
         self.end[last] = where(cut, TRUNCATED, self.end[last])
-        for stored, new in pairs:
-            stored[at] = new
+        for i, new in enumerate(obs):
+            self._begin_obs(i, new, now)
+        if self.age is not None:
+            self.age[at] = where(changed, self.age.dtype.type(0) if in_ram else 0, self.age[at])
+            if not self.reach:
+                self.age[at] = self.obs_layout.frames - 1
         self.end[at] = EMPTY
         # What decides where to write changes last: if memory runs out before, all of this can be repeated.
         head[:], start[:] = now, began
         self.reach += 1 + 2 * n_steps
+
+    def _begin_obs(self, i: int, new: Any, number: Any) -> None:
+        """Write observations to these slot numbers; the very first ones with all of their frames."""
+        n_before, stored = self._before[i], self.obs[i]
+        size = len(new[0]) // (n_before + 1) if n_before else 0
+        for back in range(n_before if not self.reach else 0, 0, -1):
+            frame = new[:, (n_before - back) * size : (n_before - back + 1) * size]
+            stored[self._frame_slots(self.envs, number - back, n_before)] = frame
+        stored[self._frame_slots(self.envs, number, n_before)] = new[:, -size:] if size else new
 
     def sample(
         self, index: Values, weight: Any = 1, *, gamma: float, n_step: int = 1, out: ReplayBatch | None = None
@@ -104,7 +151,9 @@ class Rings(Generic[Values]):
 
     def by_env(self, x: Any, head: Array) -> Any:
         """What is in all slots, as (N, slots, …) without the slots that were never reached; a view."""
-        return x.reshape(self.n_envs, self.n_slots, *x.shape[1:])[:, : n_used(head, self.n_slots)]
+        n_slots = len(x) // self.n_envs
+        x = x.reshape(self.n_envs, n_slots, *x.shape[1:])
+        return x[:, : n_used(head, n_slots, n_slots - self.n_slots)]
 
     def arrays(self) -> dict[str, Array]:
         """Everything it holds by name, without the slots that were never reached; views if it is in RAM."""
@@ -117,7 +166,10 @@ class Rings(Generic[Values]):
 
         The number of envs, the capacity and the spaces must be the same.
         """
-        check_saved(arrays, self._spec, self.n_envs, self.n_slots)
+        slots = {name: len(x) // self.n_envs for name, x in self._rings.items()}
+        check_saved(
+            arrays, self._spec, self.n_envs, {name: (n, n - self.n_slots) for name, n in slots.items()}
+        )
         self.end[:] = EMPTY
         views = {name: self.by_env(x, arrays["head"]) for name, x in self._rings.items()}
         self.reach = int(arrays["head"].max())
@@ -154,13 +206,18 @@ class Replay(Rings[Array]):
         """Store all steps of a rollout; an env that does not continue from its newest observation was reset."""
         rollout = rollout.on_host() if isinstance(rollout, TensorRollout) else rollout
         self._begin([x[0] for x in rollout.obs], rollout.n_steps)
+        first = self.head.copy()
         obs_at, final_at = np.empty((2, *rollout.reward.shape), np.int64)
         action = np.ascontiguousarray(rollout.action, self.action.dtype)
         others = (np.ascontiguousarray(x) for x in (rollout.reward, rollout.terminated, rollout.truncated))
         kernel.advance((action, *others), self.state, self._data, obs_at, final_at)
-        for obs, final, out in zip(rollout.obs, rollout.final_obs, self._obs_bytes, strict=True):
+        if self.age is not None:
+            ended, max_age = rollout.terminated | rollout.truncated, self.obs_layout.frames - 1
+            kernel.put_ages(first, obs_at, final_at, ended, self.n_slots, max_age, self.age)
+        arrays = zip(rollout.obs, rollout.final_obs, self._obs_bytes, self._before, strict=True)
+        for obs, final, out, n_before in arrays:
             new, last = (as_bytes(np.ascontiguousarray(x), 2) for x in (obs[1:], final))
-            kernel.put(obs_at, new, final_at, last, out)
+            kernel.put(obs_at, new, final_at, last, out, n_before)
 
     def sample(
         self, index: Array, weight: Any = 1, *, gamma: float, n_step: int = 1, out: ReplayBatch | None = None
@@ -173,8 +230,13 @@ class Replay(Rings[Array]):
         bad = kernel.windows(to.index, gamma, n_step, self.state, self._data, to.windows)
         if bad >= 0:
             raise IndexError(f"slot {int(index[bad])} of the replay holds no transition")
-        for stored, obs, next_obs in zip(self._obs_bytes, to.obs, to.next_obs, strict=True):
-            kernel.take_two(stored, to.index, to.next_index, obs, next_obs)
+        arrays = zip(self._obs_bytes, to.obs, to.next_obs, self._before, strict=True)
+        for stored, obs, next_obs, n_before in arrays:
+            if n_before:
+                for slots, stack in ((to.index, obs), (to.next_index, next_obs)):
+                    kernel.take_frames(stored, self.age, slots, self.state, n_before, stack)
+            else:
+                kernel.take_two(stored, to.index, to.next_index, obs, next_obs)
         return out
 
 

@@ -90,7 +90,7 @@ def slot_of(n: int, number: int, n_slots: int) -> int:
 def advance(steps: tuple[Array, ...], rings: Rings, data: Data, obs_at: Array, final_at: Array) -> None:
     """Store (T, N) transitions: action, reward, terminated, truncated.
 
-    Writes to `obs_at` and `final_at` which slots take the next observations.
+    Writes to `obs_at` and `final_at` the numbers of the slots that take the next observations.
     """
     action, reward, terminated, truncated = steps
     n_slots, head, start, end = rings
@@ -109,24 +109,70 @@ def advance(steps: tuple[Array, ...], rings: Rings, data: Data, obs_at: Array, f
                 start[n] = head[n]
             elif truncated[t, n]:
                 end[here] = TRUNCATED
-                final_at[t, n] = slot_of(n, head[n], n_slots)
-                end[final_at[t, n]] = EMPTY
+                final_at[t, n] = head[n]
+                end[slot_of(n, head[n], n_slots)] = EMPTY
                 head[n] += 1
                 start[n] = head[n]
-            obs_at[t, n] = slot_of(n, head[n], n_slots)
-            end[obs_at[t, n]] = EMPTY
+            obs_at[t, n] = head[n]
+            end[slot_of(n, head[n], n_slots)] = EMPTY
 
 
 @compiled
-def put(obs_at: Array, obs: Array, final_at: Array, final_obs: Array, out: Array) -> None:
-    """Write (T, N, bytes) observations to their slots in order of time; a negative slot of a final one means none."""
+def put(obs_at: Array, obs: Array, final_at: Array, final_obs: Array, out: Array, n_before: int) -> None:
+    """Write (T, N, bytes) observations to their slots in order of time, of stacked frames the last; see `frame_slot`.
+
+    `obs_at`, `final_at`: numbers of the slots; a negative one of a final observation means none.
+    """
+    n_slots, width = out.shape[0] // obs_at.shape[1], out.shape[1]
+    older = obs.shape[2] - width
     for t in range(obs_at.shape[0]):
         for n in range(obs_at.shape[1]):
             if final_at[t, n] >= 0:
-                for j in range(out.shape[1]):
-                    out[final_at[t, n], j] = final_obs[t, n, j]
-            for j in range(out.shape[1]):
-                out[obs_at[t, n], j] = obs[t, n, j]
+                slot = frame_slot(n, final_at[t, n], n_slots, n_before)
+                for j in range(width):
+                    out[slot, j] = final_obs[t, n, older + j]
+            slot = frame_slot(n, obs_at[t, n], n_slots, n_before)
+            for j in range(width):
+                out[slot, j] = obs[t, n, older + j]
+
+
+@compiled
+def frame_slot(n: int, number: int, n_slots: int, n_before: int) -> int:
+    """The slot of a frame in a ring of its own, which has `n_before` slots more than there are steps."""
+    return n * n_slots + (number + n_before) % n_slots
+
+
+@compiled
+def put_ages(
+    first: Array, obs_at: Array, final_at: Array, ended: Array, n_slots: int, max_age: int, age: Array
+) -> None:
+    """Write how many frames of its episode came before each observation, at most `max_age`.
+
+    `first`: numbers of the slots that the envs acted from first.
+    """
+    for n in range(obs_at.shape[1]):
+        at = first[n]
+        for t in range(obs_at.shape[0]):
+            older = min(age[slot_of(n, at, n_slots)] + 1, max_age)
+            if final_at[t, n] >= 0:
+                age[slot_of(n, final_at[t, n], n_slots)] = older
+            at = obs_at[t, n]
+            age[slot_of(n, at, n_slots)] = 0 if ended[t, n] else older
+
+
+@compiled
+def take_frames(frames: Array, age: Array, index: Array, rings: Rings, n_before: int, out: Array) -> None:
+    """out[b] = the stacked frames of the observation in slot index[b], the oldest first."""
+    n_slots, head, width = rings[0], rings[1], frames.shape[1]
+    n_frames, stack = frames.shape[0] // len(head), out.shape[1] // width
+    for b in range(len(index)):
+        n, slot = index[b] // n_slots, index[b]
+        number = head[n] - (head[n] - slot % n_slots) % n_slots
+        for k in range(stack):
+            back = min(stack - 1 - k, np.int64(age[slot]))
+            source = frame_slot(n, number - back, n_frames, n_before)
+            for j in range(width):
+                out[b, k * width + j] = frames[source, j]
 
 
 @compiled

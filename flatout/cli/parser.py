@@ -7,7 +7,7 @@ import json
 from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args
 
 from flatout.algorithms import base as algorithms
 from flatout.config.fields import Field, all_fields
@@ -160,7 +160,7 @@ def settings(args: argparse.Namespace) -> dict[str, Any]:
 
 def _add_flag(group: argparse._ArgumentGroup, field: Field) -> None:
     value: dict[str, Any] = {"metavar": _metavar(field)}
-    if field.type is bool:
+    if bool in (field.type, *get_args(field.type)):
         value = {"action": argparse.BooleanOptionalAction}
     group.add_argument(field.flag, default=argparse.SUPPRESS, help=field.help.replace("%", "%%"), **value)
 

@@ -20,13 +20,16 @@ from flatout.device.accelerator import accelerators
 from flatout.device.cards import replay_batch_size
 from flatout.device.machine import read_cache, write_cache
 from flatout.envs.loader import Code
-from flatout.envs.make import env_id
+from flatout.envs.make import env_id, is_atari
 from flatout.errors import FlatoutError
 from flatout.executors.base import EXECUTORS, check_kind
 from flatout.models.config import NetworkConfig, split_arch
 
 if TYPE_CHECKING:
     from flatout.envs.spaces import ActionLayout, ObsLayout
+
+ATARI_FRAMES = 4
+"""Frames that an Atari agent sees unless --frame-stack says otherwise."""
 
 
 NEWER = {"network", "vf_arch", "optimizer", "exploration_steps"}
@@ -49,6 +52,10 @@ class RunConfig:
     """Total env steps, summed over all envs."""
     n_envs: int
     """Number of envs."""
+    atari: bool | None = None
+    """Atari's preprocessing of frames (grey, 84x84, 4 frames a step, up to 30 no-ops); default: for ids of ale-py."""
+    frame_stack: int = 0
+    """Show the agent the last N frames; 0: 4 with --atari, else 1."""
     seed: int = 0
     """Random seed; the same seed gives the same run."""
     executor: str = "auto"
@@ -87,6 +94,7 @@ class RunConfig:
     def __post_init__(self) -> None:
         check(self, "at least 1", "timesteps", "n_envs", "eval_episodes", "eval_max_steps")
         check(self, "at least 0", "seed", "eval_every", "checkpoint_every", "n_collectors", "n_workers")
+        check(self, "at least 0", "frame_stack")
         if not 0.0 < self.step_timeout < float("inf"):
             raise FlatoutError(
                 f"--step-timeout is {self.step_timeout:g}; it must be a positive number of seconds"
@@ -144,6 +152,14 @@ class RunConfig:
         """The batch arithmetic in one line."""
         return self.algorithm.arithmetic(self.n_envs)
 
+    def frames(self) -> str:
+        """What an agent sees of its env's frames, in one line."""
+        stack = f"{self.frame_stack} frames stacked" if self.frame_stack > 1 else "single frames"
+        if not self.atari:
+            return f"observations: {stack}"
+        why = " (an Atari game; --no-atari turns it off)" if is_atari(self.env) else ""
+        return f"observations: Atari preprocessing{why}, grey 84x84, every 4th frame, {stack}"
+
     def to_json(self) -> dict[str, Any]:
         """Nested plain data for `from_json`, signed if it names code."""
         names = {attribute: section for section, attribute in sections(self).items()}
@@ -188,11 +204,24 @@ def resolve(
     if not env:
         raise FlatoutError("no env given; name one, such as CartPole-v1")
     given["env"] = env = env_id(env)
+    given |= _frame_settings(env, given)
     given["algo"] = _variant(given.get("algo") or _first_choice(env, given), given)
     recipe = _recipe(env, _algorithm(given), given.get("preset"), device, n_cores)
     if given.get("preset") == "auto":
         given = tuned_settings(env, given, device, n_cores) | given
     return _with(recipe, _with_batch_size(given, recipe, device))
+
+
+def _frame_settings(env: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Whether frames get Atari's preprocessing and how many are stacked, where the user does not say; empty for most."""
+    atari = _value(given, "atari", None)
+    if atari is None:
+        kwargs = given.get("env_kwargs") or {}
+        atari = is_atari(env) and "-ram" not in env and "obs_type" not in kwargs
+    stack = _value(given, "frame_stack", 0)
+    if not atari and not stack:
+        return {}
+    return {"atari": atari, "frame_stack": stack or (ATARI_FRAMES if atari else 1)}
 
 
 def _with(recipe: Recipe, values: Mapping[str, Any]) -> RunConfig:

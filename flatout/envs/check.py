@@ -17,12 +17,13 @@ import gymnasium as gym
 import numpy as np
 
 from flatout.envs.make import BatchedEnvs, BatchedKind, EnvFactory, batched_kind, blocking
-from flatout.envs.spaces import MASK_KEY, logit_sizes
+from flatout.envs.spaces import MASK_KEY, logit_sizes, without_text
 from flatout.envs.validate import (
     has_mask,
     nan_message,
     sample_action,
     simple_parts,
+    text_parts,
     validate_flag,
     validate_obs,
     validate_reward,
@@ -85,7 +86,13 @@ def check(
         finally:
             if not factory.is_instance:
                 _close(env, notes)
-    return replace(info, warnings=tuple(dict.fromkeys(notes + _plain_warnings(raised))))
+    notes += [
+        f"{part} is text, which the network does not see; to use it, encode it as numbers"
+        for part in text_parts(info.observation_space)
+    ]
+    space = without_text(info.observation_space)
+    every = tuple(dict.fromkeys(notes + _plain_warnings(raised)))
+    return replace(info, observation_space=space, warnings=every)
 
 
 def _check_single(

@@ -28,7 +28,7 @@ from flatout.envs.loader import (
     read_code,
     type_name,
 )
-from flatout.envs.wrappers import AsyncTimeLimit, MaskFromInfo, run_blocking
+from flatout.envs.wrappers import AsyncTimeLimit, KeptOpen, MaskFromInfo, run_blocking
 from flatout.errors import EnvError, FlatoutError, did_you_mean, one_line, where
 
 if TYPE_CHECKING:
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 BatchedKind = Literal["numpy", "tensor"]
+ENVPOOL = "envpool:"
+"""Begins the name of an env of EnvPool."""
 
 
 class TensorEnvs(Protocol):
@@ -79,7 +81,7 @@ BatchedEnvs: TypeAlias = VectorEnv[Any, Any, Any] | TensorEnvs
 
 _TENSOR_ENVS_MEMBERS = "num_envs single_observation_space single_action_space device reset step".split()
 Creator = Callable[..., gym.Env[Any, Any] | BatchedEnvs]
-EnvSource = str | Creator | BatchedEnvs
+EnvSource = str | Creator | BatchedEnvs | gym.Env[Any, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +92,10 @@ class EnvFactory:
     source: EnvSource
     kwargs: dict[str, Any] = field(default_factory=dict)
     mask_in_info: bool = False
+    atari: bool = False
+    """Whether its frames get Atari's preprocessing."""
+    frame_stack: int = 1
+    """How many of its last frames are stacked."""
     device: str | None = None
     """Device for batched envs of tensors whose creator takes `device`; None: their default."""
     code: bytes | None = field(default=None, repr=False)
@@ -115,13 +121,23 @@ class EnvFactory:
 
     @property
     def is_instance(self) -> bool:
-        """Whether the source is a batched env itself: there is only this one."""
-        return batched_kind(self.source) is not None
+        """Whether the source is an env itself, batched or not: there is only this one."""
+        return self.n_envs is not None
 
     @property
     def n_envs(self) -> int | None:
-        """Number of envs of that batched env; None for other sources."""
-        return self.source.num_envs if _is_batched(self.source) else None
+        """Number of envs if the source is an env itself; None for other sources."""
+        if _is_batched(self.source):
+            return self.source.num_envs
+        return 1 if isinstance(self.source, gym.Env) else None
+
+    def refuse_copies(self, n_envs: Any) -> None:
+        """Raise if a single env that is made already is to be this many; a flag's value may still be text."""
+        if isinstance(self.source, gym.Env) and not _is_batched(self.source) and str(n_envs) != "1":
+            raise FlatoutError(
+                f"an env that is made already cannot be {n_envs} envs; give what makes it, such as "
+                f"lambda: {type(self.source.unwrapped).__name__}(…), or n_envs=1"
+            )
 
     @property
     def is_built_in(self) -> bool:
@@ -132,12 +148,16 @@ class EnvFactory:
         modules = [point if isinstance(point, str) else point.__module__ for point in points if point]
         return not self.spec.additional_wrappers and all(map(_is_engine, modules))
 
-    def load(self) -> EnvSpec | Creator | BatchedEnvs:
+    def load(self) -> EnvSpec | Creator | BatchedEnvs | gym.Env[Any, Any]:
         """What the source stands for; imports the code that it names."""
         if self.spec is not None:
             return self.spec
         if not isinstance(self.source, str):
             return self.source
+        if self.source.startswith(ENVPOOL):
+            from flatout.envs.libraries import envpool_creator
+
+            return envpool_creator(self.source.removeprefix(ENVPOOL))
         if is_file(self.source):
             return load_object(self.source, "env", _makes_envs, MADE_BY, self.code)  # type: ignore[no-any-return]  # `_verified` checks what it makes
         with importable(self.source):
@@ -149,13 +169,36 @@ class EnvFactory:
         ):
             target = self.load()
             if _is_batched(target):
-                return target
-            env = _create(target, kwargs, self.name, n_envs, self.device)  # type: ignore[arg-type]  # not batched by now
+                env: gym.Env[Any, Any] | BatchedEnvs = target
+            elif isinstance(target, gym.Env):
+                env = KeptOpen(target)
+            else:
+                if self.atari and isinstance(target, EnvSpec):
+                    kwargs = {"frameskip": 1, **kwargs}  # the preprocessing skips frames
+                env = _create(target, kwargs, self.name, n_envs, self.device)  # type: ignore[arg-type]  # a creator
+        if self.atari or self.frame_stack > 1:
+            env = self._preprocessed(env)
         return MaskFromInfo(env) if self.mask_in_info and isinstance(env, gym.Env) else env
+
+    def _preprocessed(self, env: gym.Env[Any, Any] | BatchedEnvs) -> gym.Env[Any, Any]:
+        from flatout.envs.pixels import preprocessed
+
+        if not isinstance(env, gym.Env) or is_async(env):  # a VectorEnv is no Env
+            kind = "an async env" if isinstance(env, gym.Env) else "a batched env"
+            raise EnvError(
+                f"env '{self.name}' is {kind}, whose frames are not preprocessed; it has to stack them itself, "
+                "without --frame-stack and --atari"
+            )
+        try:
+            return preprocessed(env, atari=self.atari, frame_stack=self.frame_stack)
+        except FlatoutError:
+            raise
+        except Exception as error:
+            raise EnvError(_creation_failure(error, self.name)) from error
 
 
 def env_factory(source: EnvSource, kwargs: Mapping[str, Any] | None = None) -> EnvFactory:
-    """The factory for an id, `module:Id`, `file.py:factory`, a gym.Env class, a function, or a batched env itself.
+    """The factory for an id, `module:Id`, `file.py:factory`, a gym.Env class, a function, or an env itself.
 
     Code that a string names is not imported here: it is first tried in a process of its own.
     """
@@ -165,15 +208,13 @@ def env_factory(source: EnvSource, kwargs: Mapping[str, Any] | None = None) -> E
         if ":" not in source:
             return replace(known, spec=_registered(source))
         return replace(known, source=absolute(source), code=read_code(source, "env"))
-    if _is_batched(source):
+    if _is_batched(source) or isinstance(source, gym.Env):
         if kwargs:
-            raise FlatoutError(
-                "env_kwargs have no effect on a batched env that is made already; leave them out"
-            )
-    elif isinstance(source, gym.Env) or not callable(source):
+            raise FlatoutError("env_kwargs have no effect on an env that is made already; leave them out")
+    elif not callable(source):
         raise FlatoutError(
-            "give the env as an id, 'file.py:factory', a gym.Env class or a function that makes one (several copies "
-            f"are made), or as a batched env; got {type_name(source)}"
+            "give the env as an id, 'file.py:factory', a gym.Env class, a function that makes one, a gym.Env or a "
+            f"batched env; got {type_name(source)}"
         )
     return EnvFactory(name=_callable_name(source), source=source, kwargs=dict(kwargs or {}))
 
@@ -182,6 +223,12 @@ def env_id(name: str) -> str:
     """The id behind a short name: `snake` is flatout/Snake-v0; any other name stays."""
     full = f"flatout/{name.capitalize()}-v0"
     return full if name.islower() and name not in gym.registry and full in gym.registry else name
+
+
+def is_atari(name: str) -> bool:
+    """Whether an id is a game of ale-py that shows its screen."""
+    spec = gym.registry.get(name)
+    return name.startswith("ALE/") or (spec is not None and str(spec.entry_point).startswith("ale_py"))
 
 
 def _is_batched(source: object) -> TypeGuard[BatchedEnvs]:
@@ -197,6 +244,10 @@ def _registered(env_id: str) -> EnvSpec:
         raise FlatoutError(
             f"env '{env_id}' is a file; add the function or gym.Env class that makes the env: '{env_id}:name'"
         )
+    if env_id not in gym.registry:
+        from flatout.envs.libraries import import_library
+
+        import_library(env_id)
     if env_id not in gym.registry:
         raise FlatoutError(_unknown(env_id))
     spec = gym.spec(env_id)
@@ -356,6 +407,8 @@ def _refuse_bad_kwargs(
 
 
 def _creation_failure(error: BaseException, name: str) -> str:
+    if "opencv" in str(error).lower() and isinstance(error, ImportError | DependencyNotInstalled):
+        return f"env '{name}' needs OpenCV for Atari's preprocessing; pip install \"flatout[atari]\""
     if isinstance(error, DependencyNotInstalled):
         return f"env '{name}' needs an extra package: {' '.join(str(error).split())}"
     if isinstance(error, ModuleNotFoundError) and error.name:
@@ -381,7 +434,10 @@ def _verified(env: object, name: str) -> gym.Env[Any, Any] | BatchedEnvs:
     raise EnvError(f"env '{name}' made {type_name(env)}; return an instance of gymnasium.Env")
 
 
-def _callable_name(source: Creator | BatchedEnvs) -> str:
+def _callable_name(source: Creator | BatchedEnvs | gym.Env[Any, Any]) -> str:
+    if isinstance(source, gym.Env) and source.spec is not None:
+        return source.spec.id
+    source = source.unwrapped if isinstance(source, gym.Env) else source
     target: Any = source.func if isinstance(source, functools.partial) else source
     named = target if hasattr(target, "__qualname__") else type(target)
     return f"{named.__module__}:{named.__qualname__}"

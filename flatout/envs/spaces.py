@@ -38,27 +38,43 @@ class ArraySpec:
     """For `discrete`: the number of categories of each element."""
     start: tuple[int, ...] = ()
     """For `discrete`: the value of the first category of each element."""
+    channels_last: bool = False
+    """For `image`: whether the env gives it as (H, W, C); `shape` is (C, H, W), as it is stored."""
+    frames: int = 1
+    """For `image`: how many frames it stacks, of which a replay stores the newest."""
 
     def pick(self, obs: Any) -> Any:
-        """This array's part of an observation."""
+        """This array's part of an observation, or of a batch of them."""
         for key in self.path:
             obs = obs[key]
-        return obs
+        if not self.channels_last:
+            return obs
+        image = obs if hasattr(obs, "swapaxes") else np.asarray(obs)
+        return image.swapaxes(-1, -2).swapaxes(-2, -3)
 
 
 class ObsLayout:
-    """The arrays of an observation space, in a fixed order; the action mask, if any, is one of them."""
+    """The arrays of an observation space, in a fixed order; the action mask, if any, is one of them.
+
+    Images are channels first, whatever the env gives. Text has no array.
+    """
 
     def __init__(self, space: gym.Space[Any]) -> None:
         self.space = space
         self.specs = tuple(_array_specs(space, ()))
         inputs = [i for i, spec in enumerate(self.specs) if spec.kind != "mask"]
         if not inputs:
-            raise FlatoutError(f"observation space {space} has no arrays to learn from, only a mask")
+            raise FlatoutError(
+                f"observation space {space} is not supported: it has no arrays to learn from, only text or a mask"
+            )
         self.mask_index = next((i for i, spec in enumerate(self.specs) if spec.kind == "mask"), None)
         self.only_vector = inputs[0] if len(inputs) == 1 and self.specs[inputs[0]].kind == "vector" else None
         """Index of the vector that, but for a mask, is the whole observation; None if there is more or other."""
-        self._plain = len(self.specs) == 1 and self.specs[0].path == ()
+        self.frames = max(spec.frames for spec in self.specs)
+        """Frames that its images stack, at most."""
+        only = self.specs[0]
+        self.stored_as_given = len(self.specs) == 1 and only.path == () and not only.channels_last
+        """Whether an observation is one array, stored as the env gives it."""
 
     def alloc(self, *lead: int) -> ObsArrays:
         """Zeros of shape `lead + spec.shape` for each array; memory is used only where it is written."""
@@ -66,7 +82,7 @@ class ObsLayout:
 
     def write(self, out: ObsArrays, index: int | tuple[int, ...], obs: Any) -> None:
         """Copy one observation to `index` of each array in `out`."""
-        if self._plain:
+        if self.stored_as_given:
             out[0][index] = obs
             return
         for spec, array in zip(self.specs, out, strict=True):
@@ -166,14 +182,23 @@ def _array_specs(space: gym.Space[Any], path: Path) -> Iterator[ArraySpec]:
     elif isinstance(space, spaces.MultiBinary):
         yield ArraySpec(path, "binary", space.shape, np.dtype(np.int8))
     elif isinstance(space, spaces.Box):
-        image = is_image(space)
-        dtype = np.dtype(np.uint8 if image and space.dtype == np.uint8 else np.float32)
-        yield ArraySpec(path, "image" if image else "vector", space.shape, dtype)
-    else:
+        yield _box_spec(space, path)
+    elif not is_text(space) or not path:
         raise FlatoutError(
             f"observation space{_brackets(path)} {space} is not supported; supported are Box, Discrete, "
             "MultiDiscrete, MultiBinary, and Dict and Tuple of those"
         )
+
+
+def _box_spec(space: spaces.Box, path: Path) -> ArraySpec:
+    if not is_image(space):
+        return ArraySpec(path, "vector", space.shape, np.dtype(np.float32))
+    dtype = np.dtype(np.uint8 if space.dtype == np.uint8 else np.float32)
+    if isinstance(space, StackedFrames):
+        return ArraySpec(path, "image", space.shape, dtype, frames=space.frames)
+    last = has_channels_last(space.shape)
+    shape = (space.shape[2], *space.shape[:2]) if last else space.shape
+    return ArraySpec(path, "image", shape, dtype, channels_last=last)
 
 
 def _brackets(path: Path) -> str:
@@ -183,6 +208,50 @@ def _brackets(path: Path) -> str:
 def is_image(space: spaces.Box) -> bool:
     """Whether a CNN encodes this Box: it has three dimensions, two of them at least 7."""
     return len(space.shape) == 3 and sorted(space.shape)[1] >= 7
+
+
+def has_channels_last(shape: tuple[int, ...]) -> bool:
+    """Whether an image of this shape is (H, W, C), not (C, H, W): by its equal sides, or else its shortest one."""
+    first, middle, last = shape
+    if (first == middle) != (middle == last):
+        return first == middle
+    return last < first
+
+
+class StackedFrames(spaces.Box):
+    """The last `frames` images of an episode, channels first, the newest last: (frames · C, H, W).
+
+    At the begin of an episode the first one is repeated.
+    """
+
+    def __init__(self, low: Any, high: Any, shape: Sequence[int], dtype: Any, *, frames: int) -> None:
+        super().__init__(low, high, tuple(shape), dtype)
+        self.frames = frames
+
+    def __eq__(self, other: object) -> bool:
+        return super().__eq__(other) and getattr(other, "frames", 1) == self.frames
+
+
+LEFT_OUT = spaces.Text(1)
+"""In a saved observation space: text, which no network sees."""
+
+
+def is_text(space: gym.Space[Any]) -> bool:
+    """Whether observations of this space are strings: Gymnasium's Text, MiniGrid's missions."""
+    return isinstance(space, spaces.Text) or getattr(space.dtype, "kind", "") == "U"
+
+
+def without_text(space: gym.Space[Any]) -> gym.Space[Any]:
+    """The space with LEFT_OUT for text in its Dicts and Tuples; the same one if it has none."""
+    if not isinstance(space, spaces.Dict | spaces.Tuple):
+        return LEFT_OUT if is_text(space) else space
+    by_key: dict[Any, gym.Space[Any]] = dict(
+        space.items() if isinstance(space, spaces.Dict) else enumerate(space.spaces)
+    )
+    kept = {key: without_text(sub) for key, sub in by_key.items()}
+    if all(kept[key] is sub for key, sub in by_key.items()):
+        return space
+    return spaces.Dict(kept) if isinstance(space, spaces.Dict) else spaces.Tuple(kept.values())
 
 
 def _ints(values: Any) -> tuple[int, ...]:
@@ -204,7 +273,10 @@ def space_to_json(space: gym.Space[Any]) -> dict[str, Any]:
             return {"type": "MultiBinary", "n": space.n if isinstance(space.n, int) else _ints(space.n)}
         case spaces.Box():
             bounds = {"low": _finite_list(space.low), "high": _finite_list(space.high)}
-            return {"type": "Box", **bounds, "shape": list(space.shape), "dtype": str(space.dtype)}
+            frames = {"frames": space.frames} if isinstance(space, StackedFrames) else {}
+            return {"type": "Box", **bounds, "shape": list(space.shape), "dtype": str(space.dtype), **frames}
+        case spaces.Text():
+            return {"type": "Text"}
     raise FlatoutError(f"space {space} is not supported")
 
 
@@ -224,7 +296,11 @@ def space_from_json(data: dict[str, Any]) -> gym.Space[Any]:
         case "Box":
             shape, dtype = tuple(data["shape"]), np.dtype(data["dtype"])
             low, high = (_bound_array(data[key], shape, dtype) for key in ("low", "high"))
+            if "frames" in data:
+                return StackedFrames(low, high, shape, dtype.type, frames=data["frames"])
             return spaces.Box(low, high, shape, dtype.type)
+        case "Text":
+            return LEFT_OUT
     raise FlatoutError(f"a saved space has the unknown type {data['type']!r}")
 
 

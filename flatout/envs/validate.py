@@ -14,7 +14,7 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from flatout.envs.make import BatchedEnvs
-from flatout.envs.spaces import MASK_KEY, logit_sizes
+from flatout.envs.spaces import MASK_KEY, is_text, logit_sizes
 from flatout.errors import EnvError, one_line
 
 SIMPLE_SPACES = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
@@ -27,8 +27,22 @@ def nan_message(what: str, env_index: int, step: int, kind: str = "a NaN") -> st
     return f"env {env_index} gave {kind} {what} at step {step}"
 
 
-def validate_spaces(env: gym.Env[Any, Any] | BatchedEnvs, prefix: str = "") -> None:
-    """Raise EnvError unless the env has both spaces, of supported kinds; `prefix` is `single_` for a batched env."""
+WRAPPERS = {
+    "Text": "text must become numbers: encode it to a Box or MultiDiscrete of fixed length with "
+    "gymnasium.wrappers.TransformObservation",
+    "Graph": "a graph must have a fixed size: pad its nodes and edges to Boxes in a Dict with "
+    "gymnasium.wrappers.TransformObservation",
+    "Sequence": "a sequence must have a fixed length: pad it to a Box with gymnasium.wrappers.TransformObservation",
+    "OneOf": "choose one of its spaces, or give all of them in a Dict, with gymnasium.wrappers.TransformObservation",
+}
+"""What to do about an observation space that has no fixed size, by its kind."""
+
+
+def validate_spaces(env: gym.Env[Any, Any] | BatchedEnvs, prefix: str = "", *, text: bool = True) -> None:
+    """Raise EnvError unless the env has both spaces, of supported kinds; `prefix` is `single_` for a batched env.
+
+    `text`: whether a Dict or Tuple may have text, which is left out.
+    """
     obs_name, action_name = f"{prefix}observation_space", f"{prefix}action_space"
     for name in (obs_name, action_name):
         space = getattr(env, name, None)
@@ -39,10 +53,13 @@ def validate_spaces(env: gym.Env[Any, Any] | BatchedEnvs, prefix: str = "") -> N
                 f"{name} is a {type(space).__module__}.{type(space).__name__}, not a gymnasium space"
             )
     observation_space, action_space = getattr(env, obs_name), getattr(env, action_name)
-    _validate_obs_space(observation_space, obs_name)
+    _validate_obs_space(observation_space, obs_name, text=text)
     if not isinstance(action_space, SIMPLE_SPACES):
         kinds = "Discrete, MultiDiscrete, MultiBinary and Box"
-        raise EnvError(f"{action_name} is a {type(action_space).__name__}; supported are {kinds}")
+        raise EnvError(
+            f"{action_name} is a {type(action_space).__name__}; supported are {kinds}: "
+            "convert it with gymnasium.wrappers.TransformAction"
+        )
     _refuse_empty(action_space, action_name)
     if has_mask(observation_space):
         _validate_mask_space(observation_space[MASK_KEY], action_space)
@@ -128,18 +145,31 @@ def _validate_mask_space(mask_space: gym.Space[Any], action_space: gym.Space[Any
         )
 
 
-def _validate_obs_space(space: gym.Space[Any], path: str) -> None:
+def _validate_obs_space(space: gym.Space[Any], path: str, *, text: bool) -> None:
     if isinstance(space, spaces.Dict | spaces.Tuple):
         children = _children(space)
+        if text:
+            children = {key: child for key, child in children.items() if not is_text(child)}
         if not children:
-            raise EnvError(f"{path} is an empty {type(space).__name__}")
+            what = f"a {type(space).__name__} of text alone; {WRAPPERS['Text']}"
+            raise EnvError(f"{path} is {what if len(space.spaces) else f'an empty {type(space).__name__}'}")
         for key, child in children.items():
-            _validate_obs_space(child, f"{path}[{key!r}]")
+            _validate_obs_space(child, f"{path}[{key!r}]", text=text)
     elif isinstance(space, SIMPLE_SPACES):
         _refuse_empty(space, path)
     else:
-        kinds = "Box, Discrete, MultiDiscrete, MultiBinary, and Dict and Tuple of those"
-        raise EnvError(f"{path} is a {type(space).__name__}; supported are {kinds}")
+        kind = "Text" if is_text(space) else type(space).__name__
+        kinds = "supported are Box, Discrete, MultiDiscrete, MultiBinary, and Dict and Tuple of those"
+        raise EnvError(f"{path} is a {type(space).__name__}; {WRAPPERS.get(kind, kinds)}")
+
+
+def text_parts(space: gym.Space[Any], path: str = "observation") -> Iterator[str]:
+    """Names of the parts of an observation that are text."""
+    if isinstance(space, spaces.Dict | spaces.Tuple):
+        for key, child in _children(space).items():
+            yield from text_parts(child, f"{path}[{key!r}]")
+    elif is_text(space):
+        yield path
 
 
 def _refuse_empty(space: gym.Space[Any], path: str) -> None:
@@ -154,9 +184,10 @@ def _children(space: spaces.Dict | spaces.Tuple[Any]) -> dict[Any, gym.Space[Any
 def simple_parts(
     space: gym.Space[Any], value: Any, path: str, step: int
 ) -> Iterator[tuple[gym.Space[Any], Any, str]]:
-    """Each simple space in `space`, its part of the observation, and the name of that part."""
+    """Each simple space in `space`, its part of the observation, and the name of that part; text is left out."""
     if not isinstance(space, spaces.Dict | spaces.Tuple):
-        yield space, value, path
+        if not is_text(space):
+            yield space, value, path
         return
     container = Mapping if isinstance(space, spaces.Dict) else (tuple, list)
     if not isinstance(value, container):

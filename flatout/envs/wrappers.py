@@ -73,6 +73,13 @@ class MaskFromInfo(gym.Wrapper[Any, Any, Any, Any]):
         return flat.astype(np.int8)
 
 
+class KeptOpen(gym.Wrapper[Any, Any, Any, Any]):
+    """An env that the user made and closes."""
+
+    def close(self) -> None:
+        """Nothing."""
+
+
 class AsyncTimeLimit(gym.Wrapper[Any, Any, Any, Any]):
     """Truncates an async env's episodes after `max_episode_steps` steps."""
 

@@ -47,8 +47,8 @@ class SerialExecutor(Executor):
         self._at[0] = NOT_IN_ENV
         self.current = envs.out or alloc_step(envs.obs, n_envs)
         # Views made once: writing through them costs half of an indexed write, which matters for cheap envs.
-        plain = len(envs.obs.specs) == 1 and not envs.obs.specs[0].path
-        self._obs_rows = [self.current.obs[0][i, ...] for i in range(n_envs)] if plain else None
+        as_given = envs.obs.stored_as_given
+        self._obs_rows = [self.current.obs[0][i, ...] for i in range(n_envs)] if as_given else None
         self.infos: list[dict[str, Any]] = [{} for _ in range(n_envs)]
         self.final_infos: dict[int, dict[str, Any]] = {}
         self._actions: Array = np.zeros(0)

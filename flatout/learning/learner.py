@@ -34,6 +34,8 @@ TINY_BATCH = 8
 """Samples that memory per sample is measured with."""
 SHARE_OF_FREE = 0.5
 """Fraction of the free memory that one part's activations may take; the rest is for gradients and copies."""
+IMAGES_AT_ONCE = 256
+"""Images that are valued at once on a CPU: more would leave its cache, and take memory."""
 VISIT_SECONDS = 0.2
 """How often to ask for a compiled update; an iteration of few steps is far shorter."""
 STEPS_OF_A_GRAPH = 64
@@ -87,7 +89,10 @@ class Learner(ABC, Generic[Batch]):
         self.notes: list[str] = []
         self._clock = clock
         self._staging = Staging(self.device)
-        self._value_parts = PartSize(n_envs * config.n_steps, self.device)
+        n_values = n_envs * config.n_steps
+        if not self._on_accelerator and any(spec.kind == "image" for spec in model.obs.specs):
+            n_values = min(n_values, IMAGES_AT_ONCE)
+        self._value_parts = PartSize(n_values, self.device)
         self._n_epochs = config.epochs
         self._samples: Batch | None = None
         """On an accelerator: memory for a rollout's samples, allocated once …"""
@@ -206,6 +211,8 @@ class Learner(ABC, Generic[Batch]):
     def _batch_of(self, data: Transitions, lag: int) -> Batch:
         """The samples of a rollout; on an accelerator in memory of their own, so that the rollout's is free again."""
         scaler, attempt = self._reward_scaler, self._value_parts.attempt
+        if self.config.clip_reward:
+            data = replace(data, reward_tn=attempt(data.reward_tn.sign), stays=False)
         if scaler is not None:
             attempt(lambda: scaler.merge(data.reward_tn, data.terminated_tn | data.truncated_tn))
             data = replace(data, reward_tn=attempt(lambda: scaler.scale(data.reward_tn)), stays=False)
@@ -327,10 +334,14 @@ class Learner(ABC, Generic[Batch]):
 
     def threads(self, n_cores: int, n_taken: int = 0) -> int:
         """Threads for its updates on cores of which `n_taken` have other work too."""
-        return torch_threads(self.params.flat.numel(), self.config.batch_size, n_cores, n_taken)
+        return torch_threads(self.model.n_multiplies, self.config.batch_size, n_cores, n_taken)
 
     def reserve(self) -> None:
         """Allocate what memory a whole run needs besides updates, or refuse."""
+
+    def memory(self) -> list[str]:
+        """What memory a whole run takes besides updates, for its header; at most one line."""
+        return []
 
     def replay(self) -> Mapping[str, Array] | None:
         """The replay buffer's content, if checkpoints are to keep it."""

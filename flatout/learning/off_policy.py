@@ -83,6 +83,9 @@ class OffPolicyLearner(Learner[Batch]):
         """Allocate the replay buffer, or refuse with the size that fits."""
         self.experience  # noqa: B018
 
+    def memory(self) -> list[str]:
+        return [self.experience.replay.memory()]
+
     def learn(
         self,
         rollout: Learnable,
@@ -97,6 +100,9 @@ class OffPolicyLearner(Learner[Batch]):
         beta = config.priority_beta + (1 - config.priority_beta) * min(progress, 1.0)
         self._enter(Phase.STAGE)
         assert isinstance(rollout, Rollout | TensorRollout), "a replay buffer reads rollouts directly"
+        if config.clip_reward:
+            reward: Any = rollout.reward
+            reward[...] = reward.sign() if isinstance(rollout, TensorRollout) else np.sign(reward)
         experience.replay.add_rollout(rollout)
         before = iteration * self.n_envs * config.n_steps
         after = before + self.n_envs * config.n_steps

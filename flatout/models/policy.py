@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from flatout.envs.spaces import ActionLayout, ArraySpec, ObsLayout
 from flatout.errors import FlatoutError
 from flatout.models.config import NetworkConfig
+from flatout.models.encoders import ImageEncoder
 from flatout.models.heads import GreedyHead, Head, PolicyHead, make_head
 
 if TYPE_CHECKING:
@@ -29,8 +30,6 @@ Obs: TypeAlias = Sequence[Tensor]
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU, "elu": nn.ELU, "silu": nn.SiLU}
 HIDDEN_GAIN, OUT_GAIN = 2**0.5, 0.01
-NATURE_MIN = 36
-"""Smallest side of an image for the strided Atari CNN (Mnih et al. 2015); smaller ones get 3x3 layers."""
 OBS_CLIP = 10.0
 
 
@@ -53,40 +52,6 @@ def mlp(n_in: int, widths: Sequence[int], activation: str, *, layer_norm: bool =
     return nn.Sequential(*layers)
 
 
-class ImageEncoder(nn.Module):
-    """Images (B, C, H, W) or (B, H, W, C) → features (B, 512)."""
-
-    n_features = 512
-
-    def __init__(self, shape: tuple[int, ...], *, scale: bool) -> None:
-        super().__init__()
-        self._last = shape[-1] < shape[0]
-        """Whether an image has its channels in the last dimension: the shorter one."""
-        self._scale = 1 / 255 if scale else 1.0
-        channels, height, width = first = (shape[2], *shape[:2]) if self._last else shape
-        if min(height, width) >= NATURE_MIN:
-            layers = [(32, 8, 4, 0), (64, 4, 2, 0), (64, 3, 1, 0)]
-        else:
-            layers = [(32, 3, 1, 1), (64, 3, 2, 1), (64, 3, 1, 1)]
-        stack: list[nn.Module] = []
-        for n_out, kernel, stride, padding in layers:
-            conv = nn.Conv2d(channels, n_out, kernel, stride, padding)
-            nn.init.orthogonal_(conv.weight, HIDDEN_GAIN)
-            nn.init.zeros_(conv.bias)  # type: ignore[arg-type]
-            stack += [conv, nn.ReLU()]
-            channels = n_out
-        self.conv = nn.Sequential(*stack, nn.Flatten())
-        with torch.no_grad():
-            n_flat = self.conv(torch.zeros(1, *first)).shape[1]
-        self.out = nn.Sequential(linear(n_flat, self.n_features, HIDDEN_GAIN), nn.ReLU())
-
-    def forward(self, image: Tensor) -> Tensor:
-        if self._last:
-            image = image.permute(0, 3, 1, 2)
-        out: Tensor = self.out(self.conv(image.float() * self._scale))
-        return out
-
-
 class Encoder(nn.Module):
     """Encodes each observation array but the mask by its kind and concatenates the features."""
 
@@ -94,11 +59,12 @@ class Encoder(nn.Module):
         super().__init__()
         self._parts = [(i, spec) for i, spec in enumerate(specs) if spec.kind != "mask"]
         self.images = nn.ModuleDict()
-        self.n_features = 0
+        self.n_features = self.n_multiplies = 0
         for i, spec in self._parts:
             if spec.kind == "image":
-                self.images[str(i)] = ImageEncoder(spec.shape, scale=spec.dtype == "uint8")
-                self.n_features += ImageEncoder.n_features
+                self.images[str(i)] = image = ImageEncoder(spec.shape, scale=spec.dtype == "uint8")
+                self.n_features += image.n_features
+                self.n_multiplies += image.n_multiplies
             elif spec.kind == "discrete":
                 self.n_features += sum(spec.nvec)
                 ends = torch.tensor([sum(spec.nvec[:k]) for k in range(len(spec.nvec))])
@@ -172,6 +138,11 @@ class PolicyNet(nn.Module):
         n_features, widths = self.pi_encoder.n_features, config.network_arch
         self.pi_body = mlp(n_features, widths, config.activation, layer_norm=layer_norm)
         self.pi_out = linear(last_width(n_features, widths), head.n_outputs, OUT_GAIN)
+
+    @property
+    def n_multiplies(self) -> int:
+        """About how many multiplications an observation takes: a convolution uses its weights many times."""
+        return sum(p.numel() for p in self.parameters()) + getattr(self.pi_encoder, "n_multiplies", 0)
 
     def features(self, obs: Obs) -> Tensor:
         """Inputs of the first hidden layer."""

@@ -339,6 +339,6 @@ def settings_of(config: RunConfig, policy: Policy, n_cores: int) -> Settings:
         n_epochs=algorithm.epochs,
         n_cores=n_cores,
         on_device=policy.device.type != "cpu",
-        n_params=policy.n_params,
+        n_params=policy.model.n_multiplies,
         train_ratio=None if n_updates == by_epochs else n_updates / total,
     )

@@ -66,6 +66,8 @@ def eval_executor(
     they can be made there.
     """
     kind = "batched" if env.batched else "async" if env.is_async else "serial"
+    if env.factory.is_instance and not env.batched:
+        n_envs = 1
     if plan is not None and kind == "serial":
         kind = "process" if plan.in_subprocesses else plan.executor if plan.executor in ISOLATED else "serial"
     envs = EnvSet(
@@ -78,7 +80,8 @@ def eval_executor(
         budget=budget,
     )
     make = partial(make_executor, envs=envs, n_workers=N_WORKERS, step_timeout=step_timeout)
-    if plan is None and kind == "serial" and not env.factory.is_built_in:
+    apart = not env.factory.is_built_in and not env.factory.is_instance
+    if plan is None and kind == "serial" and apart:
         with suppress(Exception):
             return _started(make("process"))
     return make(kind)

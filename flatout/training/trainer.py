@@ -127,7 +127,7 @@ class Trainer:
         learn_threads = self.learner.threads(n_cores, n_beside)
         collect_threads = learn_threads
         if not self.overlap:
-            collect_threads = torch_threads(self.policy.n_params, config.n_envs, n_cores)
+            collect_threads = torch_threads(self.policy.model.n_multiplies, config.n_envs, n_cores)
         self.pipeline: Pipeline[Any] = Pipeline(
             self.collector,
             self.learner,

@@ -128,11 +128,19 @@ def test_the_check_of_a_slow_env_ends_after_the_step_in_progress() -> None:
         ({"action_space": 4}, "action_space is a builtins.int, not a gymnasium space"),
         (
             {"observation_space": spaces.Text(5)},
-            "observation_space is a Text; supported are Box, Discrete, MultiDiscrete",
+            "observation_space is a Text; text must become numbers: encode it to a Box or MultiDiscrete",
         ),
         (
             {"observation_space": spaces.Dict(a=spaces.Tuple([spaces.Graph(spaces.Discrete(2), None)]))},
-            "observation_space['a'][0] is a Graph; supported are Box",
+            "observation_space['a'][0] is a Graph; a graph must have a fixed size: pad its nodes and edges",
+        ),
+        (
+            {"observation_space": spaces.Sequence(spaces.Discrete(2))},
+            "observation_space is a Sequence; a sequence must have a fixed length: pad it to a Box",
+        ),
+        (
+            {"observation_space": spaces.Dict(a=spaces.Text(5))},
+            "observation_space is a Dict of text alone; text must become numbers",
         ),
         (
             {"action_space": spaces.Dict(a=spaces.Discrete(2))},

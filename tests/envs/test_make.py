@@ -314,9 +314,9 @@ def test_factory_keeps_its_own_arguments() -> None:
     assert factory().unwrapped.slope == 1.0  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("source", [3, None, Steep(1.0)])
+@pytest.mark.parametrize("source", [3, None])
 def test_objects_that_cannot_make_envs_are_refused(source: Any) -> None:
-    assert "a gym.Env class or a function that makes one" in refusal(source)
+    assert "a gym.Env class, a function that makes one" in refusal(source)
 
 
 def test_wrong_arguments_name_the_accepted_ones() -> None:

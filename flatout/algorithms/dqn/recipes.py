@@ -19,6 +19,12 @@ def _recipe(timesteps: int, n_envs: int, network: NetworkConfig, **settings: Any
 
 
 # fmt: off
+_ATARI = Recipe(
+    timesteps=10_000_000, n_envs=8, network=_network(512), algorithm=DQNConfig(
+        n_steps=4, batch_size=32, buffer_size=200_000, train_ratio=0.25, learning_starts=20_000, learning_rate=1e-4,
+        target_update_interval=8_000, exploration_fraction=0.1, exploration_final_eps=0.01, clip_reward=True,
+    ),
+)
 RECIPES: dict[str, Recipe] = {
     # Long rounds of updates on a target network that stays the same meanwhile.
     "CartPole-v1": _recipe(
@@ -40,6 +46,8 @@ RECIPES: dict[str, Recipe] = {
         100_000, 4, _network(256, 256), n_steps=4, batch_size=128, buffer_size=50_000, train_ratio=1.0,
         learning_rate=6.3e-4, target_update_interval=250, exploration_fraction=0.12, exploration_final_eps=0.1,
     ),
+    "ALE/Pong-v5": _ATARI, "ALE/Breakout-v5": _ATARI,
+    "envpool:Pong-v5": _ATARI, "envpool:Breakout-v5": _ATARI,
     # One update for a step of all 256 games, because games are cheaper than learning.
     "flatout/Snake-v0": _recipe(
         10_000_000, 256, _network(64, 64), n_steps=8, batch_size=256, buffer_size=500_000, train_ratio=1 / 256,

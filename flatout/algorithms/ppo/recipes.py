@@ -21,6 +21,10 @@ _LINEAR: dict[str, Any] = {"learning_rate_schedule": "linear"}
 _NORMALIZED: dict[str, Any] = {"normalize_obs": True, "normalize_reward": True}
 
 # fmt: off
+_ATARI = _recipe(
+    10_000_000, 8, NetworkConfig(network_arch=(512,), activation="relu"), n_steps=128, batch_size=256, n_epochs=4,
+    learning_rate=2.5e-4, **_LINEAR, clip_range=0.1, clip_range_schedule="linear", ent_coef=0.01, clip_reward=True,
+)
 RECIPES: dict[str, Recipe] = {
     "CartPole-v1": _recipe(
         100_000, 8, _SMALL, n_steps=32, batch_size=256, n_epochs=20, learning_rate=1e-3, **_LINEAR,
@@ -59,6 +63,9 @@ RECIPES: dict[str, Recipe] = {
         10_000_000, 256, NetworkConfig(network_arch=(64, 64), activation="relu"), n_steps=32, batch_size=2048,
         n_epochs=2, learning_rate=2e-3, **_LINEAR, ent_coef=0.01,
     ),
+    # The settings of Schulman et al. 2017, as Stable-Baselines3's zoo has them.
+    "ALE/Pong-v5": _ATARI, "ALE/Breakout-v5": _ATARI,
+    "envpool:Pong-v5": _ATARI, "envpool:Breakout-v5": _ATARI,
     "flatout/Mission-v0": _recipe(
         1_000_000, 16, _MIDDLE, n_steps=128, batch_size=512, n_epochs=5, learning_rate=7e-4, **_LINEAR,
         ent_coef=0.003,
