@@ -232,7 +232,7 @@ def test_epsilon_falls_over_a_fraction_of_a_short_run_and_over_a_number_of_steps
     for total, falls_over in ((100_000, 10_000), (500_000, 50_000), (10_000_000, 50_000)):
         epsilons = [config.epsilon_after(n, n / total) for n in (0, falls_over // 2, falls_over, total)]
         assert epsilons == pytest.approx([1.0, 0.5, 0.0, 0.0])
-    assert DQNConfig(exploration_fraction=0.0).epsilon_after(0, 0.0) == 0.05
+    assert DQNConfig(exploration_fraction=0.0).epsilon_after(0, 0.0) == pytest.approx(0.05)
 
 
 @pytest.mark.parametrize("ratio", [0.1, 0.29, 0.25, 1 / 3, 2.5, 0.0])
