@@ -2,6 +2,8 @@
 
     flatout train examples/attention.py:Gather --network examples/attention.py:Attention
     flatout train examples/attention.py:Gather --network examples/attention.py:Attention --algo dqn
+    flatout train examples/attention.py:Gather --network examples/attention.py:Attention --algo sac \\
+        --env-kwargs '{"continuous": true}'
 
 `Gather` has a varying number of fruits. The answer does not depend on their order, and neither does the network's.
 """
@@ -23,11 +25,11 @@ MOVES = np.array([[0, 1], [0, -1], [1, 0], [-1, 0]], np.float32) / 10
 class Gather(gym.Env[dict[str, Any], Any]):
     """Walk to the ripe fruit among up to six; of each, position and ripeness are seen."""
 
-    def __init__(self) -> None:
+    def __init__(self, continuous: bool = False) -> None:
         entities = spaces.Box(-2, 2, (N_FRUITS, 3))
         present = spaces.MultiBinary(N_FRUITS)
         self.observation_space = spaces.Dict({"fruits": entities, "present": present})
-        self.action_space = spaces.Discrete(len(MOVES))
+        self.action_space = spaces.Box(-1, 1, (2,)) if continuous else spaces.Discrete(len(MOVES))
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[dict[str, Any], dict[str, Any]]:
         super().reset(seed=seed, options=options)
@@ -40,7 +42,10 @@ class Gather(gym.Env[dict[str, Any], Any]):
 
     def step(self, action: Any) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
         before = self._distance()
-        self._at = np.clip(self._at + MOVES[int(action)], -1, 1)
+        move = (
+            MOVES[int(action)] if isinstance(self.action_space, spaces.Discrete) else np.asarray(action) / 10
+        )
+        self._at = np.clip(self._at + move, -1, 1).astype(np.float32)
         self._t += 1
         found = self._distance() < 0.15
         reward = before - self._distance() + float(found)

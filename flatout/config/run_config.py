@@ -197,7 +197,7 @@ def resolve(
 
     `trust`: whether the file may name code that this user's runs did not write.
     """
-    given = split_arch(settings)
+    given = split_arch(settings) if "network_arch" in settings else dict(settings)
     if file is not None:
         given = split_arch(read_file(file, given | ({"env": env} if env else {}), trust)) | given
     env = env or given.get("env")

@@ -41,11 +41,6 @@ class NetworkConfig:
         if self.vf_arch is not None and self.trunk == "shared":
             raise FlatoutError("--trunk shared has one set of hidden layers; leave out --vf-arch")
 
-    @property
-    def critic_arch(self) -> tuple[int, ...]:
-        """Widths of the critic's hidden layers."""
-        return self.network_arch if self.vf_arch is None else self.vf_arch
-
 
 def split_arch(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Settings whose `network_arch` may be `pi=…;vf=…` or a dict of both, with `network_arch` and `vf_arch` instead."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from flatout.envs.spaces import ActionLayout, Array, ArraySpec, ObsArrays, ObsLayout
 from flatout.models.actor import KernelActor, TorchActor
 from flatout.models.config import NetworkConfig
-from flatout.models.policy import ActorCritic, Obs, linear, mlp, seeded
+from flatout.models.policy import OUT_GAIN, ActorCritic, Obs, linear, mlp, seeded
 
 SMALL_MEMORY = 1_000_000
 """Up to this many weights the compiled function acts faster than torch."""
@@ -121,11 +121,16 @@ class RecurrentActorCritic(ActorCritic):
     ) -> None:
         super().__init__(obs, action, config, normalize_obs=normalize_obs)
         make, arch = MEMORIES[kind], config.network_arch
+        vf_arch = arch if config.vf_arch is None else config.vf_arch
         self.pi_memory = make(self.pi_encoder.n_features, width)
         self.pi_body = mlp(width, arch, config.activation)
+        if not arch:
+            self.pi_out = linear(width, self.head.n_outputs, OUT_GAIN)
         if not self.shared:
             self.vf_memory = make(self.vf_encoder.n_features, width)
-            self.vf_body = mlp(width, arch, config.activation)
+            self.vf_body = mlp(width, vf_arch, config.activation)
+        if not vf_arch:
+            self.vf_out = linear(width, 1, gain=1.0)
         self.state_size = self.pi_memory.n_state * (1 if self.shared else 2)
         self.obs = self.layout = MemoryLayout(obs, self.state_size)
         self.run_memory: Run = run_steps
@@ -196,7 +201,7 @@ class RecurrentActorCritic(ActorCritic):
             next_state = np.zeros((max_batch, self.state_size), np.float32)
         n_weights = sum(p.numel() for p in self.parameters())
         images = any(spec.kind == "image" for spec in self.obs.specs)
-        if device.type == "cpu" and not images and n_weights <= SMALL_MEMORY:
+        if device.type == "cpu" and self.is_plain and not images and n_weights <= SMALL_MEMORY:
             return MemoryKernelActor(self, next_state)
         return MemoryActor(self, max_batch, device, next_state)
 

@@ -63,7 +63,7 @@ class OwnEncoder(nn.Module):
         if self.encoder is not None:
             out: Tensor = self.module(self.encoder(obs))
         else:
-            pairs = enumerate(zip(self._specs, obs, strict=True))
+            pairs = enumerate(zip(self._specs, obs, strict=False))  # a memory's state may follow
             values = (self._prepared(i, spec, value) for i, (spec, value) in pairs)
             out = self.module(_structured(self._space, values))
         return out

@@ -200,7 +200,7 @@ class ActorCritic(PolicyNet):
         )
         n_features, widths = self.pi_encoder.n_features, config.network_arch
         if not self.shared:
-            widths = config.critic_arch
+            widths = config.network_arch if config.vf_arch is None else config.vf_arch
             self.vf_encoder = make_encoder(obs, config)
             self.vf_body = mlp(n_features, widths, config.activation)
         self.vf_out = linear(last_width(n_features, widths), 1, gain=1.0)

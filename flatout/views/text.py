@@ -115,13 +115,14 @@ def differ_much(a: Sequence[float | None], b: Sequence[float | None]) -> bool:
 
     Far: by more than half of the larger standard deviation, and by more than four standard errors.
     """
-    (mean_a, std_a, n_a), (mean_b, std_b, n_b) = a, b
-    if None in (*a, *b) or min(n_a or 0, n_b or 0) < LEAST_EPISODES:
+    known_a, known_b = ([value for value in it if value is not None] for it in (a, b))
+    if len(known_a) < 3 or len(known_b) < 3:
         return False
-    assert mean_a is not None and mean_b is not None and std_a is not None and std_b is not None  # noqa: PT018
-    error = (std_a**2 / min(n_a or 1, 100) + std_b**2 / min(n_b or 1, 100)) ** 0.5
-    apart = abs(mean_a - mean_b)
-    return bool(apart > max(0.5 * max(std_a, std_b), 4 * error, 1e-6 * abs(mean_a)))
+    (mean_a, std_a, n_a), (mean_b, std_b, n_b) = known_a, known_b
+    if min(n_a, n_b) < LEAST_EPISODES:
+        return False
+    error: float = (std_a**2 / min(n_a, 100) + std_b**2 / min(n_b, 100)) ** 0.5
+    return abs(mean_a - mean_b) > max(0.5 * max(std_a, std_b), 4 * error, 1e-6 * abs(mean_a))
 
 
 def _target(summary: Summary) -> str:

@@ -70,7 +70,20 @@ def params(agent: flatout.Agent) -> Tensor:
     return torch.cat([p.detach().flatten() for p in agent.policy.model.parameters()])
 
 
-@pytest.mark.parametrize("algo", ["ppo", "dqn", "pqn"])
+SAC: dict[str, Any] = {
+    "algo": "sac",
+    "n_envs": 4,
+    "batch_size": 64,
+    "learning_starts": 64,
+    "train_ratio": 0.25,
+    "network_arch": (32,),
+    "env_kwargs": {"continuous": True},
+    "seed": 1,
+}
+RECURRENT = ROLLOUTS | {"algo": "recurrent-ppo", "memory": "gru:16"}
+
+
+@pytest.mark.parametrize("algo", ["ppo", "dqn", "pqn", "sac"])
 def test_attention_over_entities_learns_by_every_algorithm(algo: str) -> None:
     settings: dict[str, Any] = {
         "ppo": {"n_envs": 8, "n_steps": 64, "batch_size": 128, "learning_rate": 2e-3, "n_epochs": 6},
@@ -81,8 +94,9 @@ def test_attention_over_entities_learns_by_every_algorithm(algo: str) -> None:
             "exploration_fraction": 0.3,
         },
         "pqn": {"n_envs": 8, "learning_rate": 1e-3},
+        "sac": SAC | {"learning_rate": 2e-3, "gamma": 0.95, "tau": 0.02},
     }[algo]
-    agent = flatout.Agent(Gather, algo=algo, network=Attention, seed=1, overlap="off", **settings)
+    agent = flatout.Agent(Gather, **({"algo": algo, "seed": 1} | settings), network=Attention, overlap="off")
     random = agent.evaluate(40, deterministic=False).return_mean
     agent.learn(16_000)
     assert agent.evaluate(40).return_mean > random + 0.7
@@ -149,9 +163,21 @@ def test_policy_and_critic_widths_are_given_as_a_dict_or_as_text_and_stay_fused(
         resolve("CartPole-v1", {"vf_arch": "8", "trunk": "shared"}, device="cpu", n_cores=2)
 
 
+def test_the_critics_of_sac_and_a_memorys_layers_have_their_own_widths() -> None:
+    sac = flatout.SAC("Pendulum-v1", network=Wide, network_arch="pi=8;vf=16,12", seed=1)
+    critics: Any = sac.policy.model.critics
+    assert [tuple(w.shape) for w in critics.weights] == [(2, 25, 16), (2, 16, 12), (2, 12, 1)]
+    for arch, shapes in (("pi=8;vf=12", [(2, 8), (1, 12)]), ("none", [(2, 16), (1, 16)])):
+        agent = flatout.Agent("CartPole-v1", network=Wide, **(RECURRENT | {"network_arch": arch}))
+        model: Any = agent.policy.model
+        assert [tuple(out.weight.shape) for out in (model.pi_out, model.vf_out)] == shapes
+        agent.learn(256)
+        agent.close()
+
+
 def test_parameters_that_are_frozen_or_unused_stay_as_they_are() -> None:
-    for settings in (ROLLOUTS, DQN):
-        agent = flatout.Agent("CartPole-v1", network=Wide, **settings)
+    for settings in (ROLLOUTS, DQN, {"algo": "sac", "env": "Pendulum-v1", "learning_starts": 64, "seed": 1}):
+        agent = flatout.Agent(**({"env": "CartPole-v1"} | settings), network=Wide)
         own_part: Any = agent.policy.model.pi_encoder.module
         before = [p.detach().clone() for p in own_part.parameters()]
         agent.learn(512)
@@ -162,7 +188,11 @@ def test_parameters_that_are_frozen_or_unused_stay_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("overlap", ["off", "on"])
-@pytest.mark.parametrize("settings", [ROLLOUTS, DQN | {"save_replay": True}], ids=["ppo", "dqn"])
+@pytest.mark.parametrize(
+    "settings",
+    [ROLLOUTS, DQN | {"save_replay": True}, SAC | {"save_replay": True}, RECURRENT],
+    ids=["ppo", "dqn", "sac", "recurrent-ppo"],
+)
 def test_collectors_learn_the_same_and_a_resumed_run_continues_to_the_bit(
     settings: dict[str, Any], overlap: str, tmp_path: Path
 ) -> None:

@@ -60,7 +60,8 @@ class TargetCritics(nn.Module):
         """`params`: the model's."""
         super().__init__()
         self.online, self._params = online, params
-        self._names, wanted = map(list, zip(*online.critics.named_parameters(), strict=True))
+        learned = [(name, p) for name, p in online.critics.named_parameters() if p.requires_grad]
+        self._names, wanted = map(list, zip(*learned, strict=True))
         places = {id(p): view for p, view in zip(params.tensors, params.views(params.flat), strict=True)}
         views = [places[id(p)] for p in wanted]
         begin = views[0].storage_offset()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -13,12 +12,12 @@ from torch.nn.functional import layer_norm, softplus
 
 from flatout.algorithms.sac.config import SACConfig
 from flatout.algorithms.sac.noise import kept
-from flatout.envs.spaces import ActionLayout, Array, ArraySpec, ObsLayout
+from flatout.envs.spaces import ActionLayout, Array, ObsLayout
 from flatout.errors import FlatoutError
 from flatout.models.config import NetworkConfig
 from flatout.models.heads import LOG_SQRT_2PI, Head
 from flatout.models.kernel import ROWS, Network, add_sampler, contracted, forward
-from flatout.models.policy import ACTIVATIONS, HIDDEN_GAIN, OUT_GAIN, Encoder, Obs, PolicyNet, seeded
+from flatout.models.policy import ACTIVATIONS, HIDDEN_GAIN, OUT_GAIN, Obs, PolicyNet, make_encoder, seeded
 
 LOG_STD_MIN, LOG_STD_MAX = -20.0, 2.0
 """Bounds of the logarithm of the policy's standard deviation."""
@@ -101,17 +100,16 @@ add_sampler(SquashedNormalHead.bound, sample_squashed)
 class Critics(nn.Module):
     """Two Q-functions of observation and action, each layer of both in one product. They share an image's encoder."""
 
-    def __init__(
-        self, specs: Sequence[ArraySpec], n_actions: int, network: NetworkConfig, config: SACConfig
-    ) -> None:
+    def __init__(self, obs: ObsLayout, n_actions: int, network: NetworkConfig, config: SACConfig) -> None:
         super().__init__()
-        self.encoder = Encoder(specs)
-        widths = [self.encoder.n_features + n_actions, *network.network_arch, 1]
-        gains = [*(HIDDEN_GAIN for _ in network.network_arch), OUT_GAIN]
+        self.encoder = make_encoder(obs, network)
+        arch = network.network_arch if network.vf_arch is None else network.vf_arch
+        widths = [self.encoder.n_features + n_actions, *arch, 1]
+        gains = [*(HIDDEN_GAIN for _ in arch), OUT_GAIN]
         pairs = zip(pairwise(widths), gains, strict=True)
         self.weights = nn.ParameterList([_two_orthogonal(a, b, gain) for (a, b), gain in pairs])
         self.biases = nn.ParameterList([torch.zeros(2, 1, b) for b in widths[1:]])
-        normed = network.network_arch if config.layer_norm else ()
+        normed = arch if config.layer_norm else ()
         self.gains = nn.ParameterList([torch.ones(2, 1, b) for b in normed])
         self.shifts = nn.ParameterList([torch.zeros(2, 1, b) for b in normed])
         self.activation, self.dropout = ACTIVATIONS[network.activation](), config.dropout
@@ -160,7 +158,7 @@ class SACModel(PolicyNet):
         super().__init__(obs, action, network, SquashedNormalHead(action), normalize_obs=config.normalize_obs)
         with torch.no_grad():
             self.pi_out.bias[action.size :] = network.log_std_init
-        self.critics = Critics(obs.specs, action.size, network, config)
+        self.critics = Critics(obs, action.size, network, config)
         self.log_ent_coef = nn.Parameter(torch.tensor([math.log(config.ent_coef)]))
 
     def normalized(self, obs: Obs) -> Obs:
