@@ -10,6 +10,7 @@ import hmac
 import importlib.util
 import json
 import os
+import re
 import stat
 import tempfile
 from collections.abc import Collection, Mapping
@@ -23,8 +24,8 @@ from flatout.errors import FlatoutError
 
 CODE = ("env", "algo", "executor")
 """Settings of a run that may name code; in the network's and the algorithm's sections every name with a colon does."""
-NOT_CODE = ("memory",)
-"""Settings with a colon that name none: `lstm:128`."""
+MEMORY = ("recurrent-ppo", "memory")
+"""Section and name of a setting such as lstm:128, which is no code."""
 SIGNATURE = "signature"
 KEY_BYTES = 32
 READ_PRIVATE = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
@@ -64,8 +65,13 @@ def require_trust(
 
 def code_in(values: Mapping[str, Any]) -> dict[str, str]:
     """The settings in nested JSON that name code."""
-    sections = (part for key, part in values.items() if isinstance(part, dict) and key != "env_kwargs")
-    nested = {name: value for part in sections for name, value in part.items() if name not in NOT_CODE}
+    sections = {key: part for key, part in values.items() if isinstance(part, dict) and key != "env_kwargs"}
+    nested = {
+        name: value
+        for section, part in sections.items()
+        for name, value in part.items()
+        if not ((section, name) == MEMORY and re.fullmatch(r"(lstm|gru):[0-9]+", str(value)))
+    }
     found = nested | {name: values.get(name) for name in CODE}
     return {name: value for name, value in found.items() if _is_code(value)}
 

@@ -12,7 +12,7 @@ import pytest
 
 import flatout
 from flatout.cli.main import run as main
-from flatout.config.trust import CODE, SIGNATURE, require_trust, signed
+from flatout.config.trust import CODE, SIGNATURE, code_in, require_trust, signed
 from flatout.errors import FlatoutError
 
 FLAGS = "--n-envs 2 --n-steps 32 --batch-size 64 --executor serial --timesteps 64 --quiet".split()
@@ -156,3 +156,14 @@ def test_without_a_private_key_nothing_is_signed(folder: Path) -> None:
     (folder / "mine" / "signing.key").unlink()
     (folder / "mine" / "signing.key").symlink_to(folder / "my.py")
     assert SIGNATURE not in signed(values)
+
+
+def test_the_size_of_a_memory_is_no_code_and_anything_else_with_a_colon_is() -> None:
+    assert code_in({"algo": "recurrent-ppo", "recurrent-ppo": {"memory": "lstm:128"}}) == {}
+    for section, name, value in (
+        ("recurrent-ppo", "memory", "theirs:make"),
+        ("recurrent-ppo", "memory", "lstm:make"),
+        ("own", "memory", "lstm:128"),
+        ("network", "network", "lstm:128"),
+    ):
+        assert code_in({section: {name: value}}) == {name: value}
