@@ -12,6 +12,7 @@ from typing import Any
 _NO_COMPILED = "updates are not compiled"
 INTERFACES = {
     "torch._foreach_copy_": "tensors are copied one by one",
+    "torch._foreach_zero_": "tensors are set to zero one by one",
     "torch._fused_adam_": "Adam of the eager backend takes several passes over the parameters",
     "torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors": _NO_COMPILED,
     "torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs": _NO_COMPILED,

@@ -26,7 +26,7 @@ Place = tuple[int, int]
 
 def leaves_of(places: list[Place]) -> ObsArrays:
     """Distinct observations, as arrays."""
-    images = [np.full((7, 7, 1), (31 * episode + step) % 256, np.uint8) for episode, step in places]
+    images = [np.full((1, 7, 7), (31 * episode + step) % 256, np.uint8) for episode, step in places]
     return np.array(places, np.float32), np.array(images)
 
 

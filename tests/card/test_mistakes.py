@@ -12,6 +12,7 @@ import textwrap
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from threading import Event
 from time import monotonic, sleep
 from typing import Any
 
@@ -19,8 +20,10 @@ import pytest
 import torch
 
 import simcard
+from flatout.algorithms.ppo.learner import PPOLearner
 from flatout.buffers import rollout
 from flatout.buffers.rollout import Rollout, Staging
+from flatout.collect.collector import Collector
 from flatout.device import accelerator
 from flatout.models import params
 from flatout.models.actor import DeviceActor
@@ -132,6 +135,28 @@ def test_copies_in_another_stream_than_the_one_that_is_waited_for(monkeypatch: P
     assert goes_wrong(PPO, "cpu", monkeypatch, break_it)
 
 
+def act_early(patch: Patch) -> None:
+    """The learner begins after the first action of the next rollout."""
+    acted, publish, finish, learn = Event(), Collector.publish, DeviceActor.finish, PPOLearner.learn
+
+    def published(self: Collector) -> None:
+        acted.clear()
+        publish(self)
+
+    def finished(self: DeviceActor) -> None:
+        finish(self)
+        acted.set()
+
+    def learned(self: PPOLearner, *args: Any, **keywords: Any) -> Any:
+        if self.device.type == "sim":
+            acted.wait(1.0)  # with the last rollout nobody acts
+        return learn(self, *args, **keywords)
+
+    patch.setattr(Collector, "publish", published)
+    patch.setattr(DeviceActor, "finish", finished)
+    patch.setattr(PPOLearner, "learn", learned)
+
+
 PARAMETERS = {
     "not waited for by the host": ("finish", "self._copied.synchronize()", PPO, "cpu"),
     "never recorded": ("begin", "self._copied.record(current_stream(self._device))", PPO, "cpu"),
@@ -147,6 +172,8 @@ PARAMETERS = {
 @pytest.mark.parametrize("how", PARAMETERS)
 def test_acting_with_parameters_that_have_not_arrived(how: str, monkeypatch: Patch) -> None:
     name, line, settings, acting = PARAMETERS[how]
+    if acting != "cpu":
+        act_early(monkeypatch)
 
     def break_it(patch: Patch) -> None:
         change(patch, ParamCopy, name, {line: "pass"})

@@ -64,7 +64,7 @@ def trained(folder: Path, algo: str, settings: dict[str, Any], missing: list[str
 @pytest.mark.parametrize(
     ("algo", "settings", "missing", "backend", "tolerance"),
     [
-        ("PPO", PPO | {"compile": "off"}, ["torch._foreach_copy_"], "eager", 0),
+        ("PPO", PPO | {"compile": "off"}, ["torch._foreach_copy_", "torch._foreach_zero_"], "eager", 0),
         ("PPO", PPO | {"compile": "off"}, ["torch._fused_adam_"], "eager", 1e-5),
         ("PPO", PPO, BACKWARD, "fused", 1e-5),
         ("PPO", PPO | {"activation": "relu"}, BACKWARD, "fused", 0),

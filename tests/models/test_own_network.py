@@ -96,7 +96,8 @@ def test_attention_over_entities_learns_by_every_algorithm(algo: str) -> None:
         "pqn": {"n_envs": 8, "learning_rate": 1e-3},
         "sac": SAC | {"learning_rate": 2e-3, "gamma": 0.95, "tau": 0.02},
     }[algo]
-    agent = flatout.Agent(Gather, **({"algo": algo, "seed": 1} | settings), network=Attention, overlap="off")
+    settings |= {"algo": algo, "seed": 1}
+    agent = flatout.Agent(Gather, **settings, network=Attention, overlap="off")
     random = agent.evaluate(40, deterministic=False).return_mean
     agent.learn(16_000)
     assert agent.evaluate(40).return_mean > random + 0.7
