@@ -168,15 +168,15 @@ def _traced(update: Update[Any], batch: Any) -> tuple[Any, tuple[Tensor, ...]]:
 
 def compiled_here(update: Update[Any], batch: Any) -> Step:
     """The step compiled in this process, to be captured in a graph."""
-    compiled: Any = torch.compile(_traced(update, batch)[0], dynamic=False)
-
-    def step(*groups: Sequence[Tensor]) -> Sequence[Tensor]:
-        with torch.no_grad():
-            new: Sequence[Tensor] = compiled(*(tensor for group in groups for tensor in group))
-        return new
-
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        compiled: Any = torch.compile(_traced(update, batch)[0], dynamic=False)
+
+        def step(*groups: Sequence[Tensor]) -> Sequence[Tensor]:
+            with torch.no_grad():
+                new: Sequence[Tensor] = compiled(*(tensor for group in groups for tensor in group))
+            return new
+
         check_same(update, step, batch)
     return step
 

@@ -281,6 +281,9 @@ Block* find_or_fail(Memory& m, std::unique_lock<std::mutex>& lock, size_t bytes,
     lock.lock();
     m.stats.num_sync_all_streams++;
   }
+  lock.unlock();
+  drain_all(device);  // as freeing memory does: what is queued may still use it
+  lock.lock();
   release_cached(m);
   if (!fail)
     if (Block* block = find(m, rounded(bytes), stream)) return block;
@@ -354,6 +357,7 @@ struct Allocator final : c10::DeviceAllocator {
   bool initialized() override { return card().device_count.load() > 0; }
   void emptyCache(c10::MempoolId_t) override {
     for (int i = 0; i < card().device_count.load(); i++) {
+      drain_all(i);
       std::lock_guard<std::mutex> lock(memory(i).mutex);
       release_cached(memory(i));
     }

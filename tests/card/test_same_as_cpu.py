@@ -152,7 +152,7 @@ def test_learning_goes_on_while_this_thread_uses_the_other_device(
     assert difference(run, expected) <= CLOSE
 
 
-@pytest.mark.parametrize("algo", ["ppo", "dqn"])
+@pytest.mark.parametrize("algo", ["ppo", "dqn", "prioritized"])
 def test_snake_on_the_card_ends_as_on_the_cpu_with_and_without_graphs(algo: str) -> None:
     settings = ALGORITHMS[algo] | {"executor": "auto"}
     runs = [trained("sim:1", settings, "snake", compile=compile) for compile in BACKENDS]

@@ -56,6 +56,22 @@ def test_blocks_that_a_stream_still_uses_are_waited_for_before_memory_runs_out()
     assert total.item() == 0
 
 
+def test_memory_is_given_back_only_after_the_work_that_uses_it() -> None:
+    x = torch.ones(16 * MEBIBYTE, device="sim")
+    y = x + 1
+    z = y * 2
+    del y
+    torch.accelerator.empty_cache()
+    assert z[12345].item() == 4
+    y = x + 2
+    z = y * 2
+    del y
+    simcard.fail_allocation(1)
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.zeros(4, device="sim")
+    assert z[12345].item() == 6
+
+
 def test_the_limit_is_each_devices_own() -> None:
     simcard.set_memory_limit(8 * MEBIBYTE, device=1)
     torch.zeros(16 * MEBIBYTE, device="sim:0")
