@@ -214,7 +214,7 @@ class FusedSAC(FusedBackend[SACMinibatch]):
         begun.result()
         critics.result()
         means = self.means
-        excess = self._target_entropy - means[4]
+        excess = self._target_entropy - float(means[4])
         self._ent_coef_grad[0] = -excess * self._tunes
         means[0] = means[1] + means[2] - self._log_ent_coef.item() * excess * self._tunes
 

@@ -31,7 +31,9 @@ class SACLearner(OffPolicyLearner[SACMinibatch]):
         super().__init__(model, config, **how)
         self._key = noise_key(self.seed)
         self._n_noise = torch.zeros(1, dtype=torch.int64, device=self.device)
-        """Steps that noise was drawn for."""
+        """Number of the next step, which its noise depends on."""
+        self._n_ahead = 0
+        """Minibatches whose noise was drawn before their step."""
         self.explore(0.0, 0)
 
     def make_update(self, module: nn.Module, **options: Any) -> Update[SACMinibatch]:
@@ -53,10 +55,19 @@ class SACLearner(OffPolicyLearner[SACMinibatch]):
         self.model.head.random.fill_(float(env_steps < self.config.learning_starts))
         return {}
 
+    def drawn(self, whole: SACMinibatch, parts: list[SACMinibatch]) -> None:
+        """Draw the noise of all of them at once."""
+        self._n_ahead = len(parts)
+        numbers = self._n_noise + torch.arange(len(parts))
+        whole.noise.copy_(normal(self._key, numbers, parts[0].noise.numel()).view_as(whole.noise))
+
     @torch.no_grad()
     def before_step(self, batch: SACMinibatch) -> SACMinibatch:
-        """Draw the noise of its actions."""
-        batch.noise.copy_(normal(self._key, self._n_noise, tuple(batch.noise.shape)))
+        """Draw the noise of its actions, where that is not done."""
+        if self._n_ahead:
+            self._n_ahead -= 1
+        else:
+            batch.noise.copy_(normal(self._key, self._n_noise, batch.noise.numel()).view_as(batch.noise))
         self._n_noise.add_(1)
         return batch
 

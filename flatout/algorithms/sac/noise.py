@@ -39,12 +39,11 @@ def uniform(bits: Tensor) -> Tensor:
     return (((bits >> 41) & (2**23 - 1)).float() + 0.5) * 2.0**-23
 
 
-def normal(key: int, number: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Standard normal numbers for update `number`, a tensor of one element."""
-    n = torch.Size(shape).numel()
-    place = torch.arange(1, n + 1, device=number.device) * _WEYL
-    bits = mix(mix(number * _WEYL + key) + place)
-    return (torch.erfinv(2 * uniform(bits) - 1) * 2**0.5).view(shape)
+def normal(key: int, numbers: Tensor, size: int) -> Tensor:
+    """Standard normal numbers for each of these updates, (updates, size)."""
+    place = torch.arange(1, size + 1, device=numbers.device) * _WEYL
+    bits = mix(mix(numbers * _WEYL + key)[:, None] + place)
+    return torch.erfinv(2 * uniform(bits) - 1) * 2**0.5
 
 
 def kept(bits: Tensor, width: int, salt: int, dropout: float) -> Tensor:
