@@ -1,6 +1,6 @@
 """Envs without a recipe: flatout's defaults against Stable-Baselines3's defaults, at equal env steps.
 
-`python -m benchmarks.untuned [--envs Taxi-v3,…] [--seeds 1,2,3]` → docs/untuned.md. The envs were chosen before anything was
+`python -m benchmarks.untuned [--envs Taxi-v4,…] [--seeds 1,2,3]` → docs/untuned.md. The envs were chosen before anything was
 tuned on them. Every run is a process of its own, a peer's process imports no flatout, and the two libraries take turns.
 Results are kept in results/untuned.json as they come: the same command continues where it was stopped.
 """
@@ -26,7 +26,7 @@ RESULTS = Path(__file__).parent / "results" / "untuned.json"
 PAGE = Path(__file__).parents[1] / "docs" / "untuned.md"
 BEGIN, END = "<!-- results -->", "<!-- /results -->"
 ENVS = {
-    "Taxi-v3": 100_000,
+    "Taxi-v4": 100_000,
     "CliffWalking-v1": 100_000,
     "FrozenLake-v1": 100_000,
     "FrozenLake8x8-v1": 200_000,
