@@ -90,7 +90,7 @@ DQN: dict[str, Any] = {
     "n_envs": 8,
     "n_steps": 8,
     "batch_size": 64,
-    "train_ratio": 0.25,
+    "train_ratio": 0.15,
     "learning_starts": 500,
     "learning_rate": 2e-3,
     "gamma": 0.0,
@@ -180,7 +180,7 @@ def test_a_replay_holds_frames_once_and_says_its_size() -> None:
     stored = learner.experience.replay.arrays()["obs.0"]
     assert (stored.dtype, stored.shape[2:]) == (np.uint8, (1, SIDE, SIDE))
     each = SIDE * SIDE + 7
-    size = f"{(8 * 501 * each + 8 * SIDE * SIDE) / 1e6:.1f} MB"
+    size = f"{8 * 501 * each + 8 * SIDE * SIDE:,} bytes"
     assert f"replay: 4,000 transitions, {size} (each frame stored once)" in agent.header()
     assert "observations: 2 frames stacked" in agent.header()
 
