@@ -104,4 +104,4 @@ def test_a_batch_is_copied_to_the_learners_device() -> None:
         fetch.ask()
         batch = fetch.take()
     assert {tensor.device for tensor in batch.tensors()} == {meta}
-    assert batch.obs[1].shape == (4, 7, 7, 1)
+    assert batch.obs[1].shape == (4, 1, 7, 7)

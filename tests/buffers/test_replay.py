@@ -223,7 +223,7 @@ def test_device_replay_never_waits_for_the_device() -> None:
         replay.add_rollout(rollout)
         for sampler in samplers:
             batch = sampler.sample(16)
-            assert batch.next_obs[1].shape == (16, 7, 7, 1)
+            assert batch.next_obs[1].shape == (16, 1, 7, 7)
             assert batch.obs[1].dtype == torch.uint8
             sampler.update(batch.index, batch.serial, batch.reward)
 

@@ -123,7 +123,9 @@ def test_a_dict_observation_arrives_in_its_structure() -> None:
     seen = module.seen
     assert module.space is space
     assert set(seen) == {"image", "where", "flags", "action_mask"}
-    assert torch.equal(seen["image"], torch.from_numpy(sample["image"][None]).float() / 255)
+    assert torch.equal(
+        seen["image"], torch.from_numpy(sample["image"][None]).permute(0, 3, 1, 2).float() / 255
+    )
     assert int(seen["where"][0]) == sample["where"][0] - 2
     assert torch.equal(seen["where"][1], torch.from_numpy(sample["where"][1][None]))
     assert seen["flags"].dtype == torch.float32
