@@ -57,9 +57,15 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+@cache
+def _hints(config: type[Any]) -> dict[str, Any]:
+    """The types of a config's settings; kept, because the module of a user's config may be gone later."""
+    return get_type_hints(config)
+
+
 def all_fields(config: type[Any], section: str | None = None) -> Iterator[Field]:
     """Every setting of a config dataclass and its nested configs; only different algorithms may share a name."""
-    hints = get_type_hints(config)
+    hints = _hints(config)  # type: ignore[arg-type]  # mypy takes classes for unhashable
     helps = _docstrings(config)  # type: ignore[arg-type]  # mypy takes classes for unhashable
     for field in dataclasses.fields(config):
         nested = _sections(field.name, hints[field.name])
