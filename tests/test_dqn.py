@@ -229,7 +229,9 @@ def test_learning_can_start_as_soon_as_n_step_returns_exist() -> None:
 
 
 def test_settings_of_another_algorithm_are_refused() -> None:
-    with pytest.raises(flatout.FlatoutError, match="--clip-range is a setting of PPO and RECURRENT-PPO, not of DQN"):
+    with pytest.raises(
+        flatout.FlatoutError, match="--clip-range is a setting of PPO and RECURRENT-PPO, not of DQN"
+    ):
         resolve("CartPole-v1", {"algo": "dqn", "clip_range": 0.1}, device="cpu", n_cores=2)
     with pytest.raises(flatout.FlatoutError, match="--tau is a setting of DQN and SAC, not of PPO"):
         resolve("CartPole-v1", {"tau": 0.1}, device="cpu", n_cores=2)

@@ -12,7 +12,6 @@ import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib.util import find_spec
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -158,7 +157,7 @@ def no_compiler(device: torch.device) -> str:
     """Why code cannot be compiled for an accelerator, in a few words; empty if it can."""
     if device.type not in ("cuda", "xpu"):
         return f"there is no compiler for {device.type}"
-    return "" if find_spec("triton") else "that needs Triton, which is not installed"
+    return "compiled steps are not captured yet"
 
 
 def new_stream(device: torch.device, *, urgent: bool = False) -> torch.Stream:
