@@ -219,7 +219,7 @@ def _others(
     def words(seed: int) -> list[str]:
         on = (group.summary_of(first).get("overlap") or {}).get("on")
         same = [] if on is None else ["--overlap", "on" if on else "off"]
-        more = ["--overwrite"] if args.overwrite else []
+        more = ["--overwrite"] if getattr(args, "overwrite", False) else []
         return ["train", "--config", str(config), *same, *flags, *more, *_place(group, seed)]
 
     group.run({seed: lambda seed=seed: words(seed) for seed in seeds}, _at_once(group, first, args))  # type: ignore[misc]
