@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from datetime import datetime
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from time import sleep, time
 from typing import Any, Self
@@ -24,7 +24,7 @@ from flatout.config.fields import replace as replace_fields
 from flatout.config.run_config import RunConfig, preset_note, read_file, resolve
 from flatout.config.trust import code_in, require_trust
 from flatout.device import private
-from flatout.device.accelerator import is_accelerator, resolve_device, use_device
+from flatout.device.accelerator import is_accelerator, local_rank, resolve_device, use_device
 from flatout.device.cards import is_listed
 from flatout.device.machine import gc_frozen, machine, usable_cores
 from flatout.envs.check import EnvInfo, check
@@ -45,6 +45,7 @@ from flatout.runlog.recorder import Recorder
 from flatout.training.checkpoint import Checkpoint, CheckpointFolder
 from flatout.training.checkpoint import read as read_checkpoint
 from flatout.training.checkpoint import write as write_checkpoint
+from flatout.training.distributed import LostRankError, Unwritten, join
 from flatout.training.evaluation import Evaluation, eval_executor, evaluate
 from flatout.training.loop import Callback, train
 from flatout.training.stop import StopRequest
@@ -73,6 +74,7 @@ class Agent:
 
     algo: str | None = None
     """The algorithm of a subclass."""
+    _wants_folder = False
     _run_name: str | None = None
     _runs_dir: str | Path | None = None
     _overwrite = False
@@ -117,6 +119,7 @@ class Agent:
         if info.batched == "tensor" and config.device == "auto":
             device = info.device
         self._run_name, self._runs_dir, self._overwrite = run_name, runs_dir, overwrite
+        self._wants_folder = bool(run_name or runs_dir)
         spaces = info.observation_space, info.action_space
         self._set_up(config, source, spaces, device, info.factory.mask_in_info, env=info)
         self._costs = costs
@@ -242,6 +245,7 @@ class Agent:
     def run(self, total_timesteps: int | None, callback: Callback | None, progress_bar: bool) -> None:
         """The same as `learn`, but a signal that stops it is kept in `stop_signal` and not raised."""
         use_device(self.policy.device)  # another agent may have used another one
+        progress_bar = progress_bar and self.is_first
         early: list[tuple[str, str]] = []
 
         def on_restart(note: str, traceback_text: str) -> None:
@@ -271,7 +275,7 @@ class Agent:
         if display is not None:
             rounded = self._rounding_note(until - trainer.state.env_steps)
             display.start([*self.header(), *([f"note: {rounded}"] if rounded else [])])
-        stop = StopRequest()
+        stop = StopRequest() if trainer.ranks is None else StopRequest(grace_seconds=None)
         startup = time() - self.began_at
         with stop.listening():
             try:
@@ -279,13 +283,14 @@ class Agent:
                     trainer,
                     until=until,
                     recorder=recorder,
-                    checkpoints=CheckpointFolder(folder.checkpoints) if folder is not None else None,
+                    checkpoints=self._checkpoints(),
                     callback=callback,
                     stop=stop,
                 )
             except BaseException as error:
                 status = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
-                self._finish(trainer, recorder, status, startup, " ".join(str(error).split()))
+                is_lost = isinstance(error, LostRankError)
+                self._finish(trainer, recorder, status, startup, " ".join(str(error).split()), save=not is_lost)
                 raise
             self._finish(trainer, recorder, status, startup, None)
         self.began_at = time()
@@ -362,7 +367,8 @@ class Agent:
             checkpoint = self._checkpoint
         else:
             checkpoint = self.trainer().checkpoint()
-        write_checkpoint(Path(path), checkpoint)
+        if self.is_first:
+            write_checkpoint(Path(path), checkpoint)
 
     def close(self) -> None:
         """Close its envs and end its processes; happens automatically when the agent is garbage-collected."""
@@ -394,6 +400,8 @@ class Agent:
             overlap = "on" if self._trainer.overlap else "off"
             lines.append(f"overlap {overlap}: {self._trainer.overlap_reason}")
             lines.append(f"updates: {self._trainer.learner.backend} backend")
+            if (ranks := self._trainer.ranks) is not None:
+                lines.append(ranks.describe(config))
             lines += self._trainer.learner.memory()
         if self._folder is not None:
             lines.append(f"run folder: {self._folder.path}")
@@ -468,20 +476,30 @@ class Agent:
                 self.config,
                 self.env_info(timed=True),
                 self.policy,
-                n_cores=self.machine.cores,
+                n_cores=max(self.machine.cores // local_rank()[1], 1),
                 n_steps=n_steps or self.config.timesteps,
                 checkpoint=self._checkpoint,
                 costs=self._costs,
                 on_restart=on_restart,
+                ranks=join(),
             )
         return self._trainer
 
-    def resume_into(self, folder: RunFolder, notes: list[str]) -> None:
-        """Continue in a run's existing folder at the next learn(), which shows the notes at its start."""
-        self._folder, self._resume_notes = folder, notes
+    def resume_into(self, folder: RunFolder | None, notes: list[str]) -> None:
+        """Continue in a run's existing folder at the next learn(), which shows the notes at its start.
+
+        None: another rank has the folder.
+        """
+        self._folder, self._resume_notes, self._wants_folder = folder, notes, True
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process writes and prints: it is alone, or rank 0 of a run of several."""
+        ranks = join()
+        return ranks is None or ranks.is_first
 
     def _open_folder(self) -> None:
-        if self._folder is None and (self._run_name or self._runs_dir):
+        if self._folder is None and self._wants_folder and self.is_first:
             config = self.config
             name = self._run_name or default_run_name(
                 config.env, config.descriptor.name, config.seed, datetime.now()
@@ -499,22 +517,38 @@ class Agent:
                 self._folder = self._folder if self._folder.path.exists() else None
                 raise
 
+    def _checkpoints(self) -> CheckpointFolder | None:
+        """Where checkpoints go; all ranks of a run make them, and rank 0 writes."""
+        if self._folder is not None:
+            return CheckpointFolder(self._folder.checkpoints)
+        return None if self.is_first or not self._wants_folder else Unwritten(Path())
+
     def _finish(
-        self, trainer: Trainer, recorder: Recorder, status: str, startup: float, error: str | None
+        self,
+        trainer: Trainer,
+        recorder: Recorder,
+        status: str,
+        startup: float,
+        error: str | None,
+        save: bool = True,
     ) -> None:
+        """`save`: whether the parameters are worth a checkpoint."""
         self.summary = summarize(trainer, status=status, startup_seconds=startup, error=error)
         trainer.budget.listener = None
         recorder.close()
         self.summary |= recorder.figures()
-        folder, self.is_saved = self._folder, True
+        folder, checkpoints, n_steps = self._folder, self._checkpoints(), trainer.state.env_steps
+        self.is_saved = True
+        if checkpoints is None or not trainer.state.iteration:  # nothing learned
+            if folder is not None:
+                folder.discard()
+                self._folder = None
+            return
+        checkpoint, lost = cache(trainer.checkpoint), None  # ranks make it together, once
+        if save:
+            lost = _try_to_save(lambda: checkpoints.save(checkpoint(), n_steps), SAVE_TRIES)
         if folder is None:
             return
-        if trainer.state.iteration == 0:  # nothing learned
-            folder.discard()
-            self._folder = None
-            return
-        checkpoints, n_steps = CheckpointFolder(folder.checkpoints), trainer.state.env_steps
-        lost = _try_to_save(lambda: checkpoints.save(trainer.checkpoint(), n_steps), SAVE_TRIES)
         self.summary["error"] = self.summary["error"] or lost
         self.is_saved = not _try_to_save(lambda: folder.end(self.summary)) and not lost
         _try_to_save(lambda: write_report(folder.path))

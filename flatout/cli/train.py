@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import warnings
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from flatout.cli import devices
 from flatout.cli import parser as cli
 from flatout.errors import FlatoutError
 from flatout.runlog.files import plural
-from flatout.runlog.folder import RunFolder
+from flatout.runlog.folder import RunFolder, default_run_name
 
 if TYPE_CHECKING:
     from flatout.agent import Agent
@@ -43,6 +46,7 @@ def train(argv: Sequence[str]) -> int:
         metavar="N",
     )
     _add_at_once(parser)
+    _add_devices(parser)
     _add_output_flags(parser)
     args, config, given = cli.parse_settings(parser, argv)
     if args.resume and args.overwrite:
@@ -52,8 +56,16 @@ def train(argv: Sequence[str]) -> int:
     if args.seeds is not None:
         from flatout.cli import seeds
 
+        if _launches(args):
+            raise FlatoutError("--seeds and --devices exclude each other; pass one of them")
         return seeds.train(args, config, given)
-    if args.resume and (args.runs_dir / args.run_name).exists():
+    if _launches(args):
+        name = args.run_name or default_run_name(
+            config.env, config.descriptor.name, config.seed, datetime.now()
+        )
+        return _launch(["train", *argv, "--run-name", name], args)
+    is_restarted = devices.is_restarted()
+    if (args.resume or is_restarted) and args.run_name and _exists(args.runs_dir / args.run_name, is_restarted):
         return _resume(args.runs_dir / args.run_name, given, args)
 
     from flatout.agent import Agent
@@ -63,7 +75,7 @@ def train(argv: Sequence[str]) -> int:
         config_file=args.config,
         run_name=args.run_name,
         runs_dir=args.runs_dir,
-        overwrite=args.overwrite,
+        overwrite=args.overwrite or is_restarted,
         trust=args.trust,
         **given,
     )
@@ -74,10 +86,13 @@ def resume(argv: Sequence[str]) -> int:
     """Resume a run; returns the exit code."""
     parser = cli.run_parser("resume", "Continue a run, or the runs of --seeds, from the newest checkpoint.")
     _add_at_once(parser)
+    _add_devices(parser)
     _add_output_flags(parser)
     cli.add_trust(parser)
     cli.add_settings(parser, argv, only=(*cli.RESUMABLE, *GIVEN_BACK))
     args = parser.parse(argv)
+    if _launches(args):
+        return _launch(["resume", *argv], args)
     return _resume(cli.run_path(args.run, args.runs_dir), cli.settings(args), args)
 
 
@@ -86,7 +101,59 @@ def _add_at_once(parser: cli.Parser) -> None:
     parser.flag("--at-once", text, type=int, metavar="N")
 
 
+def _add_devices(parser: cli.Parser) -> None:
+    parser.flag(
+        "--devices",
+        "train on N devices of this machine, with a process for each: the envs and every minibatch are split (1)",
+        type=int,
+        metavar="N",
+    )
+    parser.flag(
+        "--max-restarts",
+        "with --devices: how often to go on from the newest checkpoint after a process was lost (3)",
+        type=int,
+        default=3,
+        metavar="N",
+    )
+    parser.flag(
+        "--rank-timeout",
+        "on several devices: seconds that one process waits for the others (600)",
+        type=float,
+        metavar="SECONDS",
+    )
+
+
+def _launches(args: argparse.Namespace) -> bool:
+    """Whether this process starts others that train; those have --devices on their command lines too."""
+    if args.rank_timeout is not None:
+        if not 0 < args.rank_timeout < float("inf"):
+            raise FlatoutError(f"--rank-timeout is {args.rank_timeout:g}; it must be a positive number of seconds")
+        os.environ["FLATOUT_RANK_TIMEOUT"] = str(args.rank_timeout)
+    return args.devices not in (None, 1) and "FLATOUT_RENDEZVOUS" not in os.environ
+
+
+def _launch(argv: Sequence[str], args: argparse.Namespace) -> int:
+    def tell(line: str) -> None:
+        if not args.quiet:
+            print(line, file=sys.stderr, flush=True)
+
+    return devices.launch(argv, args.devices, args.max_restarts, tell)
+
+
+def _exists(path: Path, is_restarted: bool) -> bool:
+    """Whether there is a run to go on with, as rank 0 sees it; after a restart it needs a checkpoint."""
+
+    def exists() -> bool:
+        if not is_restarted:
+            return path.exists()
+        return devices.is_of_this_run(path / "config.json") and any(path.glob("checkpoints/step-*"))
+
+    return devices.from_first(exists)
+
+
 def _resume(path: Path, given: dict[str, Any], args: argparse.Namespace) -> int:
+    if not devices.is_first():
+        return _learn(_resumed(None, given, args), args)
     if (path / "summary.json").exists() and not (path / "config.json").exists():
         from flatout.cli import seeds
 
@@ -100,13 +167,17 @@ def _resume(path: Path, given: dict[str, Any], args: argparse.Namespace) -> int:
         folder.lock.release()
 
 
-def _resumed(folder: RunFolder, given: dict[str, Any], args: argparse.Namespace) -> Agent:
-    """The agent of a run's newest checkpoint, which goes on in the run's folder."""
+def _resumed(folder: RunFolder | None, given: dict[str, Any], args: argparse.Namespace) -> Agent:
+    """The agent of a run's newest checkpoint, which goes on in the run's folder; None: rank 0 has it."""
     from flatout.agent import Agent
     from flatout.config.fields import replace
-    from flatout.training.checkpoint import CheckpointFolder
+    from flatout.training.checkpoint import Checkpoint, CheckpointFolder
 
-    _, checkpoint, skipped = CheckpointFolder(folder.checkpoints).newest()
+    def newest() -> tuple[Path, Checkpoint, list[str]]:
+        assert folder is not None, "rank 0 has it"
+        return CheckpointFolder(folder.checkpoints).newest()
+
+    _, checkpoint, skipped = devices.from_first(newest)
     typed = [str(word) for word in (getattr(args, "env", None), *given.values()) if word]
     code = {name: given[name] for name in GIVEN_BACK if ":" in str(given.get(name))}
     agent = Agent.from_checkpoint(checkpoint, trust=args.trust, typed=typed, code=code)
@@ -120,7 +191,7 @@ def _resumed(folder: RunFolder, given: dict[str, Any], args: argparse.Namespace)
     done = checkpoint.state["progress"]["env_steps"]
     if done >= changed.timesteps:
         raise FlatoutError(
-            f"run '{folder.path.name}' is finished: {done:,} of {changed.timesteps:,} env steps; "
+            f"run '{folder.path.name if folder else ''}' is finished: {done:,} of {changed.timesteps:,} env steps; "
             "pass a larger --timesteps to continue it"
         )
     agent.resume_into(folder, skipped)
@@ -145,9 +216,10 @@ def _learn(agent: Agent, args: argparse.Namespace) -> int:
     try:
         agent.run(None, None, progress_bar=not args.quiet)
         terminal_is_gone = agent.stop_signal is not None and agent.stop_signal.name == "SIGHUP"
-        if not args.quiet and not terminal_is_gone:
+        prints = devices.is_first() and not terminal_is_gone
+        if not args.quiet and prints:
             print(agent.report())
-        if args.json and not terminal_is_gone:
+        if args.json and prints:
             print(json.dumps(agent.summary))
     finally:
         with ignoring_signals():

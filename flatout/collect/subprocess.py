@@ -38,13 +38,15 @@ class CollectorJob:
     """What a collector needs to know; it is sent once."""
 
     envs: EnvSet
-    """Its envs. Given to SubprocessCollectors: those of all collectors, numbered from 0."""
+    """Its envs. Given to SubprocessCollectors: those of all collectors."""
     make_model: Callable[[], PolicyNet]
     """Makes the model that acts, with any parameters: those of the run are published to it."""
     exploration: Exploration = NO_EXPLORATION
     """Of all envs of the run."""
     generation: int = 0
     """How often this collector was replaced; each time its envs get new seeds."""
+    first: int = 0
+    """The column of its first env in the shared rollout."""
 
 
 class SubprocessLane:
@@ -184,8 +186,8 @@ class SubprocessCollectors:
         self._pool.close()
 
     def _make_job(self, _: int, generation: int, first: int, end: int) -> CollectorJob:
-        envs = replace(self._job.envs, env_ids=np.arange(first, end))
-        return replace(self._job, envs=envs, generation=generation)
+        envs = replace(self._job.envs, env_ids=self._job.envs.env_ids[first:end])
+        return replace(self._job, envs=envs, generation=generation, first=first)
 
 
 def collector_main(
@@ -204,7 +206,7 @@ def collector_main(
     collector = Collector(
         executor, model, device=cpu, seed=envs.seed, clock=clock, exploration=job.exploration
     )
-    first, end = int(envs.env_ids[0]), int(envs.env_ids[-1]) + 1
+    first, end = job.first, job.first + len(envs.env_ids)
     rollouts = [rollout.part(first, end) for rollout in shared_rollouts(shared)]
     n_steps = rollouts[0].n_steps
     ended = shared["ended"][first * n_steps : end * n_steps]

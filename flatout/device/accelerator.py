@@ -8,6 +8,7 @@ Torch is imported inside functions, so that a command line parses without it.
 from __future__ import annotations
 
 import gc
+import os
 import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -97,9 +98,11 @@ def resolve_device(text: str, gpus: Sequence[Gpu] | None = None) -> str:
     if gpus is None:
         gpus = accelerators()
     there = gpus[0].kind if gpus else ""
-    named = re.fullmatch(r"([a-z]+)(?::(\d+))?", name)
     if name == "auto":
-        return _with_index(there, "0") if there else "cpu"
+        name = there or "cpu"
+        if name == "cpu":
+            return name
+    named = re.fullmatch(r"([a-z]+)(?::(\d+))?", name)
     if named is None or named[1] not in (*KINDS, there):
         raise FlatoutError(
             f"--device {text!r}: no such device{_hint(name)} (auto, cpu, cuda or cuda:N, xpu or xpu:N, mps)"
@@ -107,10 +110,26 @@ def resolve_device(text: str, gpus: Sequence[Gpu] | None = None) -> str:
     kind, index = named[1], named[2]
     if kind != there:
         raise FlatoutError(f"--device {name}: no {kind.upper()} device found; {_torch_build(there)}")
+    rank, n_ranks = local_rank()
+    found = ", ".join(f"{kind}:{nth} ({gpu.name})" for nth, gpu in enumerate(gpus))
+    if n_ranks > 1 and (index is not None or n_ranks > len(gpus)):
+        raise FlatoutError(f"--device {name} is not {n_ranks} devices, one for each rank; this machine has {found}")
     if index is not None and int(index) >= len(gpus):
-        found = ", ".join(f"{kind}:{nth} ({gpu.name})" for nth, gpu in enumerate(gpus))
         raise FlatoutError(f"--device {name}: this machine has {found}")
-    return _with_index(kind, index or "0")
+    return _with_index(kind, index or str(rank))
+
+
+def local_rank() -> tuple[int, int]:
+    """This process's number among the ranks of a run on this machine, and how many there are; see training/distributed.py."""
+    return int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def collective_backend(device: torch.device) -> str:
+    """The backend of torch.distributed for tensors on this device; gloo: through RAM."""
+    import torch.distributed as dist
+
+    name = {"cuda": "nccl", "xpu": "xccl"}.get(device.type, "gloo")
+    return name if dist.is_backend_available(name) else "gloo"
 
 
 def _with_index(kind: str, index: str) -> str:

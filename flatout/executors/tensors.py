@@ -108,7 +108,9 @@ def open_batched(envs: EnvSet, *, on_host: bool = False) -> BatchedExecutor | Te
     if on_host and not isinstance(made, VectorEnv):
         made = HostEnvs(made)
     kind = BatchedExecutor if isinstance(made, VectorEnv) else TensorExecutor
-    return kind(made, envs.obs, np.arange(made.num_envs), envs.seed, keep_open=factory.is_instance)
+    # Not always as many as asked for: evaluation takes a batched env as it is.
+    env_ids = envs.env_ids if len(envs.env_ids) == made.num_envs else np.arange(made.num_envs)
+    return kind(made, envs.obs, env_ids, envs.seed, keep_open=factory.is_instance)
 
 
 def batched_executor(envs: EnvSet) -> Executor:

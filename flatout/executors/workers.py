@@ -399,7 +399,7 @@ def _child_main(
     signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED_SIGNALS)
     with suppress(OSError):
         os.setpgid(0, 0)
-    _die_with(lifeline.fileno())
+    die_with(lifeline.fileno())
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
     try:
@@ -421,7 +421,7 @@ def _report_failure(connection: Connection, error: Exception) -> None:
         connection.send_bytes((HOPELESS if hopeless else FAILED) + words.encode())
 
 
-def _die_with(lifeline: int) -> None:
+def die_with(lifeline: int) -> None:
     """Have the kernel end this process group when the parent's end of the lifeline closes, even in a hung C call."""
     import fcntl
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from flatout.device.jit import compiled
 from flatout.device.private import find
 from flatout.envs.spaces import Array
-from flatout.learning.update import BETA1, BETA2, EPSILON, Batch, Update
+from flatout.learning.update import BETA1, BETA2, EPSILON, Batch, Ranks, Update
 from flatout.models.kernel import tanh
 from flatout.models.params import FlatParams
 from flatout.models.policy import OBS_CLIP, Obs, PolicyNet
@@ -148,11 +148,27 @@ class FusedBackend(ABC, Generic[Batch]):
         """Fill in the gradient and the means."""
 
     def step(self, batch: Batch) -> None:
-        self.differentiate(batch)
-        norm, update = math.sqrt(torch.dot(self.gradient, self.gradient).item()), self._update
+        update = self._update
+        if update.ranks is None:
+            self.differentiate(batch)
+        else:
+            self.differentiate(update.own(batch))
+            self._reduce(update.ranks)
+        norm = math.sqrt(torch.dot(self.gradient, self.gradient).item())
         approx_kl = float(self.means[update.kl_index])
         limit = math.inf if update.kl_limit is None else update.kl_limit
         adam(norm, update.max_grad_norm, update.step_size, approx_kl, limit, self._state)
+
+    def _reduce(self, ranks: Ranks) -> None:
+        """Make gradient, means and outputs those of the whole minibatch, of which each rank has computed a part."""
+        output, n = self._update.sample_output, self._update.own_rows
+        ranks.put(self.gradient, torch.from_numpy(self.means), [output[:n]] if len(output) else [])
+        ranks.reduce()
+        gradient, means, outputs = ranks.take()
+        self.gradient.copy_(gradient)
+        self.means[:] = means.numpy()
+        for values in outputs:
+            output.copy_(values)
 
     def _mask(self, obs: Obs) -> Array:
         """Which actions are allowed; without rows where the env has no mask."""

@@ -389,7 +389,8 @@ class Learner(ABC, Generic[Batch]):
         n_minibatches, n_taken = len(samples) // size, 0
         shape = n_minibatches * self._n_epochs, size
         self._order = order = torch.zeros(shape, dtype=torch.int64, device=self.device)
-        n_steps = _steps_of_a_graph(n_minibatches, self._n_epochs)
+        alone = self.update.ranks is None  # else the ranks meet after each gradient
+        n_steps = _steps_of_a_graph(n_minibatches, self._n_epochs) if alone else 1
 
         def next_batch() -> Batch:
             batch = samples.take(order.index_select(0, self._row).view(-1))

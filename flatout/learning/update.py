@@ -111,6 +111,25 @@ class Optimizer(Protocol):
         """Take over what `state` gave."""
 
 
+class Ranks(Protocol):
+    """The other processes that learn from parts of the same minibatches; see `training/distributed.py`."""
+
+    n: int
+    """How many processes there are."""
+
+    def part(self, batch: Batch) -> Batch:
+        """This process's part of a minibatch."""
+
+    def put(self, grad: Tensor, metrics: Tensor, samples: Sequence[Tensor]) -> None:
+        """Store what this process has computed; may be captured as a part of a graph."""
+
+    def reduce(self) -> None:
+        """Bring what all processes have stored together."""
+
+    def take(self) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """Gradient and metrics of the whole minibatch, and the outputs of all its samples; may be captured."""
+
+
 class Update(Generic[Batch]):
     """`step(batch)` for any algorithm that supplies a loss."""
 
@@ -167,6 +186,18 @@ class Update(Generic[Batch]):
         """What computes the steps: eager, compiled, graph or fused."""
         self.optimizer: Optimizer | None = None
         """The user's own; None: Adam. With one, steps are eager."""
+        self.ranks: Ranks | None = None
+        """Other processes that compute parts of each minibatch; None: this one computes all of it."""
+
+    @property
+    def own_rows(self) -> int:
+        """Rows of a minibatch that this process computes."""
+        return self.batch_size // (1 if self.ranks is None else self.ranks.n)
+
+    def own(self, batch: Batch) -> Batch:
+        """What this process computes of a minibatch, prepared as a whole."""
+        batch = self._prepare(batch)
+        return batch if self.ranks is None else self.ranks.part(batch)
 
     def use(self, backend: Backend[Batch] | None) -> None:
         """Compute the steps of whole minibatches with this backend from now on; None: eager."""
@@ -214,6 +245,10 @@ class Update(Generic[Batch]):
     def eager_step(self, batch: Batch) -> None:
         """The step as it is defined."""
         gradient = self._gradient(batch, self._params.tensors, self._loss, self.coefficient)
+        if self.ranks is not None:
+            self.ranks.put(*gradient)
+            self.ranks.reduce()
+            gradient = self.ranks.take()
         self._apply(*gradient, self.step_size)
 
     def captured_step(self, batch: Batch) -> None:
@@ -222,6 +257,10 @@ class Update(Generic[Batch]):
             self.commit(self.compiled_step(*self.inputs(batch)))
         else:
             self._apply(*self.own_gradient(batch), self.learning_rate)
+
+    def captured_apply(self, gradient: tuple[Tensor, Tensor, list[Tensor]]) -> None:
+        """The rest of `captured_step`, after the gradient."""
+        self._apply(*gradient, self.learning_rate)
 
     def own_gradient(self, batch: Batch) -> tuple[Tensor, Tensor, list[Tensor]]:
         """`_gradient` that differentiates views of its own.
@@ -333,7 +372,8 @@ class Update(Generic[Batch]):
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
         """Flat gradient, metrics and per-sample output of a minibatch, computed in parts that fit into memory."""
         scale = self.scale if scale is None else scale
-        batch, n, size = self._prepare(batch), len(batch), self.parts.n_rows
+        batch = self.own(batch)
+        n, size = len(batch), self.parts.n_rows
         grads: list[Tensor] = []
         means: list[Tensor] = []
         samples: list[Tensor] = []
@@ -422,19 +462,34 @@ class GraphBackend(Generic[Batch]):
         after: Callable[[], None] = lambda: None,
         n_steps: int = 1,
     ) -> None:
-        """`after` follows each step, such as new priorities. `n_steps`: steps of one replay."""
+        """`after` follows each step, such as new priorities. `n_steps`: steps of one replay, one with other ranks."""
+        self.n_steps, self._ranks = n_steps, update.ranks
+        ranks = update.ranks
 
         def steps() -> None:
             for _ in range(n_steps):
                 update.captured_step(next_batch())
                 after()
 
-        self.n_steps = n_steps
-        self._graph = Graph(steps, update.device, warm_up=lambda: update.own_gradient(example))
+        def gradient() -> None:
+            assert ranks is not None, "it is for them"
+            ranks.put(*update.own_gradient(next_batch()))
+
+        def apply() -> None:
+            assert ranks is not None, "it is for them"
+            update.captured_apply(ranks.take())
+            after()
+
+        work = steps if ranks is None else gradient
+        self._graph = Graph(work, update.device, warm_up=lambda: update.own_gradient(example))
+        self._apply = None if ranks is None else Graph(apply, update.device)
 
     def replay(self) -> None:
         """Learn from the next minibatches."""
         self._graph.replay()
+        if self._ranks is not None and self._apply is not None:
+            self._ranks.reduce()
+            self._apply.replay()
 
 
 class Repeated(Generic[T]):

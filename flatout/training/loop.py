@@ -16,6 +16,7 @@ from flatout.executors.episodes import LastEpisodes
 from flatout.runlog.recorder import Progress, Recorder
 from flatout.timing import Phase, busy_seconds, run_phases
 from flatout.training.checkpoint import CheckpointFolder
+from flatout.training.evaluation import Evaluation
 from flatout.training.stop import StopRequest
 from flatout.training.trainer import Trainer
 
@@ -91,7 +92,7 @@ class _Loop:
             trainer.clock.cut()
             if reached:
                 break
-            if stop.requested or not goes_on:
+            if trainer.agreed(stop.requested or not goes_on):
                 return "stopped"
         return "finished"
 
@@ -149,14 +150,9 @@ class _Loop:
         if not _crossed(trainer.config.eval_every, steps_before, state.env_steps):
             return
         trainer.clock.enter(Phase.EVALUATE)
-        try:
-            with stop.interruptible():
-                result = trainer.evaluate(lambda: stop.requested)
-        except Interrupted:
-            return
-        except Exception as error:  # the run is worth more than one evaluation
-            note = f"evaluation failed: {one_line(error)}; training goes on"
-            self._recorder.fault(note, "".join(format_exception(error)))
+        ranks = trainer.ranks
+        result = self._evaluated(stop) if ranks is None else ranks.from_first(lambda: self._evaluated(stop))
+        if result is None:
             return
         if result.n_cut != self._n_cut:
             self._n_cut, limit = result.n_cut, trainer.config.eval_max_steps
@@ -168,6 +164,18 @@ class _Loop:
         metrics |= {"eval/mean_reward": result.return_mean, "eval/mean_ep_length": result.length_mean}
         state.eval_returns = LastEpisodes(result.returns)
         self._save_if_best(result.return_mean)
+
+    def _evaluated(self, stop: StopRequest) -> Evaluation | None:
+        """The result of an evaluation; None if it failed, or a signal came."""
+        try:
+            with stop.interruptible():
+                return self._trainer.evaluate(lambda: stop.requested)
+        except Interrupted:
+            return None
+        except Exception as error:  # the run is worth more than one evaluation
+            note = f"evaluation failed: {one_line(error)}; training goes on"
+            self._recorder.fault(note, "".join(format_exception(error)))
+            return None
 
     def _checkpoint_if_due(self, steps_before: int) -> None:
         trainer, state = self._trainer, self._trainer.state
@@ -186,7 +194,8 @@ class _Loop:
             before, state.best_return = state.best_return, value
             if (folder := self._checkpoints) is not None:
                 checkpoint = self._trainer.checkpoint()
-                if not self._recorder.attempt("best.flatout", lambda: folder.save_best(checkpoint)):
+                is_saved = self._recorder.attempt("best.flatout", lambda: folder.save_best(checkpoint))
+                if not is_saved and self._trainer.ranks is None:  # ranks must all know the same best return
                     state.best_return = before
 
 

@@ -20,7 +20,7 @@ from flatout.collect.ragged import Interrupted
 HANGUP = getattr(signal, "SIGHUP", None)  # not on Windows
 SIGNALS = [number for number in (signal.SIGINT, signal.SIGTERM, HANGUP) if number is not None]
 GRACE_SECONDS = 3.0
-"""How long the current iteration may go on after the first signal."""
+"""How long the current iteration may go on after the first signal, unless several processes must end it together."""
 BLOCKED_SECONDS = 5.0
 """After this, an env that blocks in its step is interrupted."""
 
@@ -42,7 +42,9 @@ def ignoring_signals() -> Iterator[None]:
 class StopRequest:
     """Whether, and by which signal, the run was asked to stop."""
 
-    def __init__(self) -> None:
+    def __init__(self, grace_seconds: float | None = GRACE_SECONDS) -> None:
+        """`grace_seconds`: how long the current iteration may go on; None: to its end, whatever it takes."""
+        self._grace_seconds = grace_seconds
         self.signal: signal.Signals | None = None
         self.requested = False
         """Whether to stop after this iteration."""
@@ -116,7 +118,7 @@ class StopRequest:
 
     def _watch(self, thread_id: int) -> None:
         """After the first signal: end the grace period in time, then interrupt the thread while it is blocked."""
-        listens, seconds = self._listens.get(), GRACE_SECONDS
+        listens, seconds = self._listens.get(), self._grace_seconds
         while listens:
             try:
                 listens = self._listens.get(timeout=seconds)

@@ -40,9 +40,11 @@ from flatout.executors.base import EXECUTORS, EnvSet, Executor, RestartBudget, m
 from flatout.learning.compile import Compilation, Recipe, compiled_here, is_available
 from flatout.models.policy import Policy
 from flatout.perf.costs import Costs, Settings
+from flatout.perf.decide import Decision
 from flatout.perf.planner import UpdateProbe, faster_device, plan_run
 from flatout.timing import DeviceClock, PhaseClock
 from flatout.training.checkpoint import Checkpoint
+from flatout.training.distributed import RankCollector, Ranks, share_of
 from flatout.training.durable import SavedArrays
 from flatout.training.evaluation import Evaluation, eval_executor, evaluate
 from flatout.training.pipeline import Pipeline, SizedRollout
@@ -70,12 +72,14 @@ class Trainer:
         checkpoint: Checkpoint | None = None,
         costs: Costs | None = None,
         on_restart: Callable[[str, str], None] | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
-        """`checkpoint`: where to go on. `costs`: of the env's steps, if they were timed.
+        """`checkpoint`: where to go on. `costs`: of the env's steps, if they were timed. `ranks`: other processes of this run.
 
         `on_restart` gets a note and a traceback when an env or worker is replaced.
         """
         self.config, self._env, self.policy, self._n_cores = config, env, policy, n_cores
+        self.ranks = ranks
         self.clock = PhaseClock()
         self.state = TrainState()
         self.notes: list[str] = []
@@ -85,6 +89,11 @@ class Trainer:
         use_device(policy.device)
         if is_accelerator(policy.device):
             use_matmul_precision(self.precision)
+        before = checkpoint.state["progress"] if checkpoint is not None else {}
+        plan = partial(
+            plan_run, env=env, n_cores=n_cores, timesteps=n_steps, overlapped=before.get("overlapped"), costs=costs
+        )
+        decision = self._planned_by_first(plan)  # before the learner, which a copy would take the parameters from
         self.learner = config.descriptor.make_learner(
             policy.model,
             config.algorithm,
@@ -94,15 +103,16 @@ class Trainer:
             precision=self.precision,
         )
         self.learner.update.parts.n_rows = config.part_size
+        if ranks is not None:
+            ranks.attach(self.learner.update)
         if config.compile == "auto" and config.accumulate == 1:  # the other backends take whole minibatches
             self.learner.use_fused()
         self.learner.fit_into(free_memory(policy.device))
         self.learner.reserve()
         if config.eval_every and env.factory.is_instance:
             self.notes.append(EVAL_IN_PLACE)
-        probe = UpdateProbe(config, policy, self.learner, self.precision)
-        before = checkpoint.state["progress"] if checkpoint is not None else {}
-        decision = plan_run(probe, env, n_cores, n_steps, before.get("overlapped"), costs)
+        if decision is None:
+            decision = plan(UpdateProbe(config, policy, self.learner, self.precision))
         self.overlap, self.overlap_reason = decision.overlap, decision.overlap_reason
         self.measured = decision.measured
         """Measurements before the run, in seconds: an env's step, launching an update; None if it was not measured."""
@@ -113,11 +123,21 @@ class Trainer:
         self._cut_off: Mapping[str, Array] | None = None
         """After a run that was cut off: what brings its envs back; the collector is not used any more."""
         self._open(decision.ways, None if checkpoint is None else _arrays("envs.", checkpoint.tensors))
+        if ranks is not None:
+            self.fresh_envs = sorted(set().union(*ranks.gather(self.fresh_envs)))
         self.plan_reason = decision.reasons.get(self.plan, "")
         self._speed_up_updates(self.pipeline.learn_threads)
         self._close_learner = weakref.finalize(self, self.learner.close)
         if checkpoint is not None:
             self._load(checkpoint)
+
+    def _planned_by_first(self, plan: Callable[[UpdateProbe], Decision]) -> Decision | None:
+        """With other ranks: how all of them run, as rank 0 has measured its share of the work."""
+        ranks = self.ranks
+        if ranks is None:
+            return None
+        share = share_of(self.config, self._env, ranks.n)
+        return ranks.from_first(lambda: plan(UpdateProbe.of_copy(share, self.policy)))
 
     def _open(self, ranked: list[Settings], envs: Mapping[str, Array] | None) -> None:
         """Start the envs, at a snapshot if there is one, and connect them with the learner."""
@@ -145,9 +165,11 @@ class Trainer:
         config, device = self.config, self.policy.device
         if config.compile == "off" or self.learner.update.optimizer is not None:
             return
+        if self.ranks is not None and config.compile == "on":
+            self.notes.append("nothing is compiled: the ranks meet between a gradient and its step")
         if is_accelerator(device):
             self.learner.capture = can_capture(device)
-            if config.compile == "on":
+            if config.compile == "on" and self.ranks is None:
                 self.notes.append(self._compile_for_graph())
             return
         if config.accumulate > 1 and config.compile == "on":
@@ -155,6 +177,8 @@ class Trainer:
                 "nothing is compiled: --accumulate splits minibatches, a compiled update takes whole ones"
             )
         if config.accumulate > 1 or self.learner.update.backend == "fused" or not is_available():
+            return
+        if self.ranks is not None:
             return
         if not config.algorithm.COMPILES:
             return
@@ -196,6 +220,9 @@ class Trainer:
     ) -> tuple[Collects[Any], Sequence[SizedRollout]]:
         """The collector of a plan, with its envs reset or restored to a snapshot, and the rollouts it fills."""
         collector, rollouts = self._make_collector(plan)
+        if self.ranks is not None:
+            every = RankCollector(collector, rollouts, self.ranks, self.policy, self.config.n_envs)
+            collector, rollouts = every, every.rollouts
         try:
             # Snapshots of batched envs do not say how to replay an env; only batched envs can restore them.
             if envs and ("ages" in envs or plan.executor not in EXECUTORS or self._env.batched):
@@ -219,10 +246,12 @@ class Trainer:
         n_steps, n_slots = config.algorithm.n_steps, 2 if self.overlap else 1
         explore = config.descriptor.exploration
         exploration = NO_EXPLORATION if explore is None else explore(config.algorithm, config.n_envs)
+        env_ids = np.arange(config.n_envs) if self.ranks is None else self.ranks.env_ids(config.n_envs)
+        n_envs = len(env_ids)
         envs = EnvSet(
             self._env.factory,
             policy.obs,
-            np.arange(config.n_envs),
+            env_ids,
             config.seed,
             action=policy.action,
             budget=self.budget,
@@ -240,7 +269,7 @@ class Trainer:
             )
             return processes, processes.rollouts
         is_batched = plan.executor == "batched"
-        device = policy.device if is_batched else faster_device(policy, config.n_envs)
+        device = policy.device if is_batched else faster_device(policy, n_envs)
         model, source = policy.model, None
         if self.overlap or device != policy.device:  # acting needs its own copy of the parameters
             model, source = copy.deepcopy(policy.model).to(device), policy.model
@@ -256,7 +285,7 @@ class Trainer:
                 source=source,
                 exploration=exploration,
             )
-        in_groups = plan.executor == "serial" and has_streams(device) and config.n_envs >= MIN_ENVS
+        in_groups = plan.executor == "serial" and has_streams(device) and n_envs >= MIN_ENVS
         halves = np.array_split(envs.env_ids, 2 if in_groups else 1)
         groups = [
             Collector(
@@ -277,7 +306,7 @@ class Trainer:
         ]
         collector = GroupedCollector(groups) if in_groups else groups[0]
         slots = range(n_slots)
-        return collector, [Rollout.alloc(model.obs, policy.action, n_steps, config.n_envs) for _ in slots]
+        return collector, [Rollout.alloc(model.obs, policy.action, n_steps, n_envs) for _ in slots]
 
     def _load(self, checkpoint: Checkpoint) -> None:
         """Go on with the learner and the counts of a checkpoint."""
@@ -305,7 +334,7 @@ class Trainer:
     def cut_off(self) -> None:
         """Leave the envs as they are, because a run was cut off: in the middle of a step, or hanging."""
         self._cut_off = {}
-        if not self.pipeline.is_collecting:
+        if not self.pipeline.is_collecting and self.ranks is None:  # other ranks may be elsewhere
             with suppress(Exception):  # workers that were interrupted may be gone or give another answer
                 self._cut_off = self.collector.snapshot()
 
@@ -341,6 +370,10 @@ class Trainer:
             replay = {**replay, "env_steps": np.array([self.state.env_steps])}
         return Checkpoint(tensors, about, replay)
 
+    def agreed(self, stops: bool) -> bool:
+        """Whether to stop, if this process wants to, or any rank; called at the end of each iteration."""
+        return stops if self.ranks is None else self.ranks.agree(stops, self.learner.params.flat)
+
     def begin_lanes(self, *, spans: bool) -> None:
         """Restart the clocks, with or without spans."""
         self.pipeline.begin_lanes(spans=spans)
@@ -357,6 +390,7 @@ class Trainer:
             "preset": config.preset or "auto",
             "seed": config.seed,
             "device": str(self.policy.device),
+            "devices": 1 if self.ranks is None else self.ranks.n,
             "executor": {
                 "kind": plan.executor,
                 "collectors": plan.n_collectors,

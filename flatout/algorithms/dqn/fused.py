@@ -68,7 +68,7 @@ class FusedDQN(FusedBackend[DQNMinibatch]):
         model = networks.online
         super().__init__(model, params, update)
         self._config = config
-        n, activation, layers = config.batch_size, model.activation, model.acting_layers()
+        n, activation, layers = update.own_rows, model.activation, model.acting_layers()
         grads = layers_in(params, self.gradient, layers)
         target = layers_in(params, networks.target, layers)
         self._online = FusedMLP(layers, n, activation, grads)

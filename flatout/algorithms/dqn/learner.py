@@ -57,7 +57,8 @@ class DQNLearner(OffPolicyLearner[DQNMinibatch]):
 
     def drawn(self, whole: DQNMinibatch, parts: list[DQNMinibatch]) -> None:
         """Compute the target network's Q-values of all of them at once, if it stays the same meanwhile."""
-        ahead = self.update.backend == "fused" and self.config.tau >= 1
+        alone = self.update.ranks is None
+        ahead = self.update.backend == "fused" and self.config.tau >= 1 and alone
         q, size = self._fused.target_q(whole) if ahead else None, self.config.batch_size
         for i, part in enumerate(parts):
             part.target_q = None if q is None else q[i * size : (i + 1) * size]

@@ -158,7 +158,7 @@ class FusedPPO(FusedBackend[PPOMinibatch]):
         self, model: ActorCritic, params: FlatParams, config: PPOConfig, update: Update[PPOMinibatch]
     ) -> None:
         super().__init__(model, params, update)
-        self._config, n = config, config.batch_size
+        self._config, n = config, update.own_rows
         activation, policy, value = model.activation, model.acting_layers(), model.value_layers()
         self._policy = FusedMLP(policy, n, activation, layers_in(params, self.gradient, policy))
         self._value = FusedMLP(value, n, activation, layers_in(params, self.gradient, value))
@@ -211,7 +211,9 @@ class FusedPPO(FusedBackend[PPOMinibatch]):
         samples = batch.log_prob.numpy(), *targets, batch.value.numpy()
         clip_range_vf = math.inf if config.clip_range_vf is None else config.clip_range_vf
         clip_range = self._update.coefficient.item()
-        settings = config.normalize_advantage, clip_range, clip_range_vf, config.vf_coef
+        # Other ranks have parts of the minibatch: then it came normalized.
+        normalize = config.normalize_advantage and self._update.ranks is None
+        settings = normalize, clip_range, clip_range_vf, config.vf_coef
         out = log_prob_grad, self._value.grad, means
         loss_gradient(log_prob, self._value.out, samples, settings, out)
         if self._log_std is None:

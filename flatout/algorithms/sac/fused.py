@@ -174,7 +174,7 @@ class FusedSAC(FusedBackend[SACMinibatch]):
     ) -> None:
         model = networks.online
         super().__init__(model, params, update)
-        self._n, self._size, self._tunes = config.batch_size, model.action.size, config.tune_ent_coef
+        self._n, self._size, self._tunes = update.own_rows, model.action.size, config.tune_ent_coef
         self._target_entropy = target_entropy(config, model.action)
         self._squashed = model.action.bounded
         actor, places = model.acting_layers(), zip(params.tensors, params.views(self.gradient), strict=True)

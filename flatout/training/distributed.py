@@ -1,0 +1,327 @@
+"""Data-parallel learning on torch.distributed: several processes, the ranks, train one agent.
+
+Each rank steps its own envs and computes its own part of every minibatch. All ranks hold the same parameters, optimizer
+state, statistics and, after each rollout, the same transitions of all envs (`RankCollector`). So everything but the gradient of a
+minibatch (`Ranks.reduce`) is computed as in a run of one process, and the result is the same but for rounding. A
+checkpoint does not depend on the number of ranks either. Rank 0 writes the run's folder, prints and evaluates.
+
+Ranks are started by `flatout train --devices N` or by torchrun. Gradients travel over NCCL between CUDA devices, everything
+else over gloo. Shapes: T time steps, N envs.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flatout.buffers.rollout import Rollout, TensorRollout
+from flatout.collect.collector import Collects
+from flatout.config.fields import replace
+from flatout.config.run_config import RunConfig
+from flatout.device.accelerator import collective_backend
+from flatout.envs.check import EnvInfo
+from flatout.envs.spaces import Array
+from flatout.errors import FlatoutError
+from flatout.executors.base import Episode
+from flatout.executors.episodes import merge_snapshots, part_of_snapshot
+from flatout.executors.workers import die_with
+from flatout.learning.update import Batch, Update
+from flatout.models.policy import Policy, PolicyNet
+from flatout.timing import Lane
+from flatout.training.checkpoint import Checkpoint, CheckpointFolder
+
+T = TypeVar("T")
+TIMEOUT = "FLATOUT_RANK_TIMEOUT"
+"""The environment variable for --rank-timeout: seconds that a rank waits for the others …"""
+TIMEOUT_SECONDS = 600.0
+"""… and how many if it is not set."""
+
+
+class LostRankError(FlatoutError):
+    """Another rank has died, or has not answered in time."""
+
+    exit_code = 75
+    """The system's code for failures that may be gone when tried again."""
+
+
+@cache
+def join() -> Ranks | None:
+    """The ranks of this run, once all of them are there; None if this process is on its own.
+
+    Environment variables say so: torchrun's, or those of cli/devices.py.
+    """
+    said = os.environ
+    n, timeout = int(said.get("WORLD_SIZE", "1")), timedelta(seconds=float(said.get(TIMEOUT, TIMEOUT_SECONDS)))
+    if n == 1:
+        return None
+    if "FLATOUT_LIFELINE" in said:
+        die_with(int(said["FLATOUT_LIFELINE"]))
+    with _together("start"):
+        meeting = said.get("FLATOUT_RENDEZVOUS", "env://")
+        dist.init_process_group("gloo", meeting, timeout, world_size=n, rank=int(said["RANK"]))
+        return Ranks(dist.get_rank(), n, timeout)
+
+
+@contextmanager
+def _together(doing: str) -> Iterator[None]:
+    """Turn errors of torch.distributed into one line."""
+    try:
+        yield
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0].rpartition("] ")[2]
+        who = f"rank {os.environ.get('RANK')} of {os.environ.get('WORLD_SIZE')}"
+        raise LostRankError(f"{who} lost the others ({doing}: {reason})") from error
+
+
+class Ranks:
+    """This process among the ranks. All ranks call the same methods in the same order."""
+
+    def __init__(self, rank: int, n: int, timeout: timedelta) -> None:
+        self.rank, self.n, self._timeout = rank, n, timeout
+        self.is_first = rank == 0
+        # Rollouts are exchanged by the thread that collects, so they have a group of their own.
+        self._rollouts = dist.new_group(backend="gloo", timeout=timeout)
+        self._gradients: dist.ProcessGroup | None = None
+        self.backend = "gloo"
+        """What gradients travel over."""
+
+    def from_first(self, make: Callable[[], T]) -> T:
+        """What `make` returns in rank 0, on all ranks."""
+        box: list[Any] = [make() if self.is_first else None]
+        with _together("broadcast"):
+            dist.broadcast_object_list(box)
+        made: T = box[0]
+        return made
+
+    def gather(self, value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+        """Every rank's value, on all ranks."""
+        values: list[Any] = [None] * self.n
+        with _together("exchange"):
+            dist.all_gather_object(values, value, group=group)
+        return values
+
+    def agree(self, stop: bool, params: Tensor) -> bool:
+        """Whether any rank wants to stop; raises if the ranks' parameters differ in a single bit."""
+        told = self.gather((stop, checksum(params)))
+        if len({digest for _, digest in told}) > 1:
+            raise FlatoutError(
+                f"the ranks' parameters differ ({', '.join(f'{digest:x}' for _, digest in told)}); the machines must have the "
+                "same versions of flatout and PyTorch and the same kind of device"
+            )
+        return any(stops for stops, _ in told)
+
+    def describe(self, config: RunConfig) -> str:
+        """One line for a run's header."""
+        n_envs, size = config.n_envs // self.n, config.algorithm.batch_size // self.n
+        where = f"gradients over {self.backend}"
+        return f"devices: {self.n}, each with {n_envs} envs and {size} samples of a minibatch; {where}"
+
+    def env_ids(self, n_envs: int) -> Array:
+        """This rank's envs among all envs of the run."""
+        return np.arange(n_envs // self.n) + self.rank * (n_envs // self.n)
+
+    # What `Update` needs; see `learning.update.Ranks`.
+
+    def attach(self, update: Update[Any]) -> None:
+        """Let this update compute its minibatches together with the other ranks."""
+        self._sizes = [len(update.momentum), len(update.metrics) - 1, len(update.sample_output)]
+        self._sums = torch.zeros(sum(self._sizes), device=update.device)
+        """Gradient, metrics and the outputs of all samples of a minibatch, summed over ranks."""
+        self.backend = collective_backend(update.device)
+        self._host: Tensor | None = None
+        if self.backend != "gloo":
+            self._gradients = dist.new_group(backend=self.backend, timeout=self._timeout)
+        elif update.device.type != "cpu":
+            self._host = torch.zeros(sum(self._sizes))
+        update.ranks = self
+
+    def part(self, batch: Batch) -> Batch:
+        size = len(batch) // self.n
+        return batch.take(slice(self.rank * size, (self.rank + 1) * size))
+
+    @torch.no_grad()
+    def put(self, grad: Tensor, metrics: Tensor, samples: Sequence[Tensor]) -> None:
+        into_grad, into_metrics, outputs = self._sums.split(self._sizes)
+        into_grad.copy_(grad).div_(self.n)
+        into_metrics.copy_(metrics).div_(self.n)
+        outputs.zero_()
+        for values in samples:  # the others add theirs to the zeros
+            outputs[self.rank * len(values) :][: len(values)] = values
+
+    def reduce(self) -> None:
+        with _together("all-reduce"):
+            if self._host is None:
+                dist.all_reduce(self._sums, group=self._gradients)
+            else:
+                self._host.copy_(self._sums)
+                dist.all_reduce(self._host)
+                self._sums.copy_(self._host)
+
+    def take(self) -> tuple[Tensor, Tensor, list[Tensor]]:
+        grad, metrics, outputs = self._sums.split(self._sizes)
+        return grad, metrics, [outputs] if len(outputs) else []
+
+    def exchange(self, own: Tensor) -> list[Tensor]:
+        """Every rank's tensor of this size in RAM; for the thread that collects."""
+        parts = [torch.empty_like(own) for _ in range(self.n)]
+        with _together("rollout"):
+            dist.all_gather(parts, own, group=self._rollouts)
+        return parts
+
+    def exchange_objects(self, own: T) -> list[T]:
+        """Every rank's object; for the thread that collects."""
+        return self.gather(own, self._rollouts)
+
+
+def checksum(params: Tensor) -> int:
+    """A number that differs if a bit of the parameters does, almost certainly."""
+    return int(params.detach().view(torch.int32).sum(dtype=torch.int64))
+
+
+class RankCollector:
+    """Looks like a collector of all envs: collects this rank's and exchanges them with the other ranks."""
+
+    def __init__(
+        self,
+        collector: Collects[Any],
+        own: Sequence[Rollout | TensorRollout],
+        ranks: Ranks,
+        policy: Policy,
+        n_envs: int,
+    ) -> None:
+        """`own`: the rollouts that the collector fills. `n_envs`: of all ranks."""
+        self._collector, self._own, self._ranks = collector, own, ranks
+        size = n_envs // ranks.n
+        self._shares = [(k * size, (k + 1) * size) for k in range(ranks.n)]
+        self.rollouts = [_alloc(policy.model, rollout, n_envs) for rollout in own]
+        """For the transitions of all envs."""
+
+    @property
+    def n_steps(self) -> int:
+        """Steps each env has taken for finished rollouts."""
+        return self._collector.n_steps
+
+    @n_steps.setter
+    def n_steps(self, n_steps: int) -> None:
+        self._collector.n_steps = n_steps
+
+    @property
+    def lanes(self) -> Sequence[Lane]:
+        """Those of this rank."""
+        return self._collector.lanes
+
+    def trace(self, spans: bool) -> None:
+        self._collector.trace(spans)
+
+    def publish(self) -> None:
+        self._collector.publish()
+
+    def offer_next(self, rollout: Rollout | TensorRollout) -> None:
+        self._collector.offer_next(self._own[self._slot(rollout)])
+
+    def reset(self) -> None:
+        self._collector.reset()
+
+    def collect(self, rollout: Rollout | TensorRollout, stop: Callable[[], bool]) -> list[Episode]:
+        own = self._own[self._slot(rollout)]
+        episodes = self._collector.collect(own, stop)
+        everything = isinstance(own, TensorRollout)
+        sent = {name: x for name, x in own.by_name.items() if everything or not name.startswith("final_obs")}
+        parts = self._ranks.exchange(_packed(list(sent.values())))
+        for share, part in zip(self._shares, parts, strict=True):
+            _unpack(part, [rollout.by_name[name][:, slice(*share)] for name in sent])
+        told = self._ranks.exchange_objects((episodes, own.n_cut if everything else _finals(own)))
+        if isinstance(rollout, TensorRollout):
+            counts = [count for _, count in told]
+            rollout.n_cut = None if None in counts else sum(counts)
+        else:
+            for (first, _), (_, (t, n, rows)) in zip(self._shares, told, strict=True):
+                for out, values in zip(rollout.final_obs, rows, strict=True):
+                    out[t, first + n] = values
+        return [episode for episodes, _ in told for episode in episodes]
+
+    def snapshot(self) -> dict[str, Array]:
+        parts = self._ranks.gather(self._collector.snapshot())
+        if not all("actions" in part for part in parts):  # of batched envs
+            return parts[0]
+        return merge_snapshots(parts)
+
+    def restore(self, snapshot: Mapping[str, Array]) -> list[int]:
+        first, end = self._shares[self._ranks.rank]
+        if "actions" in snapshot:
+            snapshot = part_of_snapshot(snapshot, first, end)
+        return [first + i for i in self._collector.restore(snapshot)]
+
+    def take_notes(self) -> list[str]:
+        return self._collector.take_notes()
+
+    def close(self) -> None:
+        self._collector.close()
+
+    def _slot(self, rollout: Rollout | TensorRollout) -> int:
+        return next(k for k, known in enumerate(self.rollouts) if known is rollout)
+
+
+class Unwritten(CheckpointFolder):
+    """The checkpoints of a run that rank 0 writes, as the other ranks see them."""
+
+    def save(self, checkpoint: Checkpoint, env_steps: int) -> Path:  # noqa: ARG002
+        return self.path
+
+    def save_best(self, checkpoint: Checkpoint) -> Path:  # noqa: ARG002
+        return self.path
+
+
+def _alloc(model: PolicyNet, like: Rollout | TensorRollout, n_envs: int) -> Any:
+    """A rollout of so many envs where another one is."""
+    if isinstance(like, TensorRollout):
+        return TensorRollout(model.obs, model.action, like.n_steps, n_envs, like.reward.device)
+    return Rollout.alloc(model.obs, model.action, like.n_steps, n_envs)
+
+
+def _packed(arrays: Sequence[Array | Tensor]) -> Tensor:
+    """Arrays or tensors as one tensor of bytes in RAM."""
+    tensors = [torch.as_tensor(array).cpu().contiguous() for array in arrays]
+    return torch.cat([tensor.view(-1).view(torch.uint8) for tensor in tensors])
+
+
+def _unpack(packed: Tensor, into: Sequence[Array | Tensor]) -> None:
+    """Write what `_packed` gave."""
+    start = 0
+    for array in into:
+        tensor = torch.as_tensor(array)
+        end = start + tensor.numel() * tensor.element_size()
+        tensor.copy_(packed[start:end].clone().view(tensor.dtype).view(tensor.shape))  # the clone is aligned
+        start = end
+
+
+def _finals(rollout: Rollout) -> tuple[Array, Array, list[Array]]:
+    """Steps and envs where episodes were truncated, and their last observations."""
+    index, rows = rollout.final_steps()
+    return *np.divmod(index, rollout.n_envs), rows
+
+
+def share_of(config: RunConfig, env: EnvInfo, n: int) -> RunConfig:
+    """The settings of one rank of `n`, as if it were a run of its own; raises if the run cannot be split."""
+    if env.factory.is_instance or env.n_envs is not None:
+        raise FlatoutError(
+            f"env '{config.env}' is made already, or makes a fixed number of envs: it cannot be split over {n} devices; give a "
+            "function or class that makes one env"
+        )
+    rows = config.algorithm.batch_rows
+    for flag, value in (("n-envs", config.n_envs), ("batch-size", rows)):
+        if value % n:
+            unit = config.algorithm.batch_size // rows if flag == "batch-size" else 1
+            near = " or ".join(str(k * unit) for k in (value // n * n, value // n * n + n) if k)
+            raise FlatoutError(f"--{flag} {value * unit} cannot be split over {n} devices; {near} can")
+    return replace(config, {"n_envs": config.n_envs // n, "batch_size": config.algorithm.batch_size // n})
