@@ -290,7 +290,9 @@ class Agent:
             except BaseException as error:
                 status = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
                 is_lost = isinstance(error, LostRankError)
-                self._finish(trainer, recorder, status, startup, " ".join(str(error).split()), save=not is_lost)
+                self._finish(
+                    trainer, recorder, status, startup, " ".join(str(error).split()), save=not is_lost
+                )
                 raise
             self._finish(trainer, recorder, status, startup, None)
         self.began_at = time()

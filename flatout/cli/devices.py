@@ -78,7 +78,9 @@ def launch(argv: Sequence[str], n: int, max_restarts: int, tell: Callable[[str],
             may_go_on = all(code < 0 or code == LOST for code in failed) and ranks.stopped_by is None
             if not failed or not may_go_on or nth == max_restarts:
                 return ranks.end()
-            tell(f"note: {ranks.first_loss()}; restart {nth + 1} of {max_restarts}, from the newest checkpoint")
+            tell(
+                f"note: {ranks.first_loss()}; restart {nth + 1} of {max_restarts}, from the newest checkpoint"
+            )
     raise AssertionError("the last attempt returns")
 
 

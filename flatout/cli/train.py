@@ -65,7 +65,11 @@ def train(argv: Sequence[str]) -> int:
         )
         return _launch(["train", *argv, "--run-name", name], args)
     is_restarted = devices.is_restarted()
-    if (args.resume or is_restarted) and args.run_name and _exists(args.runs_dir / args.run_name, is_restarted):
+    if (
+        (args.resume or is_restarted)
+        and args.run_name
+        and _exists(args.runs_dir / args.run_name, is_restarted)
+    ):
         return _resume(args.runs_dir / args.run_name, given, args)
 
     from flatout.agent import Agent
@@ -127,7 +131,9 @@ def _launches(args: argparse.Namespace) -> bool:
     """Whether this process starts others that train; those have --devices on their command lines too."""
     if args.rank_timeout is not None:
         if not 0 < args.rank_timeout < float("inf"):
-            raise FlatoutError(f"--rank-timeout is {args.rank_timeout:g}; it must be a positive number of seconds")
+            raise FlatoutError(
+                f"--rank-timeout is {args.rank_timeout:g}; it must be a positive number of seconds"
+            )
         os.environ["FLATOUT_RANK_TIMEOUT"] = str(args.rank_timeout)
     return args.devices not in (None, 1) and "FLATOUT_RENDEZVOUS" not in os.environ
 

@@ -113,7 +113,9 @@ def resolve_device(text: str, gpus: Sequence[Gpu] | None = None) -> str:
     rank, n_ranks = local_rank()
     found = ", ".join(f"{kind}:{nth} ({gpu.name})" for nth, gpu in enumerate(gpus))
     if n_ranks > 1 and (index is not None or n_ranks > len(gpus)):
-        raise FlatoutError(f"--device {name} is not {n_ranks} devices, one for each rank; this machine has {found}")
+        raise FlatoutError(
+            f"--device {name} is not {n_ranks} devices, one for each rank; this machine has {found}"
+        )
     if index is not None and int(index) >= len(gpus):
         raise FlatoutError(f"--device {name}: this machine has {found}")
     return _with_index(kind, index or str(rank))

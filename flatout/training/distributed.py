@@ -2,7 +2,7 @@
 
 Each rank steps its own envs and computes its own part of every minibatch. All ranks hold the same parameters, optimizer
 state, statistics and, after each rollout, the same transitions of all envs (`RankCollector`). So everything but the gradient of a
-minibatch (`Ranks.reduce`) is computed as in a run of one process, and the result is the same but for rounding. A
+minibatch (`SharedGradient`) is computed as in a run of one process, and the result is the same but for rounding. A
 checkpoint does not depend on the number of ranks either. Rank 0 writes the run's folder, prints and evaluates.
 
 Ranks are started by `flatout train --devices N` or by torchrun. Gradients travel over NCCL between CUDA devices, everything
@@ -28,7 +28,7 @@ from flatout.buffers.rollout import Rollout, TensorRollout
 from flatout.collect.collector import Collects
 from flatout.config.fields import replace
 from flatout.config.run_config import RunConfig
-from flatout.device.accelerator import collective_backend
+from flatout.device.accelerator import collective_backend, is_accelerator
 from flatout.envs.check import EnvInfo
 from flatout.envs.spaces import Array
 from flatout.errors import FlatoutError
@@ -61,7 +61,10 @@ def join() -> Ranks | None:
     Environment variables say so: torchrun's, or those of cli/devices.py.
     """
     said = os.environ
-    n, timeout = int(said.get("WORLD_SIZE", "1")), timedelta(seconds=float(said.get(TIMEOUT, TIMEOUT_SECONDS)))
+    n, timeout = (
+        int(said.get("WORLD_SIZE", "1")),
+        timedelta(seconds=float(said.get(TIMEOUT, TIMEOUT_SECONDS))),
+    )
     if n == 1:
         return None
     if "FLATOUT_LIFELINE" in said:
@@ -90,8 +93,7 @@ class Ranks:
         self.rank, self.n, self._timeout = rank, n, timeout
         self.is_first = rank == 0
         # Rollouts are exchanged by the thread that collects, so they have a group of their own.
-        self._rollouts = dist.new_group(backend="gloo", timeout=timeout)
-        self._gradients: dist.ProcessGroup | None = None
+        self._rollouts = self.new_group("gloo")
         self.backend = "gloo"
         """What gradients travel over."""
 
@@ -130,46 +132,16 @@ class Ranks:
         """This rank's envs among all envs of the run."""
         return np.arange(n_envs // self.n) + self.rank * (n_envs // self.n)
 
-    # What `Update` needs; see `learning.update.Ranks`.
-
     def attach(self, update: Update[Any]) -> None:
         """Let this update compute its minibatches together with the other ranks."""
-        self._sizes = [len(update.momentum), len(update.metrics) - 1, len(update.sample_output)]
-        self._sums = torch.zeros(sum(self._sizes), device=update.device)
-        """Gradient, metrics and the outputs of all samples of a minibatch, summed over ranks."""
         self.backend = collective_backend(update.device)
-        self._host: Tensor | None = None
-        if self.backend != "gloo":
-            self._gradients = dist.new_group(backend=self.backend, timeout=self._timeout)
-        elif update.device.type != "cpu":
-            self._host = torch.zeros(sum(self._sizes))
-        update.ranks = self
+        update.ranks = SharedGradient(self, update)
 
-    def part(self, batch: Batch) -> Batch:
-        size = len(batch) // self.n
-        return batch.take(slice(self.rank * size, (self.rank + 1) * size))
-
-    @torch.no_grad()
-    def put(self, grad: Tensor, metrics: Tensor, samples: Sequence[Tensor]) -> None:
-        into_grad, into_metrics, outputs = self._sums.split(self._sizes)
-        into_grad.copy_(grad).div_(self.n)
-        into_metrics.copy_(metrics).div_(self.n)
-        outputs.zero_()
-        for values in samples:  # the others add theirs to the zeros
-            outputs[self.rank * len(values) :][: len(values)] = values
-
-    def reduce(self) -> None:
-        with _together("all-reduce"):
-            if self._host is None:
-                dist.all_reduce(self._sums, group=self._gradients)
-            else:
-                self._host.copy_(self._sums)
-                dist.all_reduce(self._host)
-                self._sums.copy_(self._host)
-
-    def take(self) -> tuple[Tensor, Tensor, list[Tensor]]:
-        grad, metrics, outputs = self._sums.split(self._sizes)
-        return grad, metrics, [outputs] if len(outputs) else []
+    def new_group(self, backend: str) -> dist.ProcessGroup:
+        """A group of all ranks, for one thread of each."""
+        with _together("start"):
+            group: dist.ProcessGroup = dist.new_group(backend=backend, timeout=self._timeout)
+        return group
 
     def exchange(self, own: Tensor) -> list[Tensor]:
         """Every rank's tensor of this size in RAM; for the thread that collects."""
@@ -183,6 +155,45 @@ class Ranks:
         return self.gather(own, self._rollouts)
 
 
+class SharedGradient:
+    """The gradient of a minibatch that every rank computes a part of; see `learning.update.Ranks`."""
+
+    def __init__(self, ranks: Ranks, update: Update[Any]) -> None:
+        self.n, self._rank = ranks.n, ranks.rank
+        self._sizes = [len(update.momentum), len(update.metrics) - 1, len(update.sample_output)]
+        self._sums = torch.zeros(sum(self._sizes), device=update.device)
+        """Gradient, metrics and the outputs of all samples of a minibatch, summed over ranks."""
+        self._group = None if ranks.backend == "gloo" else ranks.new_group(ranks.backend)
+        goes_through_ram = ranks.backend == "gloo" and is_accelerator(update.device)
+        self._in_ram = torch.zeros(sum(self._sizes)) if goes_through_ram else None
+
+    def part(self, batch: Batch) -> Batch:
+        size = len(batch) // self.n
+        return batch.take(slice(self._rank * size, (self._rank + 1) * size))
+
+    @torch.no_grad()
+    def put(self, grad: Tensor, metrics: Tensor, samples: Sequence[Tensor]) -> None:
+        into_grad, into_metrics, outputs = self._sums.split(self._sizes)
+        into_grad.copy_(grad).div_(self.n)
+        into_metrics.copy_(metrics).div_(self.n)
+        outputs.zero_()
+        for values in samples:  # the others add theirs to the zeros
+            outputs[self._rank * len(values) :][: len(values)] = values
+
+    def reduce(self) -> None:
+        with _together("all-reduce"):
+            if self._in_ram is None:
+                dist.all_reduce(self._sums, group=self._group)
+            else:
+                self._in_ram.copy_(self._sums)
+                dist.all_reduce(self._in_ram)
+                self._sums.copy_(self._in_ram)
+
+    def take(self) -> tuple[Tensor, Tensor, list[Tensor]]:
+        grad, metrics, outputs = self._sums.split(self._sizes)
+        return grad, metrics, [outputs] if len(outputs) else []
+
+
 def checksum(params: Tensor) -> int:
     """A number that differs if a bit of the parameters does, almost certainly."""
     return int(params.detach().view(torch.int32).sum(dtype=torch.int64))
@@ -194,7 +205,7 @@ class RankCollector:
     def __init__(
         self,
         collector: Collects[Any],
-        own: Sequence[Rollout | TensorRollout],
+        own: Sequence[Any],
         ranks: Ranks,
         policy: Policy,
         n_envs: int,
@@ -235,20 +246,23 @@ class RankCollector:
     def collect(self, rollout: Rollout | TensorRollout, stop: Callable[[], bool]) -> list[Episode]:
         own = self._own[self._slot(rollout)]
         episodes = self._collector.collect(own, stop)
-        everything = isinstance(own, TensorRollout)
-        sent = {name: x for name, x in own.by_name.items() if everything or not name.startswith("final_obs")}
-        parts = self._ranks.exchange(_packed(list(sent.values())))
+        # In RAM only few final observations mean anything.
+        names = [name for name in own.by_name if isinstance(own, TensorRollout) or name[:9] != "final_obs"]
+        parts = self._ranks.exchange(_packed([own.by_name[name] for name in names]))
         for share, part in zip(self._shares, parts, strict=True):
-            _unpack(part, [rollout.by_name[name][:, slice(*share)] for name in sent])
-        told = self._ranks.exchange_objects((episodes, own.n_cut if everything else _finals(own)))
-        if isinstance(rollout, TensorRollout):
-            counts = [count for _, count in told]
-            rollout.n_cut = None if None in counts else sum(counts)
-        else:
-            for (first, _), (_, (t, n, rows)) in zip(self._shares, told, strict=True):
-                for out, values in zip(rollout.final_obs, rows, strict=True):
-                    out[t, first + n] = values
+            _unpack(part, [rollout.by_name[name][:, slice(*share)] for name in names])
+        told = self._ranks.exchange_objects((episodes, _cut(own)))
+        self._set_cut(rollout, [cut for _, cut in told])
         return [episode for episodes, _ in told for episode in episodes]
+
+    def _set_cut(self, rollout: Rollout | TensorRollout, cut: list[Any]) -> None:
+        """Write what `_cut` gave of all ranks."""
+        if isinstance(rollout, TensorRollout):
+            rollout.n_cut = None if None in cut else sum(cut)
+            return
+        for (first, _), (t, n, rows) in zip(self._shares, cut, strict=True):
+            for out, values in zip(rollout.final_obs, rows, strict=True):
+                out[t, first + n] = values
 
     def snapshot(self) -> dict[str, Array]:
         parts = self._ranks.gather(self._collector.snapshot())
@@ -305,8 +319,10 @@ def _unpack(packed: Tensor, into: Sequence[Array | Tensor]) -> None:
         start = end
 
 
-def _finals(rollout: Rollout) -> tuple[Array, Array, list[Array]]:
-    """Steps and envs where episodes were truncated, and their last observations."""
+def _cut(rollout: Rollout | TensorRollout) -> Any:
+    """Steps and envs where episodes were truncated, with their last observations; of tensors, only how many, if known."""
+    if isinstance(rollout, TensorRollout):
+        return rollout.n_cut
     index, rows = rollout.final_steps()
     return *np.divmod(index, rollout.n_envs), rows
 

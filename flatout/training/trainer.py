@@ -91,9 +91,16 @@ class Trainer:
             use_matmul_precision(self.precision)
         before = checkpoint.state["progress"] if checkpoint is not None else {}
         plan = partial(
-            plan_run, env=env, n_cores=n_cores, timesteps=n_steps, overlapped=before.get("overlapped"), costs=costs
+            plan_run,
+            env=env,
+            n_cores=n_cores,
+            timesteps=n_steps,
+            overlapped=before.get("overlapped"),
+            costs=costs,
         )
-        decision = self._planned_by_first(plan)  # before the learner, which a copy would take the parameters from
+        decision = self._planned_by_first(
+            plan
+        )  # before the learner, which a copy would take the parameters from
         self.learner = config.descriptor.make_learner(
             policy.model,
             config.algorithm,
