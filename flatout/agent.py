@@ -41,7 +41,7 @@ from flatout.perf.planner import measured_batch_size, needs_step_times
 from flatout.perf.trial import try_out
 from flatout.runlog.files import write_json
 from flatout.runlog.folder import RunFolder, default_run_name
-from flatout.runlog.recorder import Recorder
+from flatout.runlog.recorder import Recorder, Sink
 from flatout.training.checkpoint import Checkpoint, CheckpointFolder
 from flatout.training.checkpoint import read as read_checkpoint
 from flatout.training.checkpoint import write as write_checkpoint
@@ -261,10 +261,12 @@ class Agent:
         )
         self._open_folder()
         display = make_display(phase=lambda: trainer.clock.current) if progress_bar else None
-        folder = self._folder
+        sinks: list[Sink] = [display] if display is not None else []
+        if (ranks := trainer.ranks) is not None and not ranks.is_first:
+            sinks = [ranks.notes]
         recorder = Recorder(
-            folder,
-            [display] if display is not None else [],
+            self._folder,
+            sinks,
             about=trainer.describe(),
             resume_at=trainer.state.env_steps or None,
             columns=self.config.descriptor.metrics,

@@ -28,7 +28,7 @@ from flatout.buffers.rollout import Rollout, TensorRollout
 from flatout.collect.collector import Collects
 from flatout.config.fields import replace
 from flatout.config.run_config import RunConfig
-from flatout.device.accelerator import collective_backend, is_accelerator
+from flatout.device.accelerator import collective_backend, is_accelerator, short_reason
 from flatout.envs.check import EnvInfo
 from flatout.envs.spaces import Array
 from flatout.errors import FlatoutError
@@ -37,6 +37,7 @@ from flatout.executors.episodes import merge_snapshots, part_of_snapshot
 from flatout.executors.workers import die_with
 from flatout.learning.update import Batch, Update
 from flatout.models.policy import Policy, PolicyNet
+from flatout.runlog.recorder import Progress
 from flatout.timing import Lane
 from flatout.training.checkpoint import Checkpoint, CheckpointFolder
 
@@ -81,7 +82,7 @@ def _together(doing: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        reason = str(error).splitlines()[0].rpartition("] ")[2]
+        reason = short_reason(error).rpartition("] ")[2]
         who = f"rank {os.environ.get('RANK')} of {os.environ.get('WORLD_SIZE')}"
         raise LostRankError(f"{who} lost the others ({doing}: {reason})") from error
 
@@ -96,6 +97,8 @@ class Ranks:
         self._rollouts = self.new_group("gloo")
         self.backend = "gloo"
         """What gradients travel over."""
+        self.notes = RelayedNotes()
+        """What this rank would tell the user; rank 0 tells it."""
 
     def from_first(self, make: Callable[[], T]) -> T:
         """What `make` returns in rank 0, on all ranks."""
@@ -112,15 +115,16 @@ class Ranks:
             dist.all_gather_object(values, value, group=group)
         return values
 
-    def agree(self, stop: bool, params: Tensor) -> bool:
-        """Whether any rank wants to stop; raises if the ranks' parameters differ in a single bit."""
-        told = self.gather((stop, checksum(params)))
-        if len({digest for _, digest in told}) > 1:
+    def agree(self, stop: bool, params: Tensor) -> tuple[bool, list[str]]:
+        """Whether any rank wants to stop, and the notes of the others; raises if parameters differ in a single bit."""
+        told = self.gather((stop, checksum(params), self.notes.take()))
+        stops, digests, notes = zip(*told, strict=True)
+        if len(set(digests)) > 1:
             raise FlatoutError(
-                f"the ranks' parameters differ ({', '.join(f'{digest:x}' for _, digest in told)}); the machines must have the "
-                "same versions of flatout and PyTorch and the same kind of device"
+                f"the ranks' parameters differ (checksums {', '.join(map(str, digests))}); all machines need the same versions "
+                "of flatout and PyTorch, and devices of one kind"
             )
-        return any(stops for stops, _ in told)
+        return any(stops), [f"rank {rank}: {note}" for rank, own in enumerate(notes) for note in own]
 
     def describe(self, config: RunConfig) -> str:
         """One line for a run's header."""
@@ -153,6 +157,28 @@ class Ranks:
     def exchange_objects(self, own: T) -> list[T]:
         """Every rank's object; for the thread that collects."""
         return self.gather(own, self._rollouts)
+
+
+class RelayedNotes:
+    """What a rank other than the first would tell the user; a `runlog.recorder.Sink`."""
+
+    def __init__(self) -> None:
+        self._lines: list[str] = []
+
+    def write(self, progress: Progress) -> None:
+        """Nothing: rank 0 knows the progress of all."""
+
+    def note(self, text: str) -> None:
+        """Keep a line."""
+        self._lines.append(text.removeprefix("note: "))
+
+    def close(self) -> None:
+        """Nothing."""
+
+    def take(self) -> list[str]:
+        """The lines since the last call."""
+        lines, self._lines = self._lines, []
+        return lines
 
 
 class SharedGradient:

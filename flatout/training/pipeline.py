@@ -90,7 +90,8 @@ class Pipeline(Generic[R]):
         """The next rollout, if it was collected ahead."""
         self.is_broken = False
         """Whether an iteration has failed, so that the collector may be in the middle of a rollout."""
-        self._notes: list[str] = []
+        self.notes: list[str] = []
+        """For the user, one line each."""
         self._lanes_before: dict[str, dict[str, float]] = {}
 
     def iterate(self, total_steps: int, stop: StopRequest) -> dict[str, float]:
@@ -193,8 +194,8 @@ class Pipeline(Generic[R]):
 
     def take_notes(self) -> list[str]:
         """What happened since the last call, one line each."""
-        notes = self._learner.take_notes() + self._collector.take_notes() + self._notes
-        self._notes.clear()
+        notes = self._learner.take_notes() + self._collector.take_notes() + self.notes
+        self.notes.clear()
         return notes
 
     def saved_rollout(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
@@ -235,7 +236,7 @@ class Pipeline(Generic[R]):
         state.far_in_a_row = state.far_in_a_row + 1 if kl > KL_BOUND else 0
         if state.far_in_a_row >= FAR_IN_A_ROW and not state.fell_back:
             state.fell_back = True
-            self._notes.append(
+            self.notes.append(
                 f"the policy changes too fast to learn from the previous policy's data (KL {kl:.2f}, "
                 f"bound {KL_BOUND}): overlap is off from now on"
             )

@@ -379,7 +379,11 @@ class Trainer:
 
     def agreed(self, stops: bool) -> bool:
         """Whether to stop, if this process wants to, or any rank; called at the end of each iteration."""
-        return stops if self.ranks is None else self.ranks.agree(stops, self.learner.params.flat)
+        if self.ranks is None:
+            return stops
+        stops, notes = self.ranks.agree(stops, self.learner.params.flat)
+        self.pipeline.notes += notes if self.ranks.is_first else []
+        return stops
 
     def begin_lanes(self, *, spans: bool) -> None:
         """Restart the clocks, with or without spans."""
