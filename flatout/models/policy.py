@@ -281,6 +281,7 @@ class QNetwork(PolicyNet):
         weight, bias = self.pi_out.weight, self.pi_out.bias
         if self.v_out is None:
             return weight, bias
+        weight, bias = weight.float(), bias.float()  # sums of parameters that an update may have in 16 bits
         return weight - weight.mean(0) + self.v_out.weight, bias - bias.mean() + self.v_out.bias
 
     def acting_layers(self) -> list[tuple[Tensor, Tensor]]:
