@@ -99,7 +99,7 @@ def on_card(
     if half:  # the parameters are converted for each update
         update += KERNEL_SECONDS + 6 * policy.n_params / (1e9 * card.bandwidth)
     if settings.train_ratio is not None:
-        update += DRAW_KERNELS[config.algorithm.prioritized] * KERNEL_SECONDS
+        update += DRAW_KERNELS[getattr(config.algorithm, "prioritized", False)] * KERNEL_SECONDS
     cost = UpdateCost(python=REPLAY_SECONDS, points=((settings.batch_size, update),))
     costs = replace(costs, update=cost, compiled=None, beside=None, learn_overhead=1.05)
     on = replace(settings, on_device=True, compiled=False)
