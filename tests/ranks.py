@@ -57,6 +57,7 @@ def learn(case: str, device: str) -> list[dict[str, torch.Tensor]]:
         states.append({name: tensor.detach().cpu().clone() for name, tensor in learned.items()})
 
     agent.learn(N_ITERATIONS * ITERATION, callback=keep)
+    print(case, agent.summary["device"], agent.summary["backend"], flush=True)
     agent.close()
     return states
 
