@@ -62,12 +62,10 @@ def join() -> Ranks | None:
     Environment variables say so: torchrun's, or those of cli/devices.py.
     """
     said = os.environ
-    n, timeout = (
-        int(said.get("WORLD_SIZE", "1")),
-        timedelta(seconds=float(said.get(TIMEOUT, TIMEOUT_SECONDS))),
-    )
+    n = int(said.get("WORLD_SIZE", "1"))
     if n == 1:
         return None
+    timeout = timedelta(seconds=float(said.get(TIMEOUT, TIMEOUT_SECONDS)))
     if "FLATOUT_LIFELINE" in said:
         die_with(int(said["FLATOUT_LIFELINE"]))
     with _together("start"):
@@ -131,6 +129,16 @@ class Ranks:
         n_envs, size = config.n_envs // self.n, config.algorithm.batch_size // self.n
         where = f"gradients over {self.backend}"
         return f"devices: {self.n}, each with {n_envs} envs and {size} samples of a minibatch; {where}"
+
+    def check(self, config: RunConfig) -> None:
+        """Raise if another rank has other settings, as recipes that go by a machine's cores may give."""
+        names = ("n_envs", "n_steps", "batch_size", "seed", "timesteps")
+        own = {name: getattr(config, name, None) or getattr(config.algorithm, name, 0) for name in names}
+        first = self.from_first(lambda: own)
+        for name, value in own.items():
+            if value != first[name]:
+                flag = f"--{name.replace('_', '-')}"
+                raise FlatoutError(f"rank 0 has {flag} {first[name]}, rank {self.rank} {value}; pass {flag}")
 
     def env_ids(self, n_envs: int) -> Array:
         """This rank's envs among all envs of the run."""

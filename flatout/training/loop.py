@@ -48,8 +48,8 @@ def train(
     try:
         return _Loop(trainer, until, recorder, checkpoints, callback, began).run(stop)
     except BaseException as error:
-        # A callback's error breaks nothing.
-        if trainer.pipeline.is_broken or not isinstance(error, Exception):
+        # A callback's error breaks nothing, unless other ranks go on.
+        if trainer.pipeline.is_broken or trainer.ranks is not None or not isinstance(error, Exception):
             trainer.cut_off()
         if isinstance(error, Interrupted) or (isinstance(error, KeyboardInterrupt) and stop.requested):
             return "stopped"

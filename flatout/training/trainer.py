@@ -143,6 +143,7 @@ class Trainer:
         ranks = self.ranks
         if ranks is None:
             return None
+        ranks.check(self.config)
         share = share_of(self.config, self._env, ranks.n)
         return ranks.from_first(lambda: plan(UpdateProbe.of_copy(share, self.policy)))
 
