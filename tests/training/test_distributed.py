@@ -70,6 +70,12 @@ def test_two_ranks_learn_what_one_process_learns(case: str, one_process: Any, tw
     assert any((alone[-1][name] != alone[0][name]).any() for name in alone[0] if name.startswith("model."))
 
 
+def test_a_run_whose_ranks_differ_in_one_bit_ends(tmp_path: Path) -> None:
+    codes, said = ranks.start(tmp_path, ["damaged"])
+    assert codes == [1, 1]
+    assert "the ranks' parameters differ" in said
+
+
 class Run:
     """A `flatout` command in a folder of its own."""
 
