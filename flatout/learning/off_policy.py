@@ -27,7 +27,7 @@ from flatout.buffers.prefetch import Prefetch
 from flatout.buffers.priority import Prioritized
 from flatout.buffers.replay import Replay, Uniform, minibatches_at_once
 from flatout.buffers.rollout import Learnable, Rollout, TensorRollout
-from flatout.device.accelerator import Retries, has_streams, is_accelerator
+from flatout.device.accelerator import Retries, can_capture, has_streams, is_accelerator
 from flatout.device.machine import free_memory
 from flatout.envs.spaces import Array
 from flatout.learning.learner import Learner
@@ -106,7 +106,7 @@ class OffPolicyLearner(Learner[Batch]):
         if config.clip_reward:
             reward: Any = rollout.reward
             reward[...] = reward.sign() if isinstance(rollout, TensorRollout) else np.sign(reward)
-        experience.replay.add_rollout(rollout)
+        experience.add(rollout, capture=self.capture)
         before = iteration * self.n_envs * config.n_steps
         after = before + self.n_envs * config.n_steps
         n_due = config.updates_after(after - self._starts) - config.updates_after(before - self._starts)
@@ -249,6 +249,7 @@ class Experience(Generic[Batch]):
         alloc: Callable[[], ReplayBatch] | None = None
         if not self._in_ram and capacity * each <= free_memory(device) * (1 - SPARED) / 2:
             self.replay = TensorReplay(obs, action, n_envs, capacity, device, self.retries)
+            self.replay.captures = can_capture(device)
             size = config.batch_size
             if prioritized:
                 self._sampler = by_priority = TensorPrioritized(self.replay, **how)
@@ -271,6 +272,12 @@ class Experience(Generic[Batch]):
             background=in_thread,
             retries=self.retries,
         )
+
+    def add(self, rollout: Rollout | TensorRollout, *, capture: bool) -> None:
+        """Store a rollout; `capture`: by a graph, where that is possible."""
+        if isinstance(self.replay, TensorReplay) and not capture:
+            self.replay.captures = False
+        self.replay.add_rollout(rollout)
 
     def batches(
         self, n: int, beta: float, drawn: Callable[[Batch, list[Batch]], None]
