@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from tests.known import Match
+
 ROOT = Path(__file__).parents[1]
 N_ENVS, N_STEPS = 8, 16
 ITERATION = N_ENVS * N_STEPS
@@ -31,6 +33,7 @@ SMALL: dict[str, Any] = {
 REPLAY = {"buffer_size": "2000", "learning_starts": ITERATION, "train_ratio": 0.05}
 CASES: dict[str, dict[str, Any]] = {
     "ppo": {"algo": "ppo", "n_epochs": 2, "normalize_obs": True, "normalize_reward": True},
+    "truncated": {"algo": "ppo", "n_epochs": 2},
     "eager": {"algo": "ppo", "n_epochs": 2, "compile": "off", "target_kl": 0.01},
     "overlap": {"algo": "ppo", "n_epochs": 2, "overlap": "on"},
     "collectors": {"algo": "ppo", "n_epochs": 2, "executor": "auto", "n_collectors": 2},
@@ -43,13 +46,20 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+class Truncated(Match):
+    """Its episodes end by a time limit, so the value of their last observation counts."""
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        obs, reward, ended, _, info = super().step(action)
+        return obs, reward, False, ended, info
+
+
 def learn(case: str, device: str) -> list[dict[str, torch.Tensor]]:
     """What a small run has learned after every iteration."""
     import flatout
-    from tests.known import Match
 
     settings = SMALL | {"device": device} | CASES.get(case, CASES["ppo"])
-    agent = flatout.Agent(Match, **settings)
+    agent = flatout.Agent(Truncated if case == "truncated" else Match, **settings)
     states: list[dict[str, torch.Tensor]] = []
 
     def keep(_: Any) -> None:

@@ -10,7 +10,7 @@ import torch
 from tests import ranks
 
 pytestmark = pytest.mark.card
-CASES = ["ppo", "overlap", "pqn", "prioritized"]
+CASES = ["ppo", "truncated", "overlap", "pqn", "prioritized"]
 
 
 def test_two_devices_learn_the_same_to_the_bit_and_what_one_process_learns_on_the_cpu(tmp_path: Path) -> None:
