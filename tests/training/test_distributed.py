@@ -18,7 +18,11 @@ import torch
 from flatout.training.checkpoint import CheckpointFolder
 from tests import ranks
 
-SECONDS = 240.0
+pytestmark = pytest.mark.timeout(
+    900
+)  # every run is several processes that import torch, and there may be one core
+SECONDS = 400.0
+ON_CARDS = ["ppo", "truncated", "overlap", "pqn", "prioritized"]
 TRAIN = (
     "train CartPole-v1 --devices 2 --seed 1 --checkpoint-every 2000 --runs-dir runs --run-name run".split()
 )
@@ -68,6 +72,17 @@ def test_two_ranks_learn_what_one_process_learns(case: str, one_process: Any, tw
             difference = (alone[-1][name] - together[-1][name]).abs()
             assert not difference.numel() or float(difference.max()) < 1e-5, name
     assert any((alone[-1][name] != alone[0][name]).any() for name in alone[0] if name.startswith("model."))
+
+
+def test_two_simulated_devices_learn_what_one_process_learns_on_the_cpu(
+    tmp_path: Path, one_process: Any
+) -> None:
+    for case, (first, second) in ranks.run(tmp_path, ON_CARDS, "sim").items():
+        for ours, theirs in zip(first, second, strict=True):
+            assert all(torch.equal(ours[name], theirs[name]) for name in ours), case
+        alone = one_process[case][-1]
+        for name in (name for name in alone if name.startswith(("model.", "target", "obs_moments"))):
+            assert torch.allclose(alone[name], first[-1][name], rtol=0, atol=1e-5), (case, name)
 
 
 def test_a_run_whose_ranks_differ_in_one_bit_ends(tmp_path: Path) -> None:
