@@ -192,6 +192,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cases", default=",".join(CASES))
     parser.add_argument("--seeds", default="1,2,3")
+    parser.add_argument("--who", default="", help="only rows whose name contains this")
     parser.add_argument("--steps", type=int, default=0, help="0: the case's own")
     parser.add_argument("--kept", type=Path, help="file of runs")
     parser.add_argument("--limit", type=int, default=10_000, help="new runs at most")
@@ -201,7 +202,7 @@ def main() -> None:
         who, name, seed, steps = args.one
         print(json.dumps(RUNS[who](CASES[name], int(seed), int(steps))))
         return
-    libraries = [it for it in RUNS if "sb3-contrib" not in it or find_spec("sb3_contrib")]
+    libraries = [it for it in RUNS if args.who in it and ("sb3" not in it or find_spec("sb3_contrib"))]
     wanted = [
         (name, who, int(seed), args.steps or CASES[name].steps)
         for name in args.cases.split(",")
@@ -218,7 +219,7 @@ def main() -> None:
         if args.kept:
             with args.kept.open("a") as file:
                 file.write(json.dumps([key, runs[key]]) + "\n")
-    if len(missing) <= args.limit:
+    if len(missing) <= args.limit and not args.who:
         write_section("recurrent", section(runs, sorted(wanted, key=lambda it: list(CASES).index(it[0]))))
 
 
