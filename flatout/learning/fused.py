@@ -27,7 +27,7 @@ from flatout.models.policy import OBS_CLIP, Obs, PolicyNet
 ACTIVATIONS = ("relu", "tanh")
 """Activations whose derivative follows from their output."""
 NARROW = 16
-"""Inputs or outputs of a layer up to which a loop is faster than a matrix product."""
+"""Inputs or outputs of a layer up to which a loop is faster than a matrix product of a small batch."""
 NO_MASK = np.zeros((0, 1), np.bool_)
 
 _KEEP1, _KEEP2 = np.float32(1 - BETA1), np.float32(1 - BETA2)
@@ -53,8 +53,12 @@ class FusedMLP:
         activation: str,
         grads: Sequence[Layer] = (),
         n_back: int | None = None,
+        narrow: int = NARROW,
     ) -> None:
-        """`n_back`: how many of the samples, the first ones, go through `backward`; None: all."""
+        """`n_back`: how many of the samples, the first ones, go through `backward`; None: all.
+
+        `narrow`: inputs or outputs of a layer up to which a loop takes the place of a matrix product.
+        """
         self._layers = [(weight.detach(), bias.detach()) for weight, bias in layers]
         widths = [len(bias) for _, bias in layers]
         self._outputs = [torch.zeros(n, width) for width in widths]
@@ -64,8 +68,8 @@ class FusedMLP:
         self._calls = [(w.t(), b, out, out.numpy(), b.numpy()) for (w, b), out in pairs]
         n_inputs = layers[0][0].shape[1]
         self._transposed = np.zeros((n_inputs, widths[0]), np.float32)
-        self._starts_narrow = n_inputs <= NARROW
-        self._ends_narrow = len(widths) > 1 and widths[-1] <= NARROW
+        self._starts_narrow = n_inputs <= narrow
+        self._ends_narrow = len(widths) > 1 and widths[-1] <= narrow
         self._first = self._layers[0][0].numpy(), self._transposed, self._outputs[0].numpy()
         if not grads:
             return

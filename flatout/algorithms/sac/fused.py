@@ -31,6 +31,8 @@ _MIN, _MAX, _HALF_LOG_2PI = np.float32(LOG_STD_MIN), np.float32(LOG_STD_MAX), np
 _LOG_2 = np.float32(math.log(2))
 _ZERO, _HALF, _ONE, _TWO = np.float32(0), np.float32(0.5), np.float32(1), np.float32(2)
 
+NARROW = 4
+"""Inputs or outputs of a layer up to which a loop is faster than a matrix product."""
 Samples = tuple[Array, ...]
 """A minibatch's features of observations and next observations, action, reward, discount, weight and noise."""
 
@@ -169,7 +171,7 @@ class FusedCritic(FusedMLP):
     """A critic of `n` taken actions, which it learns from, and of as many chosen actions in the rows after them."""
 
     def __init__(self, layers: Sequence[Layer], n: int, grads: Sequence[Layer]) -> None:
-        super().__init__(layers, 2 * n, "relu", grads, n)
+        super().__init__(layers, 2 * n, "relu", grads, n, NARROW)
         self.taken, self.chosen = self.out[:n], self.out[n:]
         self._chosen_hidden = [out[n:].numpy() for out in self._outputs[:-1]]
         self._last_weight = self._layers[-1][0].numpy()
@@ -205,9 +207,9 @@ class FusedShare:
         actor, own = model.acting_layers(), list(model.critics.parameters())
         places = {id(p): view for p, view in zip(params.tensors, params.views(gradient), strict=True)}
         grads, target = [places[id(p)] for p in own], networks.views(networks.target)
-        self._actor = FusedMLP(actor, 2 * n, "relu", layers_in(params, gradient, actor), n)
+        self._actor = FusedMLP(actor, 2 * n, "relu", layers_in(params, gradient, actor), n, NARROW)
         self._critics = [FusedCritic(_critic(own, i), n, _critic(grads, i)) for i in range(2)]
-        self._next = [FusedMLP(_critic(target, i), n, "relu") for i in range(2)]
+        self._next = [FusedMLP(_critic(target, i), n, "relu", narrow=NARROW) for i in range(2)]
         n_features = actor[0][0].shape[1]
         self._x = torch.zeros(2 * n, n_features)
         """Inputs of the actor: observations, next observations."""
@@ -292,7 +294,7 @@ class FusedSAC(FusedBackend[SACMinibatch]):
         for end in ends:
             end()
             self.gradient.add_(self._others)
-        self._set_means(sum(share.sums for share in self._shares) / self._n, ent_coef)
+        self._set_means(np.sum([share.sums for share in self._shares], 0) / self._n, ent_coef)
 
     def _begin(self, work: Callable[[], None]) -> Callable[[], None]:
         """Begin work in the other thread, with as many threads as this one has; returns what ends it."""
