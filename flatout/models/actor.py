@@ -165,7 +165,8 @@ class KernelActor:
 
         obs, action = model.obs, model.action
         self._model, self._mask_index = model, obs.mask_index
-        layers = model.acting_layers()
+        self._layers, self._norms = model.acting_layers(), model.acting_norms()
+        layers = self._layers
         widths = [layers[0][0].shape[1], *(len(bias) for _, bias in layers)]
         n_params = sum(tensor.numel() for tensor in self._tensors())
         self._params = np.zeros(n_params, np.float32)
@@ -199,11 +200,10 @@ class KernelActor:
 
     def _tensors(self) -> Iterator[torch.Tensor]:
         """The parameters in the order that the compiled function expects."""
-        norms = self._model.acting_norms()
-        for k, (weight, bias) in enumerate(self._model.acting_layers()):
+        for k, (weight, bias) in enumerate(self._layers):
             yield from (weight.detach().t(), bias.detach())
-            if k < len(norms):
-                yield from (tensor.detach() for tensor in norms[k])
+            if k < len(self._norms):
+                yield from (tensor.detach() for tensor in self._norms[k])
 
     def _views(self) -> list[torch.Tensor]:
         """Views of the compiled function's parameters, shaped like `_tensors`."""

@@ -16,6 +16,8 @@ from flatout.buffers.replay_kernels import draw_key
 from flatout.device.jit import compiled
 from flatout.envs.spaces import Array
 
+DRAWN_AT_ONCE = 8
+"""Updates whose noise is drawn together."""
 FAR = 2**40
 """A draw's number that a replay buffer's sampler, which has the same seed, never reaches."""
 
@@ -76,6 +78,21 @@ def fill_signed(key: Any, numbers: Array, out: Array) -> None:
         for j in range(out.shape[1]):
             bits = _mixed(own + np.uint64(j + 1) * _U_WEYL)
             out[i, j] = (np.float32(np.int64(bits >> _U41)) + _HALF) * _FINEST - _ONE
+
+
+class UpdateNoise:
+    """`normal` for one update after another on the CPU, drawn for several at once."""
+
+    def __init__(self, key: int) -> None:
+        self._key, self._drawn = key, (0, torch.zeros(0, 0))
+
+    def draw(self, first: int, n: int, size: int) -> Tensor:
+        """For `n` updates from number `first` on, (n, size); not to be changed."""
+        begins, block = self._drawn
+        if not begins <= first <= begins + len(block) - n or block.shape[1] != size:
+            block = normal(self._key, torch.arange(first, first + max(n, DRAWN_AT_ONCE)), size)
+            self._drawn = begins, block = first, block
+        return block[first - begins :][:n]
 
 
 def kept(bits: Tensor, width: int, salt: int, dropout: float) -> Tensor:
