@@ -16,10 +16,10 @@ from torch import Tensor
 
 from flatout.buffers.batch import ReplayBatch, torch_dtype
 from flatout.buffers.priority import FAN, LEAF_FAN, MAX_PRIORITY, MIN_PRIORITY, PrioritySampler
-from flatout.buffers.replay import Rings, Sampler
+from flatout.buffers.replay import Rings, Sampler, minibatches_at_once
 from flatout.buffers.replay_kernels import EMPTY, GOES_ON, TERMINATED, TRUNCATED, draw_key, fill_uniforms
 from flatout.buffers.rollout import Rollout, TensorRollout
-from flatout.device.accelerator import Retries, has_streams, send
+from flatout.device.accelerator import Graph, Retries, has_streams, send
 from flatout.envs.spaces import ActionLayout, Array, ObsLayout
 from flatout.models.params import copy_all
 
@@ -161,8 +161,12 @@ class Uniforms:
         if moved:
             self._rows = torch.zeros(2 * n_draws, width, dtype=torch.float64, device=self._device)
         self._rows[:n_draws].copy_(drawn, non_blocking=True)
-        self._next.zero_()
+        self.rewind()
         return moved
+
+    def rewind(self) -> None:
+        """Begin with the first row again."""
+        self._next.zero_()
 
     def take(self) -> Tensor:
         """The numbers of the next draw."""
@@ -171,12 +175,80 @@ class Uniforms:
         return row
 
 
-class DeviceDraws:
+class UniformDraws:
+    """The minibatches of captured updates, drawn uniformly: one launch draws many, an update takes the next of them."""
+
+    def __init__(self, sampler: TensorUniform, size: int) -> None:
+        self._sampler, self._size, self._n_at_once = sampler, size, minibatches_at_once(size)
+        self._row = torch.zeros(1, dtype=torch.int64, device=sampler.replay.device)
+        """The minibatch that the next update takes."""
+        self._drawn: ReplayBatch | None = None
+        self._draw: Graph | None = None
+        self._first = 0
+
+    def begin(self, n: int, beta: float) -> bool:  # noqa: ARG002
+        """Prepare `n` minibatches; true if memory moved, so that a capture is out of date."""
+        sampler, n_rows = self._sampler, self._size * self._n_at_once
+        if self._drawn is None:
+            self._drawn = sampler.sample(n_rows)
+            sampler.n_draws -= 1
+        self._first = sampler.n_draws
+        return sampler.load(-(-n // self._n_at_once), n_rows) or self._draw is None
+
+    def capture(self) -> None:
+        """Capture the draw of the next minibatches."""
+        n_rows = self._size * self._n_at_once
+        warm_up = partial(self._sampler.sample, n_rows)
+        self._draw = Graph(self._draw_next, self._sampler.replay.device, warm_up)
+        self._sampler.rewind()
+
+    def _draw_next(self) -> None:
+        assert self._drawn is not None, "begin has made it"
+        copy_all(self._drawn.tensors(), self._sampler.sample(self._size * self._n_at_once).tensors())
+        self._row.zero_()
+
+    def refill(self, n_done: int) -> None:
+        """Before update number `n_done`: draw the next minibatches, if those drawn are used up."""
+        assert self._draw is not None, "it is captured"
+        if n_done % self._n_at_once == 0:
+            self._draw.replay()
+
+    def next(self) -> ReplayBatch:
+        """The next minibatch; part of a captured update."""
+        drawn = self._drawn
+        assert drawn is not None, "begin has made it"
+
+        def taken(x: Tensor) -> Tensor:
+            return x.view(self._n_at_once, self._size, *x.shape[1:]).index_select(0, self._row)[0]
+
+        batch = ReplayBatch(
+            obs=tuple(map(taken, drawn.obs)),
+            action=taken(drawn.action),
+            reward=taken(drawn.reward),
+            next_obs=tuple(map(taken, drawn.next_obs)),
+            discount=taken(drawn.discount),
+            weight=drawn.weight[: self._size],  # all 1
+            index=drawn.index[: self._size],  # only priorities need the right ones
+            serial=drawn.serial[: self._size],
+        )
+        self._row.add_(1)
+        return batch
+
+    def advance(self, priority: Tensor) -> None:
+        """Nothing: draws do not depend on updates."""
+
+    def end(self, n: int) -> None:
+        """After `n` minibatches: a draw that nobody learned from did not happen."""
+        self._sampler.n_draws = self._first + -(-n // self._n_at_once)
+        self._sampler.is_loaded = False
+
+
+class PrioritizedDraws:
     """The minibatches of captured updates: `batch` is learned from, then `advance` puts the next one in its place."""
 
     batch: ReplayBatch
 
-    def __init__(self, sampler: TensorUniform | TensorPrioritized, size: int) -> None:
+    def __init__(self, sampler: TensorPrioritized, size: int) -> None:
         self._sampler, self._size = sampler, size
         self._beta = torch.zeros((), dtype=torch.float64, device=sampler.replay.device)
         self._first = 0
@@ -197,6 +269,16 @@ class DeviceDraws:
             copy_all(self.batch.tensors(), drawn.tensors())
         moved, self._moved = self._moved, False
         return moved
+
+    def capture(self) -> None:
+        """Nothing: draws are a part of the captured update."""
+
+    def refill(self, n_done: int) -> None:
+        """Nothing: `advance` draws."""
+
+    def next(self) -> ReplayBatch:
+        """The minibatch to learn from."""
+        return self.batch
 
     def advance(self, priority: Tensor) -> None:
         """Draw the next minibatch, then set the priorities of this one, as prefetching does."""
@@ -231,6 +313,10 @@ class _Loads:
         """Load the numbers of the next draws; true if they moved."""
         self.is_loaded = True
         return self._uniforms.load(self.n_draws, n_draws, self.width(size))
+
+    def rewind(self) -> None:
+        """Begin with the first of the loaded numbers again."""
+        self._uniforms.rewind()
 
     def take(self, size: int) -> Tensor:
         """The numbers of the next draw."""

@@ -25,6 +25,14 @@ from flatout.buffers.rollout import Rollout, TensorRollout, Values
 from flatout.envs.spaces import ActionLayout, Array, ObsLayout
 from flatout.errors import FlatoutError
 
+MINIBATCHES_AT_ONCE, ROWS_AT_ONCE = 16, 65_536
+"""Limits of what `minibatches_at_once` answers: in minibatches, and in transitions of all of them."""
+
+
+def minibatches_at_once(size: int) -> int:
+    """How many minibatches of this size a uniform sampler draws together, in RAM and on a device alike."""
+    return max(1, min(MINIBATCHES_AT_ONCE, ROWS_AT_ONCE // size))
+
 
 class Rings(Generic[Values]):
     """The newest `capacity` steps of `n_envs` envs, in arrays or tensors; a truncation takes the memory of one step."""

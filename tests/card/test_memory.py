@@ -73,7 +73,6 @@ class Runs:
 
 # Settings, env, where the policy acts, iteration (the first one captures), and how many allocations are skipped.
 CASES: dict[str, tuple[dict[str, Any], Any, str, int, int]] = {
-    "ppo": (PPO, Walk, "cpu", 1, 1),
     "ppo, captured": (PPO, Walk, "cpu", 0, 37),
     "ppo, eager": (PPO | {"compile": "off"}, Walk, "cpu", 1, 29),
     "ppo, normalized": (PPO | NORMALIZED, Walk, "cpu", 1, 11),
@@ -89,6 +88,21 @@ CASES: dict[str, tuple[dict[str, Any], Any, str, int, int]] = {
     "snake, not captured yet": (PPO | SNAKE, "snake", "cpu", 0, 59),
     "snake, dqn": (DQN | SNAKE, "snake", "cpu", 3, 31),
 }
+
+
+PARTS = 4
+"""Tests that take turns with the allocations of a plain iteration, all of which fail once."""
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_each_failed_allocation_of_an_iteration_changes_nothing_but_is_told(
+    part: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    act_on(monkeypatch, "cpu")
+    runs = Runs(PPO, Walk, 1)
+    assert runs.n_allocations > 10
+    for nth in range(1 + part, runs.n_allocations + 1, PARTS):
+        runs.check(nth)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -59,7 +59,11 @@ class SACLearner(OffPolicyLearner[SACMinibatch]):
     def drawn(self, whole: SACMinibatch, parts: list[SACMinibatch]) -> None:
         """Draw the noise of all of them at once."""
         self._n_ahead = len(parts)
-        noise = self._ahead.draw(int(self._n_noise), len(parts), parts[0].noise.numel())
+        size = parts[0].noise.numel()
+        if self.device.type == "cpu":
+            noise = self._ahead.draw(int(self._n_noise), len(parts), size)
+        else:
+            noise = normal(self._key, self._n_noise + torch.arange(len(parts), device=self.device), size)
         whole.noise.copy_(noise.view_as(whole.noise))
 
     @torch.no_grad()
