@@ -23,7 +23,7 @@ from benchmarks.page import conditions, table, write_section
 SETTINGS: dict[str, Any] = {"batch_size": 256, "learning_rate": 3e-4, "gamma": 0.99, "tau": 0.005}
 """Those of all three libraries; networks are 256-256, with one update after every env step of one env."""
 NET = (256, 256)
-WARM_UP, TIMED = 500, 1500
+WARM_UP, TIMED = 300, 1000
 """Env steps before the clock starts, in which code is compiled, and those that it counts."""
 MUJOCO_STEPS, MUJOCO_STARTS = 100_000, 10_000
 BARS = {

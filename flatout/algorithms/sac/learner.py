@@ -66,7 +66,6 @@ class SACLearner(OffPolicyLearner[SACMinibatch]):
             noise = normal(self._key, self._n_noise + torch.arange(len(parts), device=self.device), size)
         whole.noise.copy_(noise.view_as(whole.noise))
 
-    @torch.no_grad()
     def before_step(self, batch: SACMinibatch) -> SACMinibatch:
         """Draw the noise of its actions, where that is not done."""
         if self._n_ahead:
