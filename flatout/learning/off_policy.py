@@ -27,7 +27,7 @@ from flatout.buffers.prefetch import Prefetch
 from flatout.buffers.priority import Prioritized
 from flatout.buffers.replay import Replay, Uniform, minibatches_at_once
 from flatout.buffers.rollout import Learnable, Rollout, TensorRollout
-from flatout.device.accelerator import Retries, has_streams, is_accelerator
+from flatout.device.accelerator import Retries, can_capture, has_streams, is_accelerator
 from flatout.device.machine import free_memory
 from flatout.envs.spaces import Array
 from flatout.learning.learner import Learner
@@ -47,6 +47,8 @@ class OffPolicyLearner(Learner[Batch]):
     """The model with its target network, whose parameters are the tensor `target`."""
     _graph_batch: Batch
     """What the captured step learns from, if the replay buffer is not on the device."""
+    _graph_of_many: GraphBackend[Batch] | None = None
+    """Several steps as one graph, if the replay buffer is on the device."""
 
     def __init__(self, model: PolicyNet, config: Any, **how: Any) -> None:
         """`how`: the keywords of `Learner`."""
@@ -106,7 +108,7 @@ class OffPolicyLearner(Learner[Batch]):
         if config.clip_reward:
             reward: Any = rollout.reward
             reward[...] = reward.sign() if isinstance(rollout, TensorRollout) else np.sign(reward)
-        experience.replay.add_rollout(rollout)
+        experience.add(rollout, capture=self.capture)
         before = iteration * self.n_envs * config.n_steps
         after = before + self.n_envs * config.n_steps
         n_due = config.updates_after(after - self._starts) - config.updates_after(before - self._starts)
@@ -131,8 +133,11 @@ class OffPolicyLearner(Learner[Batch]):
     def stage(self, rollout: Learnable, stop: Callable[[], bool]) -> None:
         """Nothing: the replay buffer reads rollouts itself."""
 
-    def _capture(self) -> None:
-        """Capture the step; if the replay buffer is on the device, with sampling and everything that follows."""
+    def _capture(self, n_updates: int = 1) -> None:
+        """Capture the step; if the replay buffer is on the device, with sampling and everything that follows.
+
+        `n_updates`: how many an iteration takes; from enough of them on, many steps are captured as one graph, too.
+        """
         draws, update = self.experience.draws, self.update
         if draws is None:
             self._graph_batch = example = self.example_batch(update.batch_size)
@@ -149,6 +154,9 @@ class OffPolicyLearner(Learner[Batch]):
                 draws.advance(update.sample_output)
 
         self._graph = GraphBackend(update, next_batch, example, after)
+        self._graph_of_many = None
+        if draws is not None and n_updates >= draws.n_at_once > 1:
+            self._graph_of_many = GraphBackend(update, next_batch, example, after, draws.n_at_once)
         update.backend = self._graph.name
 
     def _replay_steps(self, n_updates: int, beta: float, stop: Callable[[], bool]) -> None:
@@ -157,12 +165,14 @@ class OffPolicyLearner(Learner[Batch]):
         assert draws is not None, "it samples on the device"
         moved = self.experience.retries.attempt(lambda: draws.begin(n_updates, beta))
         if moved or self._graph is None:
-            self.update.parts.attempt(self._capture)
+            self.update.parts.attempt(lambda: self._capture(n_updates))
         assert self._graph is not None, "it is captured"
         while n_done < n_updates and not (n_done and stop()):
             draws.refill(n_done)
-            self._graph.replay()
-            n_done += 1
+            many = self._graph_of_many
+            graph = self._graph if many is None or n_done + many.n_steps > n_updates else many
+            graph.replay()
+            n_done += graph.n_steps
         draws.end(n_done)
 
     def _take(self, n_updates: int, beta: float, stop: Callable[[], bool]) -> None:
@@ -249,6 +259,7 @@ class Experience(Generic[Batch]):
         alloc: Callable[[], ReplayBatch] | None = None
         if not self._in_ram and capacity * each <= free_memory(device) * (1 - SPARED) / 2:
             self.replay = TensorReplay(obs, action, n_envs, capacity, device, self.retries)
+            self.replay.captures = can_capture(device)
             size = config.batch_size
             if prioritized:
                 self._sampler = by_priority = TensorPrioritized(self.replay, **how)
@@ -271,6 +282,12 @@ class Experience(Generic[Batch]):
             background=in_thread,
             retries=self.retries,
         )
+
+    def add(self, rollout: Rollout | TensorRollout, *, capture: bool) -> None:
+        """Store a rollout; `capture`: by a graph, where that is possible."""
+        if isinstance(self.replay, TensorReplay) and not capture:
+            self.replay.captures = False
+        self.replay.add_rollout(rollout)
 
     def batches(
         self, n: int, beta: float, drawn: Callable[[Batch, list[Batch]], None]

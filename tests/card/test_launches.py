@@ -69,8 +69,9 @@ def seen(settings: dict[str, Any], env: Any, monkeypatch: pytest.MonkeyPatch, **
     return Seen(run, counted[0], during, n_updates[0], waits)
 
 
-REPLAYS = {"dqn": 2, "prioritized": 1}
-"""Graphs of an iteration besides the updates: what begins it, and the draw of all minibatches if it is uniform."""
+REPLAYS = {"dqn": 3, "prioritized": 2}
+"""Graphs of an iteration besides the updates: storing the rollout, what begins the updates, and the draw of all minibatches
+if it is uniform."""
 
 
 def waits_and_launches_of_updates(it: Seen) -> tuple[int, float]:

@@ -79,7 +79,7 @@ CASES: dict[str, tuple[dict[str, Any], Any, str, int, int]] = {
     "ppo, overlapped": (PPO | {"overlap": "on"}, Walk, "sim:0", 1, 7),
     "ppo that acts on the card, captured": (PPO, Walk, "sim:0", 0, 53),
     "pqn": (PQN, Walk, "cpu", 1, 11),
-    "dqn": (DQN, Walk, "cpu", 3, 13),
+    "dqn": (DQN, Walk, "cpu", 3, 1),
     "dqn, captured": (DQN, Walk, "cpu", 1, 61),
     "prioritized": (PRIORITIZED, Walk, "cpu", 3, 19),
     "prioritized, eager": (PRIORITIZED | {"compile": "off"}, Walk, "cpu", 3, 97),
@@ -100,7 +100,7 @@ def test_each_failed_allocation_of_an_iteration_changes_nothing_but_is_told(
 ) -> None:
     act_on(monkeypatch, "cpu")
     runs = Runs(PPO, Walk, 1)
-    assert runs.n_allocations > 10
+    assert runs.n_allocations >= 4
     for nth in range(1 + part, runs.n_allocations + 1, PARTS):
         runs.check(nth)
 
@@ -110,6 +110,6 @@ def test_a_failed_allocation_changes_nothing_but_is_told(case: str, monkeypatch:
     settings, env, acting, iteration, stride = CASES[case]
     act_on(monkeypatch, acting)
     runs = Runs(settings, env, iteration)
-    assert runs.n_allocations > 10
+    assert runs.n_allocations >= 4
     for nth in range(1, runs.n_allocations + 1, stride):
         runs.check(nth)
