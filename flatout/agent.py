@@ -388,6 +388,8 @@ class Agent:
         ]
         if config.atari or config.frame_stack > 1:
             lines.append(config.frames())
+        else:
+            lines += _stacked_by_the_env(self.policy.obs)
         if self._trainer is not None:
             plan = self._trainer.plan
             lines.append(f"executor {plan.executor_name}: {self._trainer.plan_reason}")
@@ -628,6 +630,20 @@ def _resolve(
 def _prepared(factory: EnvFactory, config: RunConfig, device: str) -> EnvFactory:
     """The factory with what the run's settings say about its envs."""
     return replace(factory, device=device, atari=bool(config.atari), frame_stack=config.frame_stack or 1)
+
+
+def _stacked_by_the_env(obs: ObsLayout) -> list[str]:
+    """What an agent sees of an env that stacks frames itself, in at most one line."""
+    stacked = [spec for spec in obs.specs if spec.frames > 1]
+    if not stacked:
+        return []
+    channels, height, width = stacked[0].shape
+    frame = (
+        f"{height}x{width}"
+        if channels == stacked[0].frames
+        else f"{height}x{width}x{channels // stacked[0].frames}"
+    )
+    return [f"observations: {frame}, {stacked[0].frames} frames stacked by the env"]
 
 
 def _for_one_env(factory: EnvFactory, settings: dict[str, Any]) -> dict[str, Any]:
