@@ -116,7 +116,7 @@ def measure(library: str, env: str, seed: int, steps: int, *, timed: bool = Fals
         capture_output=True,
         text=True,
         check=False,
-        preexec_fn=(lambda: os.sched_setaffinity(0, core)) if timed else None,  # noqa: PLW1509
+        preexec_fn=(lambda: os.sched_setaffinity(0, core)) if timed else None,
     )
     if done.returncode:
         print(f"{library} {env} seed {seed} failed: {done.stderr.strip().splitlines()[-1]}", flush=True)

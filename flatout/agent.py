@@ -386,7 +386,9 @@ class Agent:
             f"({self.machine.cores} cores) · seed {config.seed}",
             config.arithmetic(),
         ]
-        if normalized := [it for it in ("obs", "reward") if getattr(config.algorithm, f"normalize_{it}", False)]:
+        if normalized := [
+            it for it in ("obs", "reward") if getattr(config.algorithm, f"normalize_{it}", False)
+        ]:
             words = {"obs": "observations", "reward": "rewards"}
             lines.append(f"normalized: {' and '.join(words[it] for it in normalized)}")
         if config.atari or config.frame_stack > 1:
