@@ -132,7 +132,8 @@ class Trainer:
         self._open(decision.ways, None if checkpoint is None else _arrays("envs.", checkpoint.tensors))
         if ranks is not None:
             self.fresh_envs = sorted(set().union(*ranks.gather(self.fresh_envs)))
-        self.plan_reason = decision.reasons.get(self.plan, "")
+        reason = decision.reasons.get(self.plan, "")
+        self.plan_reason = "the env is made already" if env.factory.is_instance else reason
         self._speed_up_updates(self.pipeline.learn_threads)
         self._close_learner = weakref.finalize(self, self.learner.close)
         if checkpoint is not None:
