@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from flatout.algorithms.base import Algorithm, imported
 from flatout.algorithms.ppo.config import PPOConfig
-from flatout.algorithms.ppo.recipes import AUTO, PRESETS, RECIPES
+from flatout.algorithms.ppo.recipes import AUTO, AUTO_CONTINUOUS, PRESETS, RECIPES
 
 ALGORITHM = Algorithm(
     name="ppo",
@@ -25,4 +25,5 @@ ALGORITHM = Algorithm(
     recipes=RECIPES,
     presets=PRESETS,
     auto=AUTO,
+    auto_continuous=AUTO_CONTINUOUS,
 )
