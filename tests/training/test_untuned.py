@@ -20,7 +20,7 @@ class Endless(gym.Env[Any, Any]):
     """Never ends an episode."""
 
     observation_space = spaces.Box(-1, 1, (2,))
-    action_space = spaces.Discrete(2)
+    action_space: gym.Space[Any] = spaces.Discrete(2)
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed, options=options)
