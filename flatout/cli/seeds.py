@@ -26,6 +26,7 @@ from flatout.runlog.files import number, read_json, write_json
 from flatout.runlog.folder import default_run_name
 from flatout.scale.processes import POLL_SECONDS, Processes, as_flags
 from flatout.views.figures import count, mean_and_std, rate, seconds_text
+from flatout.views.jobs import outcome
 
 KEPT = (
     "status error device env_steps wall_seconds steps_per_second episodes return_mean return_std eval_return_mean "
@@ -62,7 +63,7 @@ class Group:
             sleep(POLL_SECONDS)
             for name, code in processes.ended().items():
                 self._codes[int(name)] = code or 0
-                self.tell(f"seed {name}: {_outcome(self.summary_of(int(name)), code or 0)}")
+                self.tell(f"seed {name}: {outcome(self.summary_of(int(name)), code or 0)}")
 
     def failed_at_once(self, seed: int) -> int:
         """The exit code of a run that did not begin; 0 if it did."""
@@ -224,18 +225,6 @@ def _place(group: Group, seed: int) -> list[str]:
 
 def _teller(args: argparse.Namespace) -> Callable[[str], None]:
     return (lambda _: None) if args.quiet else (lambda line: print(line, flush=True))
-
-
-def _outcome(summary: Mapping[str, Any], code: int) -> str:
-    if not summary:
-        return f"failed with exit code {code}"
-    mean, std, steps, seconds = (
-        number(summary.get(key)) for key in ("return_mean", "return_std", "env_steps", "wall_seconds")
-    )
-    result = "no episode ended" if mean is None else f"return {mean_and_std(mean, std)}"
-    return (
-        f"{summary.get('status')}, {result}, {count(steps or 0)} env steps in {seconds_text(seconds or 0.0)}"
-    )
 
 
 def table(summary: Mapping[str, Any]) -> str:
