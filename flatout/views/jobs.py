@@ -130,6 +130,11 @@ class JobsDisplay:
         if self._live is not None:
             self._live.stop()
 
+    @property
+    def is_live(self) -> bool:
+        """Whether a table is drawn."""
+        return self._live is not None
+
     def note(self, text: str) -> None:
         """Print a line."""
         if not self._quiet:
