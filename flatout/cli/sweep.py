@@ -11,7 +11,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from flatout.algorithms.space import Number
+from flatout.algorithms.space import Choice, Number
 from flatout.cli import parser as cli
 from flatout.config.fields import all_fields, convert
 from flatout.config.run_config import RunConfig
@@ -253,6 +253,7 @@ def _write(
         status="finished" if done else "stopped" if stopped else "running",
         best=best.trial if best is not None else None,
         logs=frozenset(name for name, it in plan.space.items() if isinstance(it, Number) and it.log),
+        choices=frozenset(name for name, it in plan.space.items() if isinstance(it, Choice)),
     )
     write_text(plan.folder / "sweep.html", sweep_page(page))
     summary = {

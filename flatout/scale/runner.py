@@ -115,6 +115,7 @@ class Runner:
         self._runs: dict[str, Running] = {}
         self._demands: dict[str, tuple[Demand, str]] = {}
         self._told: set[str] = set()
+        self._stopping: set[str] = set()
 
     def run(self) -> None:
         """Run until no job is left or a signal has stopped all."""
@@ -132,8 +133,10 @@ class Runner:
                     self._show(self)
 
     def stop(self, job: Job) -> None:
-        """Ask a job to save and end."""
-        self.processes.stop(job.name)
+        """Ask a job to save and end, once: a second signal would not let it save."""
+        if job.name not in self._stopping:
+            self._stopping.add(job.name)
+            self.processes.stop(job.name)
 
     def cores_of(self, name: str) -> tuple[int, ...]:
         """The cores of a running job; empty: all."""
@@ -177,6 +180,7 @@ class Runner:
 
     def _end(self, job: Job, code: int | None) -> None:
         began = self._runs.pop(job.name).began
+        self._stopping.discard(job.name)
         summary = read_json(job.run / "summary.json")
         if is_locked(job.run) and self.adopt(job):
             return  # another process trains there: an earlier runner was killed before it could say so

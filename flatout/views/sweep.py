@@ -19,7 +19,8 @@ SLICE_WIDTH, SLICE_HEIGHT = 250, 150
 MOST_SLICES, MOST_AXES = 24, 10
 STYLE = """
 svg { display: block; width: 100%; height: auto; overflow: visible; }
-svg text { font-size: 11.5px; fill: var(--soft); font-variant-numeric: tabular-nums; }
+svg text { font-size: 11.5px; fill: var(--soft); font-variant-numeric: tabular-nums; paint-order: stroke;
+  stroke: var(--card); stroke-width: 3px; }
 .grid { stroke: var(--faint); } .axis { stroke: var(--line); }
 .done { fill: var(--accent); } .pruned { fill: none; stroke: var(--third); } .failed { fill: var(--bad); }
 .best { fill: var(--second); } .front { fill: none; stroke: var(--second); stroke-width: 2; }
@@ -71,6 +72,8 @@ class SweepPage:
     """Number of the winning trial."""
     logs: frozenset[str] = field(default_factory=frozenset)
     """Settings whose axes are logarithmic."""
+    choices: frozenset[str] = field(default_factory=frozenset)
+    """Settings with a few values, which are drawn at equal distances."""
 
     @property
     def known(self) -> list[TrialPoint]:
@@ -110,12 +113,13 @@ def sweep_page(page: SweepPage) -> str:
 
 
 class _Axis:
-    """Places values on a line from 0 to 1: numbers by size, others by their order."""
+    """Places values on a line from 0 to 1: numbers by size, choices and others by their order."""
 
-    def __init__(self, values: Sequence[Any], *, log: bool = False) -> None:
-        self.is_number = all(isinstance(it, int | float) and not isinstance(it, bool) for it in values)
+    def __init__(self, values: Sequence[Any], *, log: bool = False, by_order: bool = False) -> None:
+        are_numbers = all(isinstance(it, int | float) and not isinstance(it, bool) for it in values)
+        self.is_number = are_numbers and not by_order
         self._log = log and self.is_number and min(values) > 0
-        kinds = sorted(set(values), key=lambda it: (str(type(it)), it) if not self.is_number else ("", it))
+        kinds = sorted(set(values), key=lambda it: (0, it) if are_numbers else (len(str(it)), str(it)))
         self._order = {value: nth for nth, value in enumerate(kinds)}
         if self.is_number:
             self._low, self._high = self._scaled(kinds[0]), self._scaled(kinds[-1])
@@ -243,10 +247,16 @@ def _slices(page: SweepPage) -> str:
     )
 
 
+def _axis(page: SweepPage, name: str, points: Sequence[TrialPoint]) -> _Axis:
+    """The axis of a setting."""
+    values = [it.params[name] for it in points if name in it.params] or [0]
+    return _Axis(values, log=name in page.logs, by_order=name in page.choices)
+
+
 def _slice(page: SweepPage, name: str, axis: _Axis | None) -> str:
     points = [it for it in page.known if name in it.params]
     assert axis is not None
-    across = _Axis([it.params[name] for it in points], log=name in page.logs)
+    across = _axis(page, name, points)
     width, left = SLICE_WIDTH, 44
 
     def x(place: float) -> float:
@@ -270,7 +280,7 @@ def _parallel(page: SweepPage) -> str:
     if len(done) < 2 or not names:
         return ""
     height, columns = 300, [*names, page.what]
-    axes = [_Axis([it.params[n] for it in done if n in it.params] or [0], log=n in page.logs) for n in names]
+    axes = [_axis(page, name, done) for name in names]
     axes.append(_value_axis(page))
     gap = (WIDTH - 120) / (len(columns) - 1)
 

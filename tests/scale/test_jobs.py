@@ -49,6 +49,17 @@ def states(folder: Path) -> dict[str, str]:
     return {job.name: job.state for job in Queue(folder / "runs").jobs()}
 
 
+def train_alone(folder: Path, name: str, *argv: str) -> None:
+    """A single run on one core, as jobs side by side have: initial weights are rounded by the number of threads."""
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    try:
+        done = flatout("train", "CartPole-v1", *TINY, "--run-name", name, "--quiet", *argv, cwd=folder)
+    finally:
+        os.sched_setaffinity(0, cores)
+    assert done.returncode == 0, done.stderr
+
+
 def wait_until(happens: Callable[[], object], process: subprocess.Popen[bytes] | None = None) -> None:
     deadline = time.monotonic() + 200
     while not happens():
@@ -79,19 +90,7 @@ def test_one_failing_job_harms_no_other_and_the_rest_are_as_single_runs(tmp_path
     assert "broken for good" in rows["bad"]["error"]
     assert "bad: failed: " in done.stderr
     assert "3 jobs of 4 finished, 1 failed" in done.stderr
-    argv = [
-        "train",
-        "CartPole-v1",
-        *TINY,
-        "--timesteps",
-        "2048",
-        "--seed",
-        "5",
-        "--run-name",
-        "alone",
-        "--quiet",
-    ]
-    flatout(*argv, cwd=tmp_path)
+    train_alone(tmp_path, "alone", "--timesteps", "2048", "--seed", "5")
     assert_same(tmp_path / "runs" / "good", tmp_path / "runs" / "alone")
 
     before = (tmp_path / "runs" / "good" / "summary.json").stat().st_mtime_ns
@@ -126,10 +125,7 @@ def test_kills_of_the_queue_and_of_a_job_lose_nothing(tmp_path: Path) -> None:
     assert states(tmp_path) == {"a": "finished", "b": "finished"}
     for name in "ab":
         assert summary_of(runs / name)["env_steps"] == 81_920
-    flatout(
-        *["train", "CartPole-v1", *TINY, "--timesteps", "81920", "--run-name", "whole", "--quiet"],
-        cwd=tmp_path,
-    )
+    train_alone(tmp_path, "whole", "--timesteps", "81920")
     assert_same(runs / "a", runs / "whole")
 
 
