@@ -8,9 +8,10 @@ nothing, no more than k run from then on.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import median
 from time import time
 
 import numpy as np
@@ -91,8 +92,8 @@ class Schedule:
         """The runs whose total speed is being measured …"""
         self._since: dict[str, tuple[float, float]] = {}
         """… and how far each was when that began."""
-        self._totals: dict[int, float] = {}
-        """Total speed by number of runs, in units of their predicted speeds."""
+        self._rates: dict[str, float] = {}
+        """Steps/s of each run of the set that was measured last."""
         self.reason = "" if at_once is None else f"--at-once {at_once}"
         """Why no more run side by side."""
 
@@ -151,29 +152,37 @@ class Schedule:
         if not self._since:
             self._since = {name: it.at for name, it in running.items() if it.at is not None}
             return
-        total = _total(list(running.values()), self._since)
-        if total is not None:
-            self._totals[len(running)] = total
-            self._correct(len(running))
+        rates = _rates(running.values(), self._since)
+        if rates is not None:
+            self._correct(running, rates)
+            self._rates = rates
 
-    def _correct(self, k: int) -> None:
-        """Compare the total speed of k runs with that of k - 1."""
-        before, now = self._totals.get(k - 1), self._totals[k]
-        if self._fixed is None and before is not None and now < GAIN * before:
-            self._limit = k - 1
-            self.reason = f"a {_nth(k)} run brought {now / before - 1:+.0%} of total speed"
+    def _correct(self, running: Mapping[str, Running], rates: Mapping[str, float]) -> None:
+        """If these are the runs that were measured before and one more: see what that one brought."""
+        before = self._rates
+        added = [name for name in rates if name not in before]
+        if self._fixed is not None or not before or len(added) != 1 or len(rates) != len(before) + 1:
+            return
+        # What the new run would do alone is not known: as much as predicted, by how right that was for the others.
+        accuracy = median(rate / running[name].predicted.steps_per_second for name, rate in before.items())
+        alone = accuracy * running[added[0]].predicted.steps_per_second
+        total = sum(rates[name] / rate for name, rate in before.items()) + rates[added[0]] / max(alone, 1e-9)
+        if total < GAIN * len(before):
+            self._limit = len(before)
+            brought = f"{total / len(before) - 1:+.0%}"
+            self.reason = f"a {_nth(len(rates))} run brought {brought} of total speed"
 
 
-def _total(running: Sequence[Running], since: Mapping[str, tuple[float, float]]) -> float | None:
-    """Steps/s of all, each in units of its predicted speed; None if that is measured over too short a time."""
-    total = 0.0
+def _rates(running: Collection[Running], since: Mapping[str, tuple[float, float]]) -> dict[str, float] | None:
+    """Steps/s of each run; None if that is measured over too short a time, or one did not move."""
+    rates = {}
     for it in running:
         assert it.at is not None
         seconds, steps = it.at[0] - since[it.name][0], it.at[1] - since[it.name][1]
-        if seconds < WINDOW_SECONDS:
+        if seconds < WINDOW_SECONDS or steps <= 0:
             return None
-        total += steps / seconds / max(it.predicted.steps_per_second, 1e-9)
-    return total
+        rates[it.name] = steps / seconds
+    return rates
 
 
 def _nth(n: int) -> str:

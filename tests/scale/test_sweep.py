@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import re
 import signal
 import subprocess
@@ -23,11 +24,13 @@ from flatout.algorithms.space import ELEGANTRL, NAMED, Space, between, bounded, 
 from flatout.config.run_config import resolve
 from flatout.errors import FlatoutError
 from flatout.runlog.folder import RunFolder
+from flatout.scale.runner import Job
 from flatout.scale.spaces import read_space, settings_of, space_for, suggest
 from flatout.scale.sweep import (
     RUNGS,
     UNREACHED,
     SweepPlan,
+    Trials,
     open_study,
     quiet_optuna,
     returns_at_rungs,
@@ -196,6 +199,38 @@ def test_a_journal_belongs_to_one_sweep_and_survives_a_cut_line(tmp_path: Path) 
     assert [it.values for it in open_study(plan).trials] == [[1.0], [2.0]]
     with pytest.raises(FlatoutError, match="holds a sweep with another timesteps; use another --storage"):
         open_study(plan_in(tmp_path, timesteps=901))
+
+
+def test_a_trial_left_by_a_killed_process_goes_on_with_its_values(tmp_path: Path) -> None:
+    space: Space = {"learning_rate": between(1e-4, 1e-2, log=True), "gamma": one_of(0.9, 0.99)}
+    plan = plan_in(tmp_path, space=space, n_trials=2)
+    gone = {"host": platform.node(), "pid": 2**22 + 1, "created": 1.0}
+    study = open_study(plan)
+    whole, cut = study.ask(), study.ask()
+    values = suggest(whole, space)
+    cut_value = cut.suggest_float(
+        "learning_rate", 1e-4, 1e-2, log=True
+    )  # killed before the second value was drawn
+    for trial in (whole, cut):
+        trial.set_user_attr("owner", gone)
+    other = study.ask()
+    other.set_user_attr("owner", {**gone, "host": "elsewhere"})
+    trials = Trials(plan)
+    jobs: list[Job] = []
+    for _ in range(2):
+        (job,) = trials.waiting()
+        assert job.state == "running"
+        job.state = "finished"
+        job.run.mkdir()
+        (job.run / "summary.json").write_text(json.dumps({"return_mean": 5.0 + len(jobs)}))
+        trials.save(job)
+        jobs.append(job)
+    assert trials.waiting() == [], "the trial of another machine counts"
+    assert {name: jobs[0].settings[name] for name in values} == values
+    assert jobs[1].settings["learning_rate"] == cut_value
+    assert jobs[1].settings["gamma"] in (0.9, 0.99)
+    assert [it.number for it in trials.finished()] == [1, 0]
+    assert [it.values for it in open_study(plan).trials[:2]] == [[5.0], [6.0]]
 
 
 def journal(folder: Path) -> list[optuna.trial.FrozenTrial]:
