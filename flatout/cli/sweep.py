@@ -314,5 +314,5 @@ def _verdict(
     if not plan.maximizes and defaults.values and -defaults.score(plan) < UNREACHED:
         text += f" That is {best.score(plan) and defaults.score(plan) / best.score(plan):.1f} × as fast."
     if len(best.values) < 5:
-        text += f" {plural(len(best.values), 'seed')} tell little about a small difference."
+        text += f" With {plural(len(best.values), 'seed')} a small difference means little."
     return text

@@ -10,20 +10,22 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from time import monotonic, sleep
+from time import monotonic, sleep, time
 from typing import Any, Protocol
 
 from flatout.config.run_config import RunConfig, resolve
 from flatout.device.accelerator import resolve_device
 from flatout.device.machine import usable_cores
 from flatout.perf.demand import Demand, predict
-from flatout.runlog.files import read_json
+from flatout.runlog.files import number, read_json
 from flatout.runlog.folder import holder, is_locked
 from flatout.scale.processes import POLL_SECONDS, SIGNALS, Processes, as_flags, find, identity, last_line
 from flatout.scale.schedule import Running, Schedule
 
 LOOK_SECONDS = 1.0
 """Time between two looks at the runs: they write their progress once a second."""
+CLOCK_SECONDS = 1.0
+"""By how much the times of a file and of a process may differ."""
 MAX_RESTARTS = 3
 """How often a job whose process was killed is started again."""
 MPS_PIPE = "CUDA_MPS_PIPE_DIRECTORY"
@@ -153,11 +155,21 @@ class Runner:
         self._begun(job, identity(found.pid), ())
         return True
 
+    def _take_up(self, job: Job) -> bool:
+        """Look after a job that an earlier runner left, or see that it has finished; false if it has to be started."""
+        if self.adopt(job):
+            return True
+        if _status(job) != "finished":
+            return False
+        job.state = "finished"
+        self._work.save(job)
+        return True
+
     def _begin_more(self) -> bool:
         """Start jobs while there is room; whether any is left to start."""
         while self.processes.stopped_by is None and (waiting := self._work.waiting()):
             job = max(waiting, key=self._seconds)  # the longest first: short ones fill the end
-            if job.state == "running" and self.adopt(job):
+            if job.state == "running" and self._take_up(job):
                 continue
             demand, device = self._demand(job)
             if not self.schedule.admits(self._runs.values(), demand, device):
@@ -176,15 +188,15 @@ class Runner:
         self._work.save(job)
         demand, device = self._demand(job)
         self.jobs[job.name] = job
-        self._runs[job.name] = Running(job.name, job.run, demand, cores, device)
+        began = number(job.process.get("created")) or time()
+        self._runs[job.name] = Running(job.name, job.run, demand, cores, device, began)
 
     def _end(self, job: Job, code: int | None) -> None:
-        began = self._runs.pop(job.name).began
+        del self._runs[job.name]
         self._stopping.discard(job.name)
-        summary = read_json(job.run / "summary.json")
         if is_locked(job.run) and self.adopt(job):
             return  # another process trains there: an earlier runner was killed before it could say so
-        status = summary.get("status") if _written(job.run / "summary.json") >= began - 1 else None
+        status = _status(job)
         stopping = self.processes.stopped_by is not None or -(code or 0) in SIGNALS
         if status in ("finished", "stopped"):
             job.state = status
@@ -197,8 +209,8 @@ class Runner:
             job.state, job.afresh = "waiting", True
             self._tell(f"{job.name}: {self._last_line(job)}; it begins again")
         else:
-            why = str(summary.get("error") or "") if status == "failed" else ""
-            job.state, job.error = "failed", why or self._last_line(job) or f"exit code {code}"
+            why = read_json(job.run / "summary.json").get("error") if status == "failed" else ""
+            job.state, job.error = "failed", str(why or self._last_line(job) or f"exit code {code}")
         self._work.save(job)
 
     def _last_line(self, job: Job) -> str:
@@ -248,8 +260,12 @@ def _card_settings(device: str) -> dict[str, str]:
     return {MPS_PIPE: str(_mps_folder())} if device.startswith("cuda") and mps_runs() else {}
 
 
-def _written(path: Path) -> float:
+def _status(job: Job) -> str | None:
+    """How the job's last process has ended its run; None if it has not."""
+    path = job.run / "summary.json"
     try:
-        return path.stat().st_mtime
+        written = path.stat().st_mtime
     except OSError:
-        return 0.0
+        return None
+    is_older = written < (number(job.process.get("created")) or 0.0) - CLOCK_SECONDS
+    return None if is_older else read_json(path).get("status")

@@ -138,7 +138,7 @@ class JobsDisplay:
     def note(self, text: str) -> None:
         """Print a line."""
         if not self._quiet:
-            self._console.print(Text(text))
+            self._console.print(Text(text), soft_wrap=True)
 
     def show(self, rows: Sequence[JobRow], title: str = "") -> None:
         """Draw the table, or print what has changed."""

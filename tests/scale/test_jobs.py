@@ -19,6 +19,7 @@ from flatout.runlog.files import read_json
 from flatout.runlog.folder import is_locked
 from flatout.scale.jobs import Queue, make_jobs, read_jobs
 from flatout.scale.processes import as_flags, find, identity
+from flatout.scale.runner import Runner
 from tests.cli.test_runs import TINY, assert_same, command, flatout, summary_of
 
 SHARED = "n_envs = 4\nn_steps = 32\nbatch_size = 64\nn_epochs = 2\n"
@@ -227,6 +228,23 @@ def test_a_queue_of_a_stranger_runs_no_code(tmp_path: Path) -> None:
     assert [it.name for it in queue.waiting()] == ["a"]
     assert "no run of yours wrote this file" in {it.name: it.error for it in queue.jobs()}["b"]
     assert {it.name for it in Queue(tmp_path / "runs", trust=True).waiting()} == {"a"}
+
+
+def test_a_job_that_finished_without_its_queue_is_not_run_again(tmp_path: Path) -> None:
+    queue = Queue(tmp_path)
+    table = {"name": "a", "env": "CartPole-v1"}
+    queue.add(make_jobs(table, "here", tmp_path, trust=False), "here")
+    (it,) = queue.jobs()
+    child = subprocess.Popen(["true"])
+    it.state, it.process = "running", identity(child.pid)
+    child.wait()
+    Queue(tmp_path).save(it)
+    it.run.mkdir()
+    (it.run / "summary.json").write_text('{"status": "finished"}')
+    with queue.held():
+        Runner(queue, queue.path).run()
+    assert [job.state for job in queue.jobs()] == ["finished"]
+    assert not (queue.path / "a.log").exists(), "nothing was started"
 
 
 def test_seeds_become_jobs(tmp_path: Path) -> None:
