@@ -7,7 +7,7 @@ B: batch, T: time steps, N: envs, M: slots of each; slot i = n · M + t.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -16,10 +16,19 @@ from torch import Tensor
 
 from flatout.buffers.batch import ReplayBatch, torch_dtype
 from flatout.buffers.priority import FAN, LEAF_FAN, MAX_PRIORITY, MIN_PRIORITY, PrioritySampler
-from flatout.buffers.replay import Rings, Sampler
+from flatout.buffers.replay import Rings, Sampler, minibatches_at_once
 from flatout.buffers.replay_kernels import EMPTY, GOES_ON, TERMINATED, TRUNCATED, draw_key, fill_uniforms
 from flatout.buffers.rollout import Rollout, TensorRollout
-from flatout.device.accelerator import Retries, has_streams, send
+from flatout.device.accelerator import (
+    Graph,
+    Packed,
+    Retries,
+    current_stream,
+    has_streams,
+    new_event,
+    send,
+    short_reason,
+)
 from flatout.envs.spaces import ActionLayout, Array, ObsLayout
 from flatout.models.params import copy_all
 
@@ -40,28 +49,87 @@ class TensorReplay(Rings[Tensor]):
             return torch.zeros(shape, dtype=torch_dtype(dtype), device=device)
 
         super().__init__(obs, action, n_envs, capacity, zeros, torch.arange(n_envs, device=device))
-        self.device, self._attempt = device, (retries or Retries(device)).attempt
+        self.device, self._retries = device, retries or Retries(device)
+        self._attempt = self._retries.attempt
         self.n_steps = 0
         """Steps that every env took, at least: what the host knows without a sync."""
+        self.captures = False
+        """Whether to store rollouts by a captured graph."""
+        self._sent: list[Packed] = []
+        """Memory for a rollout from RAM: its columns and observations, and the final observations."""
+        self._copied: torch.Event | None = None
+        self._graphs: dict[object, Graph | None] = {}
+        """By where a rollout lies; None: rollouts from there were stored eagerly so far."""
 
     def add_rollout(self, rollout: TensorRollout | Rollout) -> None:
         """Store all steps of a rollout; see `Replay.add_rollout`."""
-        attempt = self._attempt
-        columns = rollout.action, rollout.reward, rollout.terminated, rollout.truncated
-        steps, obs = attempt(lambda: [self._to_device(*x) for x in (columns, rollout.obs)])
-        next_obs = finals = [x[1:] for x in obs]
-        if isinstance(rollout, TensorRollout) or rollout.truncated.any():
-            finals = attempt(lambda: self._to_device(*rollout.final_obs))
-        attempt(lambda: self._begin([x[0] for x in obs], rollout.n_steps))
-        # Few enough at a time that no ring wraps around: then no slot is written twice.
-        span = max(1, (self.n_slots - 1) // 2)
-        for t in range(0, rollout.n_steps, span):
-            parts = [[x[t : t + span] for x in arrays] for arrays in (steps, next_obs, finals)]
-            attempt(partial(self._add, *parts))
+        steps, obs, finals = self._attempt(lambda: self._on_device(rollout))
+        key = steps[0].data_ptr(), finals[0].data_ptr()
+        if not self.captures:
+            self._store(steps, obs, finals)
+        elif key not in self._graphs:
+            self._store(steps, obs, finals)
+            self._graphs[key] = None
+        else:
+            self._replay(key, lambda: self._store(steps, obs, finals))
+        self._count(rollout.n_steps)
         self.n_steps += rollout.n_steps
 
-    def _to_device(self, *arrays: Tensor | Array) -> list[Tensor]:
-        return [send(x, self.device) for x in arrays]
+    def _replay(self, key: object, store: Callable[[], None]) -> None:
+        """Store by a graph, which is captured first if there is none."""
+        graph = self._graphs[key]
+        if graph is None:
+            try:
+                graph = self._graphs[key] = self._attempt(lambda: Graph(store, self.device))
+            except RuntimeError as error:
+                self.captures = False
+                self._retries.notes.append(f"rollouts are stored without a graph: {short_reason(error)}")
+                return store()
+        return graph.replay()
+
+    def _on_device(self, rollout: TensorRollout | Rollout) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        """A rollout's columns, observations and final observations; from RAM always to the same memory."""
+        if isinstance(rollout, TensorRollout):
+            groups = rollout.columns, rollout.obs, rollout.final_obs
+            (action, _, *rest), obs, last = ([x.to(self.device) for x in group] for group in groups)
+            return [action, *rest], obs, last
+        given, _, *others = rollout.columns
+        arrays, finals = [given, *others, *rollout.obs], rollout.final_obs
+        if has_streams(self.device):
+            sent = self._send(arrays, finals if rollout.truncated.any() else ())
+        else:
+            sent = [send(x, self.device) for x in (*arrays, *finals)]
+        steps, obs, last = sent[:4], sent[4 : len(arrays)], sent[len(arrays) :]
+        return steps, obs, last or [x[1:] for x in obs]
+
+    def _send(self, arrays: Sequence[Array], finals: Sequence[Array]) -> list[Tensor]:
+        """Copy arrays of a rollout to the device, as one block or two, without waiting."""
+        if not self._sent:
+            self._sent = [Packed(arrays, self.device)]
+            self._copied = new_event(self.device)
+        elif self._copied is not None and not self._copied.query():
+            self._copied.synchronize()  # the copy before still reads the memory
+        if finals and len(self._sent) == 1:
+            self._sent.append(Packed(finals, self.device))
+        tensors: list[Tensor] = []
+        for packed, given in zip(self._sent, (arrays, finals), strict=False):
+            if given:
+                for out, array in zip(packed.arrays, given, strict=True):
+                    out[...] = array
+                tensors += packed.to_device()
+        assert self._copied is not None, "it is made with the memory"
+        self._copied.record(current_stream(self.device))
+        return tensors
+
+    def _store(self, steps: list[Tensor], obs: list[Tensor], finals: list[Tensor]) -> None:
+        """Store a rollout that is on the device; launches only, so that it can be captured."""
+        attempt = self._attempt
+        attempt(lambda: self._begin([x[0] for x in obs]))
+        # Few enough at a time that no ring wraps around: then no slot is written twice.
+        span = max(1, (self.n_slots - 1) // 2)
+        for t in range(0, len(steps[0]), span):
+            parts = [[x[t : t + span] for x in arrays] for arrays in (steps, [x[1:] for x in obs], finals)]
+            attempt(partial(self._add, *parts))
 
     def _add(self, steps: list[Tensor], obs: list[Tensor], final_obs: list[Tensor]) -> None:
         """Store some steps; `head` changes last, so that all can be repeated if memory runs out."""
@@ -151,18 +219,33 @@ class Uniforms:
         self._seed, self._device = seed, device
         self._rows = torch.zeros(0, 0, dtype=torch.float64, device=device)
         self._next = torch.zeros(1, dtype=torch.int64, device=device)
+        self._prepared: tuple[tuple[int, ...], Tensor] = (), torch.zeros(0)
+        """Which draws, and their numbers."""
 
-    def load(self, first_draw: int, n_draws: int, width: int) -> bool:
-        """Send the numbers of so many draws to the device; false if they have the same memory as before."""
+    def prepare(self, *draws: int) -> None:
+        """Make the numbers of the next `load`, while the device has work."""
+        self._prepared = draws, self._drawn(*draws)
+
+    def _drawn(self, first_draw: int, n_draws: int, width: int) -> Tensor:
         drawn = torch.empty(n_draws, width, dtype=torch.float64, pin_memory=has_streams(self._device))
         for i, row in enumerate(drawn.numpy()):
             fill_uniforms(draw_key(self._seed, first_draw + i), row)
+        return drawn
+
+    def load(self, first_draw: int, n_draws: int, width: int) -> bool:
+        """Send the numbers of so many draws to the device; false if they have the same memory as before."""
+        draws = first_draw, n_draws, width
+        drawn = self._prepared[1] if self._prepared[0] == draws else self._drawn(*draws)
         moved = self._rows.shape[1] != width or len(self._rows) < n_draws
         if moved:
             self._rows = torch.zeros(2 * n_draws, width, dtype=torch.float64, device=self._device)
         self._rows[:n_draws].copy_(drawn, non_blocking=True)
-        self._next.zero_()
+        self.rewind()
         return moved
+
+    def rewind(self) -> None:
+        """Begin with the first row again."""
+        self._next.zero_()
 
     def take(self) -> Tensor:
         """The numbers of the next draw."""
@@ -171,12 +254,84 @@ class Uniforms:
         return row
 
 
-class DeviceDraws:
+class UniformDraws:
+    """The minibatches of captured updates, drawn uniformly: one launch draws many, an update takes the next of them."""
+
+    def __init__(self, sampler: TensorUniform, size: int) -> None:
+        self._sampler, self._size, self._n_at_once = sampler, size, minibatches_at_once(size)
+        self._row = torch.zeros(1, dtype=torch.int64, device=sampler.replay.device)
+        """The minibatch that the next update takes."""
+        self._drawn: ReplayBatch | None = None
+        self._draw: Graph | None = None
+        self._first = 0
+
+    def begin(self, n: int, beta: float) -> bool:  # noqa: ARG002
+        """Prepare `n` minibatches; true if memory moved, so that a capture is out of date."""
+        sampler, n_rows = self._sampler, self._size * self._n_at_once
+        if self._drawn is None:
+            self._drawn = sampler.sample(n_rows)
+            sampler.n_draws -= 1
+        self._first = sampler.n_draws
+        return sampler.load(-(-n // self._n_at_once), n_rows) or self._draw is None
+
+    def capture(self) -> None:
+        """Capture the draw of the next minibatches."""
+        warm_up = partial(self._sampler.sample, self._size * self._n_at_once)
+        self._row.zero_()
+        self._sampler.rewind()
+        self._draw = Graph(self._draw_next, self._sampler.replay.device, warm_up)
+        self._sampler.rewind()
+
+    def _draw_next(self) -> None:
+        assert self._drawn is not None, "begin has made it"
+        copy_all(self._drawn.tensors(), self._sampler.sample(self._size * self._n_at_once).tensors())
+        self._row.zero_()
+
+    def refill(self, n_done: int) -> None:
+        """Before update number `n_done`: draw the next minibatches, if those drawn are used up."""
+        assert self._draw is not None, "it is captured"
+        if n_done % self._n_at_once == 0:
+            self._draw.replay()
+
+    def next(self) -> ReplayBatch:
+        """The next minibatch; part of a captured update."""
+        drawn = self._drawn
+        assert drawn is not None, "begin has made it"
+
+        def taken(x: Tensor) -> Tensor:
+            return x.view(self._n_at_once, self._size, *x.shape[1:]).index_select(0, self._row)[0]
+
+        batch = ReplayBatch(
+            obs=tuple(map(taken, drawn.obs)),
+            action=taken(drawn.action),
+            reward=taken(drawn.reward),
+            next_obs=tuple(map(taken, drawn.next_obs)),
+            discount=taken(drawn.discount),
+            weight=drawn.weight[: self._size],  # all 1
+            index=drawn.index[: self._size],  # only priorities need the right ones
+            serial=drawn.serial[: self._size],
+        )
+        self._row.add_(1)
+        return batch
+
+    def advance(self, priority: Tensor) -> None:
+        """Nothing: draws do not depend on updates."""
+
+    def end(self, n: int) -> None:
+        """After `n` minibatches: a draw that nobody learned from did not happen."""
+        n_draws = -(-n // self._n_at_once)
+        self._sampler.n_draws = self._first + n_draws
+        self._sampler.is_loaded = False
+        if n:
+            self._sampler.prepare(n_draws, self._size * self._n_at_once)
+
+
+class PrioritizedDraws:
     """The minibatches of captured updates: `batch` is learned from, then `advance` puts the next one in its place."""
 
     batch: ReplayBatch
 
-    def __init__(self, sampler: TensorUniform | TensorPrioritized, size: int) -> None:
+    def __init__(self, sampler: TensorPrioritized, size: int) -> None:
         self._sampler, self._size = sampler, size
         self._beta = torch.zeros((), dtype=torch.float64, device=sampler.replay.device)
         self._first = 0
@@ -198,6 +353,16 @@ class DeviceDraws:
         moved, self._moved = self._moved, False
         return moved
 
+    def capture(self) -> None:
+        """Nothing: draws are a part of the captured update."""
+
+    def refill(self, n_done: int) -> None:
+        """Nothing: `advance` draws."""
+
+    def next(self) -> ReplayBatch:
+        """The minibatch to learn from."""
+        return self.batch
+
     def advance(self, priority: Tensor) -> None:
         """Draw the next minibatch, then set the priorities of this one, as prefetching does."""
         drawn = self._sampler.sample(self._size, self._beta)
@@ -208,6 +373,8 @@ class DeviceDraws:
         """After `n` minibatches: a draw that nobody learned from did not happen."""
         self._sampler.n_draws = self._first + n
         self._sampler.is_loaded = False
+        if n:
+            self._sampler.prepare(n + 1, self._size)
 
 
 class _Loads:
@@ -232,6 +399,14 @@ class _Loads:
         self.is_loaded = True
         return self._uniforms.load(self.n_draws, n_draws, self.width(size))
 
+    def prepare(self, n_draws: int, size: int) -> None:
+        """Make the numbers that `load` with the same arguments sends next."""
+        self._uniforms.prepare(self.n_draws, n_draws, self.width(size))
+
+    def rewind(self) -> None:
+        """Begin with the first of the loaded numbers again."""
+        self._uniforms.rewind()
+
     def take(self, size: int) -> Tensor:
         """The numbers of the next draw."""
         if not self.is_loaded:
@@ -242,11 +417,12 @@ class _Loads:
 class TensorUniform(_Loads, Sampler[TensorReplay]):
     """As `Uniform`, on the device of its replay."""
 
-    SPARE = 32
-    """Candidates besides four for each transition: at most every second slot is empty, so these never run out."""
+    SPARE = 64
+    """Candidates besides two for each transition and eight standard deviations: at most every second slot is empty, so these
+    never run out."""
 
     def width(self, size: int) -> int:
-        return 4 * size + self.SPARE
+        return 2 * size + int(8 * (2 * size) ** 0.5) + self.SPARE
 
     def _draw(self, size: int, beta: float | Tensor) -> tuple[Tensor, int] | None:  # noqa: ARG002
         it = self.replay

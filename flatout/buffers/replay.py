@@ -25,6 +25,14 @@ from flatout.buffers.rollout import Rollout, TensorRollout, Values
 from flatout.envs.spaces import ActionLayout, Array, ObsLayout
 from flatout.errors import FlatoutError
 
+MINIBATCHES_AT_ONCE, ROWS_AT_ONCE = 16, 65_536
+"""Limits of what `minibatches_at_once` answers: in minibatches, and in transitions of all of them."""
+
+
+def minibatches_at_once(size: int) -> int:
+    """How many minibatches of this size a uniform sampler draws together, in RAM and on a device alike."""
+    return max(1, min(MINIBATCHES_AT_ONCE, ROWS_AT_ONCE // size))
+
 
 class Rings(Generic[Values]):
     """The newest `capacity` steps of `n_envs` envs, in arrays or tensors; a truncation takes the memory of one step."""
@@ -102,8 +110,8 @@ class Rings(Generic[Values]):
         out: Values = head - (head - index) % self.n_slots
         return out
 
-    def _begin(self, obs: Sequence[Values], n_steps: int) -> None:
-        """Store the observations from which the envs act next, for `n_steps` steps.
+    def _begin(self, obs: Sequence[Values]) -> None:
+        """Store the observations from which the envs act next.
 
         An env whose newest observation is a different one has started a new episode: the one before is truncated.
         """
@@ -113,7 +121,6 @@ class Rings(Generic[Values]):
             changed |= (as_bytes(stored, 1) != as_bytes(new, 1)).any(1)
         in_ram = isinstance(head, np.ndarray)
         if in_ram and not changed.any():  # on a device this would be a host sync
-            self.reach += 1 + 2 * n_steps
             return
         where: Any = np.where if in_ram else torch.where
         cut, last = changed & (head > start), self.slots(envs, head - 1)
@@ -129,6 +136,9 @@ class Rings(Generic[Values]):
         self.end[at] = EMPTY
         # What decides where to write changes last: if memory runs out before, all of this can be repeated.
         head[:], start[:] = now, began
+
+    def _count(self, n_steps: int) -> None:
+        """A rollout of so many steps is stored."""
         self.reach += 1 + 2 * n_steps
 
     def _begin_obs(self, i: int, new: Any, number: Any) -> None:
@@ -205,7 +215,8 @@ class Replay(Rings[Array]):
     def add_rollout(self, rollout: Rollout | TensorRollout) -> None:
         """Store all steps of a rollout; an env that does not continue from its newest observation was reset."""
         rollout = rollout.on_host() if isinstance(rollout, TensorRollout) else rollout
-        self._begin([x[0] for x in rollout.obs], rollout.n_steps)
+        self._begin([x[0] for x in rollout.obs])
+        self._count(rollout.n_steps)
         first = self.head.copy()
         obs_at, final_at = np.empty((2, *rollout.reward.shape), np.int64)
         action = np.ascontiguousarray(rollout.action, self.action.dtype)

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -157,7 +158,7 @@ def no_compiler(device: torch.device) -> str:
     """Why code cannot be compiled for an accelerator, in a few words; empty if it can."""
     if device.type not in ("cuda", "xpu"):
         return f"there is no compiler for {device.type}"
-    return "compiled steps are not captured yet"
+    return "" if find_spec("triton") else "Triton is not installed"
 
 
 def new_stream(device: torch.device, *, urgent: bool = False) -> torch.Stream:

@@ -16,12 +16,18 @@ from torch import Tensor
 
 from flatout.buffers.batch import ReplayBatch, alloc_batch
 from flatout.buffers.capacity import SPARED, fitting_capacity, parse_capacity, transition_bytes
-from flatout.buffers.device_replay import DeviceDraws, TensorPrioritized, TensorReplay, TensorUniform
+from flatout.buffers.device_replay import (
+    PrioritizedDraws,
+    TensorPrioritized,
+    TensorReplay,
+    TensorUniform,
+    UniformDraws,
+)
 from flatout.buffers.prefetch import Prefetch
 from flatout.buffers.priority import Prioritized
-from flatout.buffers.replay import Replay, Uniform
+from flatout.buffers.replay import Replay, Uniform, minibatches_at_once
 from flatout.buffers.rollout import Learnable, Rollout, TensorRollout
-from flatout.device.accelerator import Retries, has_streams, is_accelerator
+from flatout.device.accelerator import Retries, can_capture, has_streams, is_accelerator
 from flatout.device.machine import free_memory
 from flatout.envs.spaces import Array
 from flatout.learning.learner import Learner
@@ -29,9 +35,6 @@ from flatout.learning.update import Batch, GraphBackend, PartSize
 from flatout.models.params import copy_all
 from flatout.models.policy import PolicyNet
 from flatout.timing import Phase
-
-SAMPLED_AT_ONCE = 16
-"""Minibatches that are sampled together where sampling is uniform."""
 
 
 class OffPolicyLearner(Learner[Batch]):
@@ -103,7 +106,7 @@ class OffPolicyLearner(Learner[Batch]):
         if config.clip_reward:
             reward: Any = rollout.reward
             reward[...] = reward.sign() if isinstance(rollout, TensorRollout) else np.sign(reward)
-        experience.replay.add_rollout(rollout)
+        experience.add(rollout, capture=self.capture)
         before = iteration * self.n_envs * config.n_steps
         after = before + self.n_envs * config.n_steps
         n_due = config.updates_after(after - self._starts) - config.updates_after(before - self._starts)
@@ -132,16 +135,20 @@ class OffPolicyLearner(Learner[Batch]):
         """Capture the step; if the replay buffer is on the device, with sampling and everything that follows."""
         draws, update = self.experience.draws, self.update
         if draws is None:
-            batch = self.example_batch(update.batch_size)
-            self._graph_batch, after = batch, self.after_step
+            self._graph_batch = example = self.example_batch(update.batch_size)
         else:
-            batch = self.minibatch(draws.batch)
+            draws.capture()
+            example = self.minibatch(draws.next())
 
-            def after() -> None:
-                self.after_step()
+        def next_batch() -> Batch:
+            return self.before_step(self._graph_batch if draws is None else self.minibatch(draws.next()))
+
+        def after() -> None:
+            self.after_step()
+            if draws is not None:
                 draws.advance(update.sample_output)
 
-        self._graph = GraphBackend(update, lambda: self.before_step(batch), batch, after)
+        self._graph = GraphBackend(update, next_batch, example, after)
         update.backend = self._graph.name
 
     def _replay_steps(self, n_updates: int, beta: float, stop: Callable[[], bool]) -> None:
@@ -153,6 +160,7 @@ class OffPolicyLearner(Learner[Batch]):
             self.update.parts.attempt(self._capture)
         assert self._graph is not None, "it is captured"
         while n_done < n_updates and not (n_done and stop()):
+            draws.refill(n_done)
             self._graph.replay()
             n_done += 1
         draws.end(n_done)
@@ -234,17 +242,21 @@ class Experience(Generic[Batch]):
         self._in_ram = not is_accelerator(device)
         self.retries = Retries(device)
         """Of storing and sampling that ran out of memory."""
-        self.draws: DeviceDraws | None = None
+        self.draws: UniformDraws | PrioritizedDraws | None = None
         """Draws on the device for captured updates, if the replay buffer is there."""
         self.replay: Replay | TensorReplay
         self._sampler: Uniform | Prioritized | TensorUniform | TensorPrioritized
         alloc: Callable[[], ReplayBatch] | None = None
         if not self._in_ram and capacity * each <= free_memory(device) * (1 - SPARED) / 2:
             self.replay = TensorReplay(obs, action, n_envs, capacity, device, self.retries)
-            self._sampler = on_device = (TensorPrioritized if prioritized else TensorUniform)(
-                self.replay, **how
-            )
-            self.draws = DeviceDraws(on_device, config.batch_size)
+            self.replay.captures = can_capture(device)
+            size = config.batch_size
+            if prioritized:
+                self._sampler = by_priority = TensorPrioritized(self.replay, **how)
+                self.draws = PrioritizedDraws(by_priority, size)
+            else:
+                self._sampler = uniform = TensorUniform(self.replay, **how)
+                self.draws = UniformDraws(uniform, size)
         else:
             capacity = fitting_capacity(config.buffer_size, each, torch.device("cpu"))
             self.replay = Replay(obs, action, n_envs, capacity, pin=has_streams(device))
@@ -261,6 +273,12 @@ class Experience(Generic[Batch]):
             retries=self.retries,
         )
 
+    def add(self, rollout: Rollout | TensorRollout, *, capture: bool) -> None:
+        """Store a rollout; `capture`: by a graph, where that is possible."""
+        if isinstance(self.replay, TensorReplay) and not capture:
+            self.replay.captures = False
+        self.replay.add_rollout(rollout)
+
     def batches(
         self, n: int, beta: float, drawn: Callable[[Batch, list[Batch]], None]
     ) -> Iterator[tuple[Batch, ReplayBatch]]:
@@ -268,10 +286,10 @@ class Experience(Generic[Batch]):
 
         `drawn` is called with those that are sampled together, as one minibatch and as several.
         """
-        if self._in_ram and not self._config.prioritized:
-            for start in range(0, n, SAMPLED_AT_ONCE):
-                sample, whole, parts = self._buffer(min(SAMPLED_AT_ONCE, n - start))
-                self._sampler.sample(len(sample.reward), out=sample)
+        if not self._config.prioritized and (self._in_ram or self.draws is not None):
+            n_at_once = minibatches_at_once(self._config.batch_size)
+            for start in range(0, n, n_at_once):
+                sample, whole, parts = self._sampled(min(n_at_once, n - start))
                 drawn(whole, parts)
                 for part in parts:
                     yield part, sample
@@ -296,12 +314,24 @@ class Experience(Generic[Batch]):
         self._sampler.n_draws = n_draws
         return self._minibatch(sample)
 
-    def _alloc(self, n: int) -> tuple[ReplayBatch, Batch, list[Batch]]:
-        """Memory for `n` minibatches: the sample, and the same as one minibatch and as `n`."""
-        size, replay = self._config.batch_size, self.replay
-        sample = alloc_batch(replay.obs_layout, replay.action_layout, n * size)
-        whole = self._minibatch(sample)
+    def _sampled(self, n: int) -> tuple[ReplayBatch, Batch, list[Batch]]:
+        """A sample of `n` minibatches, and the same as one minibatch and as `n`."""
+        n_rows = n * self._config.batch_size
+        if not self._in_ram:
+            return self._split(self.retries.attempt(lambda: self._sampler.sample(n_rows)), n)
+        made = self._buffer(n)
+        self._sampler.sample(n_rows, out=made[0])
+        return made
+
+    def _split(self, sample: ReplayBatch, n: int) -> tuple[ReplayBatch, Batch, list[Batch]]:
+        whole, size = self._minibatch(sample), self._config.batch_size
         return sample, whole, [whole.take(slice(i * size, (i + 1) * size)) for i in range(n)]
+
+    def _alloc(self, n: int) -> tuple[ReplayBatch, Batch, list[Batch]]:
+        """Memory for `n` minibatches."""
+        replay = self.replay
+        sample = alloc_batch(replay.obs_layout, replay.action_layout, n * self._config.batch_size)
+        return self._split(sample, n)
 
     def update_priorities(self, sample: ReplayBatch, error: Tensor) -> None:
         """Set the priorities of a sample's transitions to their absolute TD errors."""

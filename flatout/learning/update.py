@@ -9,6 +9,7 @@ host: a step that must not happen (loss or gradient not finite, KL limit exceede
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -228,8 +229,22 @@ class Update(Generic[Batch]):
 
         For the model's parameters autograd would wait for the stream that they were first differentiated on.
         """
-        leaves = [tensor.detach().requires_grad_() for tensor in self._params.tensors]
+        leaves = [tensor.detach().requires_grad_() for tensor in self._own_params()]
         return self._gradient(batch, leaves, self._loss_of(leaves, []), self.coefficient)
+
+    @torch.no_grad()
+    def _own_params(self) -> Sequence[Tensor]:
+        """The parameters; those that autocast would convert one by one are converted by one kernel."""
+        params = self._params
+        if self.autocast is None:
+            return params.tensors
+        lower = params.views(params.flat.to(self.autocast))
+        names = [name for name, tensor in self._model.named_parameters() if tensor.requires_grad]
+        converted = _converted_names(self._model)
+        return [
+            low if name in converted else tensor
+            for name, low, tensor in zip(names, lower, params.tensors, strict=True)
+        ]
 
     @torch.no_grad()
     def _apply(
@@ -237,21 +252,25 @@ class Update(Generic[Batch]):
     ) -> None:
         """Step with this gradient, in place."""
         if self.optimizer is not None and self.device.type != "meta":
-            taken, clip_scale, counters = self._check(self._state, grad, metrics)
-            if bool(taken):
-                self.optimizer.step(grad * clip_scale, float(learning_rate))
-            copy_all(self._state[3:9], counters)
+            skipped, divisor, counters = self._check(self._state, grad, metrics)
+            if not bool(skipped):
+                self.optimizer.step(grad / divisor, float(learning_rate))
+            self._count(counters)
         elif _fused_adam is None:
             copy_all(self._state[:9], self._advance(self._state, self.learning_rate, grad, metrics))
         else:
-            taken, clip_scale, counters = self._check(self._state, grad, metrics)
-            divisor, skipped = 1 / clip_scale, 1 - taken
+            skipped, divisor, counters = self._check(self._state, grad, metrics)
             # From here on everything happens in place: nothing can run out of memory.
             self._adam_in_place(grad, divisor, skipped, counters[0], learning_rate)
-            copy_all(self._state[3:9], counters)
+            self._count(counters)
         for values in samples:
             n = min(len(values), len(self.sample_output))
             self.sample_output[:n] = values[:n]
+
+    def _count(self, counters: Sequence[Tensor]) -> None:
+        """Make these the counters, which are `_state[3:9]`."""
+        changed = [pair for pair in zip(self._state[3:9], counters, strict=True) if pair[0] is not pair[1]]
+        copy_all([old for old, _ in changed], [new for _, new in changed])
 
     def _adam_in_place(
         self, grad: Tensor, divisor: Tensor, skipped: Tensor, n_steps: Tensor, learning_rate: float | Tensor
@@ -344,12 +363,13 @@ class Update(Generic[Batch]):
             samples += output
             weight = len(part) / n
             scaled = self.autocast is torch.float16
-            total = loss * (scale * weight if scaled else weight)
+            total, metrics = (loss, metrics) if size >= n else (loss * weight, metrics * weight)
+            total = total * scale if scaled else total
             # A user's network may have parameters that this loss does not depend on.
             part_grads = torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True)
             flat = self._params.flatten(part_grads)
             grads.append(flat / scale if scaled else flat)
-            means.append(metrics * weight)
+            means.append(metrics)
             if len(grads) == 2:
                 grads, means = [grads[0] + grads[1]], [means[0] + means[1]]
         return grads[0], means[0], [torch.cat(samples)] if len(samples) > 1 else samples
@@ -358,31 +378,38 @@ class Update(Generic[Batch]):
         self, state: Sequence[Tensor], learning_rate: Tensor, grad: Tensor, metrics: Tensor
     ) -> list[Tensor]:
         """The state after one step with this gradient."""
-        taken, clip_scale, counters = self._check(state, grad, metrics)
+        skipped, divisor, counters = self._check(state, grad, metrics)
         params, momentum, variance = old = state[:3]
-        stepped = adam(params, momentum, variance, grad * clip_scale, counters[0], learning_rate)
-        return [*(torch.where(taken > 0, new, was) for new, was in zip(stepped, old, strict=True)), *counters]
+        stepped = adam(params, momentum, variance, grad / divisor, counters[0], learning_rate)
+        kept = [torch.where(skipped > 0, was, new) for new, was in zip(stepped, old, strict=True)]
+        return kept + [
+            new.clone() if new is was else new for new, was in zip(counters, state[3:9], strict=True)
+        ]
 
     def _check(
         self, state: Sequence[Tensor], grad: Tensor, metrics: Tensor
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """Whether this step is taken (1.0 or 0.0), what clipping multiplies the gradient by, and the new counters."""
+        """Whether this step is skipped (1.0 or 0.0), what clipping divides the gradient by, and the new counters.
+
+        Of the counters some may be the old ones. Every operation here is a launch of a captured step: few are better.
+        """
         n_steps, scale, sums, n_taken, n_bad, stopped = state[3:9]
         norm = torch.linalg.vector_norm(grad)
-        finite = torch.isfinite(norm) & torch.isfinite(metrics[0])
+        finite = (norm + metrics[0]).abs() < math.inf
+        taken = finite
         if self.kl_limit is not None:
             stopped = stopped | (metrics[self.kl_index] > self.kl_limit)
-        taken = (finite & ~stopped).float()
-        n_steps = n_steps + taken
-        clip_scale = (self.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
-        sums = sums + torch.where(taken > 0, torch.cat([metrics, norm.view(1)]), 0.0)
-        bad = ~finite
+            taken = finite & ~stopped
+        sums = sums + torch.where(taken, torch.cat([metrics, norm.view(1)]), 0.0)
+        one = taken.float()
+        skipped, n_steps = 1 - one, n_steps + one
+        divisor = ((norm + 1e-6) / self.max_grad_norm).clamp(min=1.0)
+        bad = skipped if self.kl_limit is None else (~finite).float()
         if self.autocast is torch.float16:  # an overflow at a large scale only lowers the scale
-            bad = bad & (scale <= 1.0)
+            bad = bad * (scale <= 1.0)
             grown = torch.where(n_steps % GROWTH_STEPS == GROWTH_STEPS - 1, scale * 2, scale)
             scale = torch.where(finite, grown, (scale / 2).clamp(min=1.0))
-        counters = [n_steps, scale.clone(), sums, n_taken + taken, n_bad + bad.float(), stopped.clone()]
-        return taken, clip_scale, counters
+        return skipped, divisor, [n_steps, scale, sums, n_taken + one, n_bad + bad, stopped]
 
     def state(self) -> dict[str, Tensor]:
         """The optimizer's state, for a checkpoint."""
@@ -477,6 +504,17 @@ class Repeated(Generic[T]):
         else:
             self._captured = graph, results[0]
             self.version += 1
+
+
+def _converted_names(model: nn.Module) -> set[str]:
+    """Names of the parameters that autocast converts: those of linear and convolutional layers."""
+    layers = nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d
+    return {
+        f"{path}.{name}" if path else name
+        for path, module in model.named_modules()
+        if isinstance(module, layers)
+        for name, _ in module.named_parameters(recurse=False)
+    }
 
 
 class _Loss(nn.Module):

@@ -24,7 +24,7 @@ from flatout.device.accelerator import (
 from flatout.envs.spaces import Array, ObsArrays
 from flatout.models.policy import OBS_CLIP, Policy, PolicyNet
 
-SMALL_NETWORK = 100_000
+SMALL_NETWORK = 300_000
 """Up to this many weights the compiled function is faster: they fit a core's own cache."""
 BLOCK = 8
 """In torch the policy acts on multiples of this many observations. Matrix kernels round differently for different

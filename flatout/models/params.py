@@ -57,7 +57,11 @@ class FlatParams:
             pieces.append(tensor.reshape(-1))
             if len(gap):
                 pieces.append(gap)
-        return torch.cat(pieces)
+        if all(piece.dtype == pieces[0].dtype for piece in pieces):
+            return torch.cat(pieces)
+        flat = torch.empty_like(self.flat)  # some have 16 bits: one kernel converts them
+        copy_all(flat.split([len(piece) for piece in pieces]), pieces)
+        return flat
 
 
 class ParamCopy:

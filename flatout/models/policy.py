@@ -278,9 +278,12 @@ class QNetwork(PolicyNet):
 
     def _output(self) -> tuple[Tensor, Tensor]:
         # V + A - mean A is linear in the last hidden layer, so both output layers can be one.
-        weight, bias = self.pi_out.weight, self.pi_out.bias
         if self.v_out is None:
-            return weight, bias
+            return self.pi_out.weight, self.pi_out.bias
+        weight, bias = (
+            self.pi_out.weight.float(),
+            self.pi_out.bias.float(),
+        )  # an update may have them in 16 bits
         return weight - weight.mean(0) + self.v_out.weight, bias - bias.mean() + self.v_out.bias
 
     def acting_layers(self) -> list[tuple[Tensor, Tensor]]:

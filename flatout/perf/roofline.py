@@ -22,6 +22,7 @@ from torch.utils.flop_counter import flop_registry
 from flatout.collect.groups import MIN_ENVS
 from flatout.collect.tensors import TensorActions
 from flatout.config.run_config import RunConfig
+from flatout.device.accelerator import LARGE_NETWORK
 from flatout.device.cards import Card
 from flatout.envs.check import EnvInfo
 from flatout.executors.tensors import TensorExecutor
@@ -37,16 +38,21 @@ REPLAY_SECONDS = 20e-6
 """The host's part of launching a graph."""
 ACT_SECONDS = 35e-6
 """The host's part of acting on a card: writing observations, launching, reading actions."""
-DRAW_KERNELS = 90
-"""Kernels that draw a minibatch from a replay on the card and set its priorities."""
+DRAW_KERNELS = {False: 9, True: 90}
+"""Kernels of an update that take its minibatch, by whether they draw it by priority and set new priorities."""
 
 
 class Roofline(TorchDispatchMode):
-    """Adds up the time of all kernels that run inside it."""
+    """Adds up the time of all kernels that run inside it.
 
-    def __init__(self, card: Card, *, tf32: bool = False) -> None:
+    `half`: networks compute in 16 bits. What is computed here has 32, so tensors of layers, which have two dimensions or
+    more, count half.
+    """
+
+    def __init__(self, card: Card, *, tf32: bool = False, half: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._flops = 1e12 * (card.tf32 if tf32 else card.fp32)
+        self._flops = 1e12 * (card.bf16 if half else card.tf32 if tf32 else card.fp32)
+        self._half = half
         self._bandwidth = 1e9 * card.bandwidth
         self.seconds: float = 0.0
 
@@ -58,16 +64,16 @@ class Roofline(TorchDispatchMode):
         is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
         if not is_view:
             tensors = [x for x in tree_iter((args, kwargs, out)) if isinstance(x, Tensor)]
-            n_bytes = sum(x.numel() * x.element_size() for x in tensors)
+            n_bytes = sum(x.nbytes / (2 if self._half and x.ndim > 1 else 1) for x in tensors)
             count = flop_registry.get(func._overloadpacket)
             flops = 0 if count is None else count(*args, **(kwargs or {}), out_val=out)
             self.seconds += KERNEL_SECONDS + max(flops / self._flops, n_bytes / self._bandwidth)
         return out
 
 
-def seconds_on(card: Card, work: Callable[[], Any], *, tf32: bool = False) -> float:
+def seconds_on(card: Card, work: Callable[[], Any], *, tf32: bool = False, half: bool = False) -> float:
     """Seconds of the kernels that `work` launches."""
-    roof = Roofline(card, tf32=tf32)
+    roof = Roofline(card, tf32=tf32, half=half)
     with roof:
         work()
     return roof.seconds
@@ -83,12 +89,17 @@ def on_card(
 ) -> tuple[Costs, Settings]:
     """The costs of the same run with a card to learn on, and its settings there."""
     tf32 = config.precision == "tf32" or (config.precision == "auto" and card.tf32 > card.fp32)
+    half = config.precision in ("bf16", "fp16") or (
+        config.precision == "auto" and policy.n_params >= LARGE_NETWORK
+    )
     timed = partial(seconds_on, card, tf32=tf32)
     learner = config.learner_spec(policy.obs, policy.action).make_learner("meta", "fp32")
     batch = learner.example_batch(settings.batch_size)
-    update = timed(lambda: learner.update.captured_step(batch))
+    update = timed(lambda: learner.update.captured_step(batch), half=half)
+    if half:  # the parameters are converted for each update
+        update += KERNEL_SECONDS + 6 * policy.n_params / (1e9 * card.bandwidth)
     if settings.train_ratio is not None:
-        update += DRAW_KERNELS * KERNEL_SECONDS
+        update += DRAW_KERNELS[getattr(config.algorithm, "prioritized", False)] * KERNEL_SECONDS
     cost = UpdateCost(python=REPLAY_SECONDS, points=((settings.batch_size, update),))
     costs = replace(costs, update=cost, compiled=None, beside=None, learn_overhead=1.05)
     on = replace(settings, on_device=True, compiled=False)

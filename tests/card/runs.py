@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 import flatout
-from flatout.learning import off_policy
 from flatout.training import trainer
 from flatout.training.pipeline import Pipeline
 from flatout.training.stop import StopRequest
@@ -52,10 +51,7 @@ def trained(
 
 def on_cpu(settings: dict[str, Any], env: Any = Match, **more: Any) -> flatout.Agent:
     """The same on the CPU, operation by operation."""
-    with pytest.MonkeyPatch.context() as patch:
-        # On a device each minibatch is drawn by itself.
-        patch.setattr(off_policy, "SAMPLED_AT_ONCE", 1)
-        return trained("cpu", settings, env, compile="off", **more)
+    return trained("cpu", settings, env, compile="off", **more)
 
 
 def state(agent: flatout.Agent) -> dict[str, Tensor]:

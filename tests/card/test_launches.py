@@ -69,6 +69,11 @@ def seen(settings: dict[str, Any], env: Any, monkeypatch: pytest.MonkeyPatch, **
     return Seen(run, counted[0], during, n_updates[0], waits)
 
 
+REPLAYS = {"dqn": 3, "prioritized": 2}
+"""Graphs of an iteration besides the updates: storing the rollout, what begins the updates, and the draw of all minibatches
+if it is uniform."""
+
+
 def waits_and_launches_of_updates(it: Seen) -> tuple[int, float]:
     """Between the first and the last launch of updates: waits of the host; and launches for each update."""
     first, last = it.updates[0], it.updates[-1]
@@ -83,8 +88,8 @@ def test_updates_are_a_launch_each_and_learning_waits_once(
     act_on(monkeypatch, "cpu")
     it = seen(ALGORITHMS[algo] | {"overlap": overlap}, Walk, monkeypatch)
     assert it.n_updates >= 4
-    if algo in ("dqn", "prioritized"):
-        assert it.all.replays == 1 + it.n_updates
+    if algo in REPLAYS:
+        assert it.all.replays == REPLAYS[algo] + it.n_updates
     else:  # the samples, what begins an iteration, all updates, the metrics
         assert it.all.replays == 4
     assert it.waits["learner.py"] == 1
@@ -127,7 +132,7 @@ def test_snake_is_one_launch_and_no_wait_per_time_step(
 ) -> None:
     settings = ALGORITHMS[algo] | {"executor": "auto", "n_steps": n_steps}
     it = seen(settings, "snake", monkeypatch, n_iterations=12)
-    others = 1 + len(it.updates) if algo in ("dqn", "prioritized") else 4
+    others = REPLAYS[algo] + len(it.updates) if algo in REPLAYS else 4
     assert it.all.replays == n_steps + others
     assert it.waits == {"tensors.py": 2, "learner.py": 1}  # the ended episodes, once per rollout
     waits, launches = waits_and_launches_of_updates(it)

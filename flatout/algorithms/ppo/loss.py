@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from flatout.algorithms.ppo.config import PPOConfig
 from flatout.learning.rollouts import Transitions, gae
@@ -104,19 +104,25 @@ def loss(
     advantage = batch.advantage
     log_ratio = log_prob - batch.log_prob
     ratio = log_ratio.exp()
-    clipped = ratio.clamp(1 - clip_range, 1 + clip_range)
-    policy_loss = -torch.minimum(ratio * advantage, clipped * advantage).mean()
+    surrogate = ratio * advantage
+    with torch.no_grad():
+        clipped = ratio.clamp(1 - clip_range, 1 + clip_range) * advantage
+    # The lower one. Where they are equal both have the same gradient; where the clipped one is lower it has none.
+    policy_loss = -torch.where(surrogate <= clipped, surrogate, clipped).mean()
 
     if config.clip_range_vf is not None:
         change = (value - batch.value).clamp(-config.clip_range_vf, config.clip_range_vf)
         value = batch.value + change
-    value_loss = (value - batch.returns).square().mean()
-    entropy_loss = -entropy.mean()
-    total = policy_loss + config.ent_coef * entropy_loss + config.vf_coef * value_loss
+    value_loss = nn.functional.mse_loss(value, batch.returns)
+    total = policy_loss + config.vf_coef * value_loss
+    entropy_loss = -(entropy if config.ent_coef else entropy.detach()).mean()
+    if config.ent_coef:
+        total = total + config.ent_coef * entropy_loss
 
     with torch.no_grad():
+        change = ratio - 1
         # Low-variance, never negative estimate: http://joschu.net/blog/kl-approx.html
-        approx_kl = ((ratio - 1) - log_ratio).mean()
-        clip_fraction = ((ratio - 1).abs() > clip_range).float().mean()
+        approx_kl = (change - log_ratio).mean()
+        clip_fraction = (change.abs() > clip_range).mean(dtype=torch.float32)
     parts = (total, policy_loss, value_loss, entropy_loss, approx_kl, clip_fraction)
     return total, torch.stack([part.detach() for part in parts])

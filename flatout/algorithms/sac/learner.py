@@ -58,7 +58,7 @@ class SACLearner(OffPolicyLearner[SACMinibatch]):
     def drawn(self, whole: SACMinibatch, parts: list[SACMinibatch]) -> None:
         """Draw the noise of all of them at once."""
         self._n_ahead = len(parts)
-        numbers = self._n_noise + torch.arange(len(parts))
+        numbers = self._n_noise + torch.arange(len(parts), device=self.device)
         whole.noise.copy_(normal(self._key, numbers, parts[0].noise.numel()).view_as(whole.noise))
 
     @torch.no_grad()
