@@ -41,11 +41,14 @@ LOG_DIR = ".logs"
 
 def sweep(argv: Sequence[str]) -> int:
     """Search; returns the exit code."""
-    parser = cli.env_parser(
+    parser = cli.Parser(
         "sweep",
         "Search for the best settings with Optuna. Settings given as flags stay as they are in all trials. The same command "
         "again goes on where it was; run in several processes, or on machines with a shared folder, all work on one study.",
+        usage="flatout sweep ENV [flags]",
     )
+    parser.flag("env", "Gymnasium id, module:Id, or path/to/file.py:factory", nargs="?", metavar="ENV")
+    parser.set_defaults(config=None, trust=False)
     parser.flag("--trials", "number of trials (40)", type=int, default=40, metavar="N")
     parser.flag(
         "--objective",
@@ -96,8 +99,6 @@ def _plan(args: argparse.Namespace, config: RunConfig, given: dict[str, Any]) ->
         if config.target_return is None:
             raise FlatoutError("--objective time-to-target needs --target-return, the return to reach")
         given["target_return"] = config.target_return
-    if args.config is not None:
-        raise FlatoutError("flatout sweep takes no --config; give the settings that stay the same as flags")
     algo = config.descriptor
     name = args.name or re.sub(r"[^\w.-]+", "-", f"sweep-{config.env.rpartition('/')[2]}-{algo.name}")
     folder = args.runs_dir / name
@@ -116,7 +117,6 @@ def _plan(args: argparse.Namespace, config: RunConfig, given: dict[str, Any]) ->
         objective=args.objective,
         sampler=args.sampler,
         seed=config.seed,
-        trust=args.trust,
     )
 
 

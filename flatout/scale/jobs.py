@@ -15,8 +15,6 @@ from pathlib import Path
 from time import sleep, time
 from typing import Any
 
-from flatout.config.fields import all_fields
-from flatout.config.run_config import RunConfig
 from flatout.config.trust import MEMORY, require_trust, signed
 from flatout.envs.loader import absolute, is_file
 from flatout.envs.make import env_factory
@@ -41,13 +39,14 @@ class Queue:
         self._jobs: dict[str, Job] = {}
         self._ours: set[str] = set()
         """Jobs that this process runs."""
+        self._verified: dict[str, dict[str, Any]] = {}
         self._seen = -1
 
     def jobs(self) -> list[Job]:
         """All jobs, in the order in which they were added."""
         read = {path.stem: read_json(path) for path in self.path.glob("*.json")}
         known = sorted((data.get("added") or 0.0, name) for name, data in read.items() if data)
-        return [_from_json(name, read[name], self._runs_dir) for _, name in known]
+        return [_from_json(name, read[name], self._runs_dir, self._trust) for _, name in known]
 
     def add(self, jobs: Collection[Job], source: str) -> tuple[int, int]:
         """Add jobs; a job that is there with the same settings is kept. Returns how many are new and how many are there."""
@@ -98,8 +97,8 @@ class Queue:
         if (now := os.stat(self.path).st_mtime_ns) != self._seen:
             self._seen, self._jobs = now, {job.name: job for job in self.jobs()}
             for job in self._jobs.values():
-                if job.state == "waiting":
-                    self._require_trust(job)
+                if job.name not in self._ours and job.state in ("waiting", "running"):
+                    self._verify(job)
         jobs = self._jobs.values()
         return [
             it
@@ -107,11 +106,15 @@ class Queue:
             if it.state == "waiting" or (it.state == "running" and it.name not in self._ours)
         ]
 
-    def _require_trust(self, job: Job) -> None:
-        """Refuse a job with code that this user did not sign: the queue may be a stranger's."""
+    def _verify(self, job: Job) -> None:
+        """Refuse settings that are wrong and code that this user did not sign: the queue may be a stranger's."""
         path = self._file(job)
+        if self._verified.get(job.name) == job.settings:
+            return
         try:
             require_trust(read_json(path).get("settings"), str(path), trust=self._trust)
+            _check(job, str(path))
+            self._verified[job.name] = job.settings
         except FlatoutError as error:
             job.state, job.error = "failed", str(error)
             self.save(job)
@@ -226,13 +229,8 @@ def make_jobs(
 
 def _check(job: Job, source: str) -> None:
     """Refuse a job whose settings are wrong, before anything runs."""
-    known = {field.name for field in all_fields(RunConfig)}
     try:
-        config = job.resolved()
-        for name in job.settings:
-            if name not in known and ":" not in str(job.settings.get("algo", "")):
-                raise FlatoutError(f"unknown setting '{name}'{did_you_mean(name, known)}")
-        env_factory(config.env)
+        env_factory(job.resolved().env)
     except FlatoutError as error:
         raise FlatoutError(f"{source}: {error}") from None
 
@@ -248,12 +246,12 @@ def _by_section(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def _to_json(job: Job) -> dict[str, Any]:
     state = {"state": job.state, "error": job.error, "process": job.process, "n_restarts": job.n_restarts}
-    about = {"name": job.name, "config": job.config, "trust": job.trust, "afresh": job.afresh}
+    about = {"name": job.name, "config": job.config, "afresh": job.afresh}
     return about | state | {"settings": signed(_by_section(job.settings))}
 
 
-def _from_json(name: str, data: Mapping[str, Any], runs_dir: Path) -> Job:
-    """A job as it was saved."""
+def _from_json(name: str, data: Mapping[str, Any], runs_dir: Path, trust: bool) -> Job:
+    """A job as it was saved; whether it is trusted is not the file's to say."""
     nested = data.get("settings") or {}
     settings = {
         key: value for key, value in nested.items() if not isinstance(value, dict) and key != "signature"
@@ -266,7 +264,7 @@ def _from_json(name: str, data: Mapping[str, Any], runs_dir: Path) -> Job:
         settings=settings,
         runs_dir=runs_dir,
         config=data.get("config"),
-        trust=bool(data.get("trust")),
+        trust=trust,
         state=str(data.get("state") or "waiting"),
         error=str(data.get("error") or ""),
         process=dict(data.get("process") or {}),

@@ -105,6 +105,8 @@ class Processes:
             if output is not None:
                 os.close(output)
         self.running[name] = process
+        if self.stopped_by is not None:  # the signal came while it was being started
+            process.send_signal(self.stopped_by)
         return process.pid
 
     def ended(self) -> dict[str, int | None]:

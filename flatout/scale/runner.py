@@ -28,6 +28,8 @@ CLOCK_SECONDS = 1.0
 """By how much the times of a file and of a process may differ."""
 MAX_RESTARTS = 3
 """How often a job whose process was killed is started again."""
+ALL_STEPS = "is finished: "
+"""What `flatout resume` says of a checkpoint with all env steps; its run was killed just before it wrote its summary."""
 MPS_PIPE = "CUDA_MPS_PIPE_DIRECTORY"
 SIDE_BY_SIDE = "several runs on one card take turns there; CUDA MPS lets them compute at the same time: nvidia-cuda-mps-control -d"
 
@@ -52,7 +54,7 @@ class Job:
     """Identity of its process."""
     n_restarts: int = 0
     afresh: bool = False
-    """Whether to begin again, because its checkpoints cannot be continued."""
+    """Whether to begin again, because its checkpoint has nothing left to do."""
 
     @property
     def run(self) -> Path:
@@ -205,9 +207,11 @@ class Runner:
         elif (code is None or code < 0) and job.n_restarts < MAX_RESTARTS:
             job.state, job.n_restarts = "waiting", job.n_restarts + 1
             self._tell(f"{job.name}: its process was killed; it starts again")
-        elif code == 2 and job.is_begun and not job.afresh:
+        elif code == 2 and ALL_STEPS in self._last_line(job) and not job.afresh:
             job.state, job.afresh = "waiting", True
-            self._tell(f"{job.name}: {self._last_line(job)}; it begins again")
+            self._tell(
+                f"{job.name}: it was killed after its last step, before its results were written; it begins again"
+            )
         else:
             why = read_json(job.run / "summary.json").get("error") if status == "failed" else ""
             job.state, job.error = "failed", str(why or self._last_line(job) or f"exit code {code}")

@@ -63,7 +63,6 @@ class SweepPlan:
     objective: str = "return"
     sampler: str = "tpe"
     seed: int = 0
-    trust: bool = False
 
     @property
     def maximizes(self) -> bool:
@@ -78,7 +77,7 @@ class SweepPlan:
     def job(self, name: str, settings: Mapping[str, Any], seed: int) -> Job:
         """A run with these settings."""
         every = {"env": self.env, **self.given, **settings, "timesteps": self.timesteps, "seed": seed}
-        return Job(name, every, self.folder, trust=self.trust)
+        return Job(name, every, self.folder)
 
     def facts(self) -> dict[str, Any]:
         """What makes two sweeps the same study."""

@@ -227,6 +227,14 @@ def test_a_queue_of_a_stranger_runs_no_code(tmp_path: Path) -> None:
     (tmp_path / "runs" / ".jobs" / "b.json").write_text(json.dumps(data | {"name": "b"}))
     assert [it.name for it in queue.waiting()] == ["a"]
     assert "no run of yours wrote this file" in {it.name: it.error for it in queue.jobs()}["b"]
+    for more in ({"state": "running"}, {"trust": True}, {"config": str(file), "trust": True}):
+        (tmp_path / "runs" / ".jobs" / "c.json").write_text(json.dumps(data | {"name": "c"} | more))
+        assert [it.name for it in Queue(tmp_path / "runs").waiting()] == ["a"]
+    harmless = {"env": "CartPole-v1", "settings": {"trust": True}}
+    (tmp_path / "runs" / ".jobs" / "c.json").write_text(
+        json.dumps(data | {"name": "c", "settings": harmless})
+    )
+    assert [it.name for it in Queue(tmp_path / "runs").waiting()] == ["a"], "settings are no other flags"
     assert {it.name for it in Queue(tmp_path / "runs", trust=True).waiting()} == {"a"}
 
 
