@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TextIO, cast
 
 from rich import box
-from rich.console import Console, ConsoleDimensions
+from rich.console import Console, ConsoleDimensions, Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -71,19 +71,18 @@ def outcome(summary: Mapping[str, Any], code: int | None) -> str:
     )
 
 
-def job_table(rows: Sequence[JobRow], title: str = "") -> Table:
-    """The jobs as a table."""
+def job_table(rows: Sequence[JobRow], title: str = "") -> Group:
+    """The jobs as a table, and below it why jobs failed."""
     table = Table(
         box=box.SIMPLE_HEAD, title=title or None, title_justify="left", title_style="", pad_edge=False
     )
     for heading in ("job", "env", "state", "", "env steps", "return", "steps/s", "left", "cores"):
         numeric = heading in ("env steps", "return", "steps/s", "left", "cores")
-        table.add_column(heading, justify="right" if numeric else "left", no_wrap=True)
+        widest = 28 if heading in ("job", "env") else None
+        table.add_column(heading, justify="right" if numeric else "left", no_wrap=True, max_width=widest)
     for row in rows:
         table.add_row(*_cells(row))
-        if row.error:
-            table.add_row("", Text(row.error, "red", overflow="fold", no_wrap=False))
-    return table
+    return Group(table, *(Text(f"{row.name}: {row.error}", "red") for row in rows if row.error))
 
 
 def _cells(row: JobRow) -> list[str | Text]:
@@ -92,7 +91,7 @@ def _cells(row: JobRow) -> list[str | Text]:
         left = fmt.seconds_left(row.env_steps, row.total_steps, row.steps_per_second)
     return [
         row.name,
-        row.env,
+        row.env.rpartition("/")[2],
         Text(row.state, STYLES.get(row.state, "dim")),
         bar(row.share, 12) if row.env_steps is not None or row.state == "running" else "",
         fmt.told("{}", row.env_steps, fmt.count),

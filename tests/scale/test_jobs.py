@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -20,6 +21,8 @@ from flatout.runlog.folder import is_locked
 from flatout.scale.jobs import Queue, make_jobs, read_jobs
 from flatout.scale.processes import as_flags, find, identity
 from flatout.scale.runner import Runner
+from flatout.views.jobs import JobRow, console_for, job_table
+from flatout.views.stream import SafeStream
 from tests.cli.test_runs import TINY, assert_same, command, flatout, summary_of
 
 SHARED = "n_envs = 4\nn_steps = 32\nbatch_size = 64\nn_epochs = 2\n"
@@ -253,6 +256,17 @@ def test_a_job_that_finished_without_its_queue_is_not_run_again(tmp_path: Path) 
         Runner(queue, queue.path).run()
     assert [job.state for job in queue.jobs()] == ["finished"]
     assert not (queue.path / "a.log").exists(), "nothing was started"
+
+
+def test_a_table_of_long_names_still_shows_states_and_errors() -> None:
+    env = "/a/folder/" * 20 + "my_envs.py:MyEnv"
+    rows = [
+        JobRow(name=f"job-{state}" * 5, state=state, env=env, error="why") for state in ("running", "failed")
+    ]
+    stream = io.StringIO()
+    console_for(SafeStream(stream)).print(job_table(rows, "title"))
+    for word in ("running", "failed", "my_envs.py:MyEnv", ": why"):
+        assert word in stream.getvalue()
 
 
 def test_seeds_become_jobs(tmp_path: Path) -> None:
