@@ -365,7 +365,7 @@ def main() -> None:
     text = f"""## On a simulated {args.card}
 `python -m benchmarks.accelerator --card {args.card} [--cases fast,heavy] [--rounds 3]`. {conditions()} The card is
 simulated: kernels compute nothing and take the time that the data sheet allows; the host's work is real (simcard/README.md
-has all assumptions). Libraries alternate; medians of the rounds. Both run with the same settings and everything else as it
+has all assumptions). Libraries alternate; medians of the rounds. A case's rows come from one machine, those of different cases may not. Both run with the same settings and everything else as it
 comes, so flatout computes in the number format that it chooses for such a card (`precision`), Stable-Baselines3 in fp32.
 
 {table(HEADER, [line for name in CASES if name in results for line in lines(name, results[name])])}

@@ -1,4 +1,4 @@
-"""Envs of known cost: one that computes, one that waits, one that awaits."""
+"""Envs of known cost: one that computes, one that waits, one that awaits; and one with frames and a known best return."""
 
 from __future__ import annotations
 
@@ -111,3 +111,38 @@ class Remote(gym.Wrapper[Any, Any, Any, Any]):
 def remote_cartpole() -> gym.Env[Any, Any]:
     """CartPole behind a network."""
     return Remote(gym.make("CartPole-v1"))
+
+
+class Catch(gym.Env[Any, Any]):
+    """A ball falls straight down from any column; a paddle of three pixels that meets it earns 1, else the return is -1.
+
+    The frames are all there is to see: `side` x `side` x 3 bytes, the ball red and the paddle green. Every ball can be
+    met, so the best return is 1. A random policy has about -0.6.
+    """
+
+    action_space = spaces.Discrete(3)
+
+    def __init__(self, side: int = 16) -> None:
+        self._side = side
+        self.observation_space = spaces.Box(0, 255, (side, side, 3), np.uint8)
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self._y, self._paddle = 0, self._side // 2
+        self._x = int(self.np_random.integers(self._side))
+        return self._frame(), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self._paddle = min(max(self._paddle + int(action) - 1, 1), self._side - 2)
+        self._y += 1
+        is_down = self._y == self._side - 1
+        is_met = abs(self._x - self._paddle) <= 1
+        return self._frame(), (1.0 if is_met else -1.0) if is_down else 0.0, is_down, False, {}
+
+    def _frame(self) -> Any:
+        frame = np.zeros((self._side, self._side, 3), np.uint8)
+        frame[self._y, self._x, 0] = 255
+        frame[-1, self._paddle - 1 : self._paddle + 2, 1] = 255
+        return frame

@@ -1,15 +1,20 @@
 """Envs without a recipe: flatout's defaults against Stable-Baselines3's defaults, at equal env steps.
 
-`python -m benchmarks.untuned [--envs Taxi-v4,…] [--seeds 1,2,3]` → docs/untuned.md. The envs were chosen before anything was
-tuned on them. Every run is a process of its own, a peer's process imports no flatout, and the two libraries take turns.
-Results are kept in results/untuned.json as they come: the same command continues where it was stopped.
+`python -m benchmarks.untuned [--envs Taxi-v4,…] [--seeds 1,2,3] [--libraries flatout,sb3]` trains, evaluates and writes
+docs/untuned.md; `--speed` times both libraries instead. The envs were chosen before anything was tuned on them. Every run is a
+process of its own, and a peer's process imports no flatout. Results are kept in results/untuned.json as they come: the same
+command continues where it was stopped, and commands for different runs may run side by side.
+
+Returns do not depend on what else the machine does, wall times do. So `--speed` is a measurement of its own: both libraries
+train for a few rollouts, in turn, each process pinned to the same single core.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
+import fcntl
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -42,51 +47,58 @@ ENVS = {
 }
 """Env steps by env; the last seven need the package mujoco."""
 EPISODES, MAX_STEPS, EVAL_SEED = 50, 1000, 12345
+SPEED_STEPS = {"flatout": 24_576, "sb3": 8_192}
+"""Env steps that are timed: whole rollouts of both libraries."""
+N_PAIRS = 2
 LIBRARIES = ("flatout", "sb3")
 
 
-def run_flatout(env: str, seed: int, steps: int) -> dict[str, Any]:
+def run_flatout(env: str, seed: int, steps: int, evaluates: bool = True) -> dict[str, Any]:
     """Train and evaluate flatout's defaults."""
     import flatout
 
-    agent = flatout.Agent(env, seed=seed).learn(steps)
-    returns = {
-        kind: agent.evaluate(
-            EPISODES, deterministic=kind == "deterministic", max_steps=MAX_STEPS, seed=EVAL_SEED
-        ).return_mean
-        for kind in ("deterministic", "sampled")
-    }
-    summary = agent.summary
-    return returns | {
-        "algo": summary["algo"],
-        "env_steps": summary["env_steps"],
-        "seconds": summary["wall_seconds"],
-    }
+    agent = flatout.Agent(env, seed=seed)
+    began = perf_counter()
+    agent.learn(steps)
+    result = {"seconds": perf_counter() - began, "algo": agent.config.algo}
+    if evaluates:
+        played = agent.evaluate(EPISODES, max_steps=MAX_STEPS, seed=EVAL_SEED)
+        result |= {"deterministic": played.return_mean, "training": agent.summary["return_mean"]}
+    return result | {"env_steps": agent.summary["env_steps"]}
 
 
-def run_sb3(env: str, seed: int, steps: int, algo: str) -> dict[str, Any]:
-    """Train and evaluate the defaults of Stable-Baselines3's algorithm of the same name."""
-    kind = getattr(importlib.import_module("stable_baselines3"), algo.upper())
-    model = kind("MlpPolicy", env, seed=seed, device="cpu")
+def run_sb3(env: str, seed: int, steps: int, evaluates: bool = True) -> dict[str, Any]:
+    """Train and evaluate the defaults of Stable-Baselines3's PPO."""
+    import torch
+    from stable_baselines3 import PPO
+
+    torch.set_num_threads(1)
+    model = PPO("MlpPolicy", _flat(env), seed=seed, device="cpu")
     began = perf_counter()
     model.learn(steps)
-    seconds = perf_counter() - began
+    result: dict[str, Any] = {"seconds": perf_counter() - began, "algo": "ppo"}
+    if evaluates:
+        made = _flat(env)
+        returns = [episode(model, made, EVAL_SEED + i) for i in range(EPISODES)]
+        last = [info["r"] for info in model.ep_info_buffer or ()]
+        result["deterministic"] = statistics.fmean(returns)
+        result["training"] = statistics.fmean(last) if last else None
+    return result | {"env_steps": model.num_timesteps}
+
+
+def _flat(env: str) -> gym.Env[Any, Any]:
+    """The env as Stable-Baselines3 can take it: it refuses Tuple observations, such as Blackjack's."""
     made = gym.make(env)
-    returns = {
-        name: statistics.fmean(
-            episode(model, made, EVAL_SEED + i, name == "deterministic") for i in range(EPISODES)
-        )
-        for name in ("deterministic", "sampled")
-    }
-    return returns | {"algo": algo, "env_steps": model.num_timesteps, "seconds": seconds}
+    is_tuple = isinstance(made.observation_space, gym.spaces.Tuple)
+    return gym.wrappers.FlattenObservation(made) if is_tuple else made
 
 
-def episode(model: Any, env: gym.Env[Any, Any], seed: int, deterministic: bool) -> float:
-    """The return of one episode, cut after MAX_STEPS."""
+def episode(model: Any, env: gym.Env[Any, Any], seed: int) -> float:
+    """The return of one episode of the deterministic policy, cut after MAX_STEPS."""
     obs, _ = env.reset(seed=seed)
     total = 0.0
     for _ in range(MAX_STEPS):
-        action, _ = model.predict(obs, deterministic=deterministic)
+        action, _ = model.predict(obs, deterministic=True)
         scalar = int(np.asarray(action)) if isinstance(env.action_space, gym.spaces.Discrete) else action
         obs, reward, terminated, truncated, _ = env.step(scalar)
         total += float(reward)
@@ -95,17 +107,23 @@ def episode(model: Any, env: gym.Env[Any, Any], seed: int, deterministic: bool) 
     return total
 
 
-def measure(env: str, seed: int, steps: int, library: str, algo: str) -> dict[str, Any] | None:
-    """One run in a process of its own; None if it fails, which is shown."""
-    command = [sys.executable, "-m", "benchmarks.untuned", "--one", library, env, str(seed), str(steps), algo]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+def measure(library: str, env: str, seed: int, steps: int, *, timed: bool = False) -> dict[str, Any] | None:
+    """One run in a process of its own; None if it fails, which is shown. `timed`: on one core, without evaluation."""
+    job = [library, env, str(seed), str(steps), str(int(timed))]
+    core = {min(os.sched_getaffinity(0))}
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.untuned", "--one", *job],
+        capture_output=True,
+        text=True,
+        check=False,
+        preexec_fn=(lambda: os.sched_setaffinity(0, core)) if timed else None,
+    )
     if done.returncode:
         print(f"{library} {env} seed {seed} failed: {done.stderr.strip().splitlines()[-1]}", flush=True)
         return None
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    print(
-        f"{library} {env} seed {seed}: {result['deterministic']:.1f} in {result['seconds']:.0f} s", flush=True
-    )
+    shown = "" if timed else f"{result['deterministic']:.1f} in "
+    print(f"{library} {env} seed {seed}: {shown}{result['seconds']:.1f} s", flush=True)
     return result
 
 
@@ -114,48 +132,72 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--envs", default=",".join(ENVS))
     parser.add_argument("--seeds", default="1,2,3")
+    parser.add_argument("--libraries", default=",".join(LIBRARIES))
+    parser.add_argument("--speed", action="store_true", help="time both libraries instead of their returns")
+    parser.add_argument("--again", action="store_true", help="run what is there already, too")
     parser.add_argument("--steps", type=int, default=0, help="env steps of every env, to try the benchmark")
     parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--one", nargs=5)
+    parser.add_argument("--one", nargs=5, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
-        library, env, seed, steps, algo = args.one
-        if library == "flatout":
-            print(json.dumps(run_flatout(env, int(seed), int(steps))))
-        else:
-            print(json.dumps(run_sb3(env, int(seed), int(steps), algo)))
+        library, env, seed, steps, timed = args.one
+        run = run_flatout if library == "flatout" else run_sb3
+        print(json.dumps(run(env, int(seed), int(steps), evaluates=timed == "0")))
         return
-    known: dict[str, dict[str, Any]] = json.loads(args.results.read_text()) if args.results.exists() else {}
     for env in args.envs.split(","):
-        for seed in map(int, args.seeds.split(",")):
-            algo = "ppo"
-            for library in LIBRARIES:
+        if args.speed:
+            if args.again or f"{env} speed" not in read(args.results):
+                time_both(env, args.results)
+            continue
+        for seed in args.seeds.split(","):
+            for library in args.libraries.split(","):
                 key = f"{env} {library} {seed}"
-                if key not in known:
-                    result = measure(env, seed, args.steps or ENVS[env], library, algo)
-                    if result is None:
-                        break
-                    known[key] = result
-                    args.results.parent.mkdir(exist_ok=True)
-                    args.results.write_text(json.dumps(known, indent=2) + "\n")
-                algo = known[key]["algo"]
+                if args.again or key not in read(args.results):
+                    result = measure(library, env, int(seed), args.steps or ENVS[env])
+                    if result is not None:
+                        del result["seconds"]  # by whatever else ran: `--speed` compares times
+                    add(args.results, key, result)
     if args.results == RESULTS:
-        write_page(known)
+        write_page(read(RESULTS))
+
+
+def time_both(env: str, results: Path) -> None:
+    """Microseconds of wall time per env step of both libraries, in turn on one core; the median of some pairs."""
+    took: dict[str, list[float]] = {library: [] for library in LIBRARIES}
+    for _ in range(N_PAIRS):
+        for library, seconds in took.items():
+            result = measure(library, env, 1, SPEED_STEPS[library], timed=True)
+            if result is None:
+                return
+            seconds.append(1e6 * result["seconds"] / result["env_steps"])
+    add(results, f"{env} speed", {library: statistics.median(each) for library, each in took.items()})
+
+
+def read(results: Path) -> dict[str, dict[str, Any]]:
+    """The results so far."""
+    known: dict[str, dict[str, Any]] = json.loads(results.read_text()) if results.exists() else {}
+    return known
+
+
+def add(results: Path, key: str, result: dict[str, Any] | None) -> None:
+    """Add a result to the file, which other processes may be doing, too."""
+    if result is None:
+        return
+    results.parent.mkdir(exist_ok=True)
+    folder = os.open(results.parent, os.O_RDONLY)
+    fcntl.flock(folder, fcntl.LOCK_EX)
+    known = dict(sorted((read(results) | {key: result}).items()))
+    new = results.with_suffix(".new")
+    new.write_text(json.dumps(known, indent=2) + "\n")
+    new.replace(results)
+    os.close(folder)
 
 
 def write_page(known: dict[str, dict[str, Any]]) -> None:
     """The table of all results so far, in docs/untuned.md."""
-    header = [
-        "env",
-        "env steps",
-        "flatout",
-        "Stable-Baselines3",
-        "not below",
-        "above",
-        "wall time, share of SB3's",
-    ]
+    names = "env|env steps|flatout|Stable-Baselines3|not below|above|µs a step: flatout, SB3|share of SB3's wall time"
     rows = [row for env in ENVS if (row := _row(env, known)) is not None]
-    text = f"{conditions()}\n\n{table(header, rows)}"
+    text = f"{conditions()}\n\n{table(names.split('|'), rows)}"
     before, rest = PAGE.read_text().split(BEGIN, 1)
     PAGE.write_text(f"{before}{BEGIN}\n{text}\n{END}{rest.split(END, 1)[1]}")
     print(text)
@@ -168,12 +210,21 @@ def _row(env: str, known: dict[str, dict[str, Any]]) -> list[str] | None:
     if not ours or not theirs:
         return None
     a, b = ([it["deterministic"] for it in runs] for runs in (ours, theirs))
-    noise = max(statistics.pstdev(a), statistics.pstdev(b))
-    gap = statistics.median(a) - statistics.median(b)
-    time = statistics.median(it["seconds"] for it in ours) / statistics.median(it["seconds"] for it in theirs)
-    cells = [f"{statistics.median(it):.1f} ({', '.join(f'{r:.1f}' for r in it)})" for it in (a, b)]
-    verdicts = ["yes" if gap >= -noise else "NO", "yes" if gap > noise else "no"]
-    return [f"{env} ({ours[0]['algo']})", f"{ours[0]['env_steps']:,}", *cells, *verdicts, f"{time:.2f}"]
+    cells = [f"{statistics.median(it):.4g} ({', '.join(f'{r:.4g}' for r in it)})" for it in (a, b)]
+    speed = known.get(f"{env} speed")
+    times = ["", "not timed"]
+    if speed is not None:
+        times = [f"{speed['flatout']:.0f}, {speed['sb3']:.0f}", f"{speed['flatout'] / speed['sb3']:.2f}"]
+    return [f"{env} ({ours[0]['algo']})", f"{ours[0]['env_steps']:,}", *cells, *_verdicts(a, b), *times]
+
+
+def _verdicts(ours: list[float], theirs: list[float]) -> list[str]:
+    """Not below, above; with a single seed of one library there is no noise to compare with."""
+    gap = statistics.median(ours) - statistics.median(theirs)
+    if min(len(ours), len(theirs)) < 2:
+        return ["one seed: " + ("higher" if gap > 0 else "equal" if gap == 0 else "lower"), "?"]
+    noise = max(statistics.stdev(ours), statistics.stdev(theirs))
+    return ["yes" if gap >= -noise else "NO", "yes" if gap > noise else "no"]
 
 
 if __name__ == "__main__":

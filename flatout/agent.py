@@ -112,8 +112,10 @@ class Agent:
             factory = env_factory(source, config.env_kwargs)
         device = resolve_device(config.device)
         info, costs = _try_env(_prepared(factory, config, device), config)
-        if info.n_envs not in (None, config.n_envs):
-            config = _resolve(name, settings, config_file, info.n_envs, trust)
+        continuous = isinstance(info.action_space, gym.spaces.Box)
+        if continuous or info.n_envs not in (None, config.n_envs):
+            n_envs = n_envs if info.n_envs is None else info.n_envs
+            config = _resolve(name, settings, config_file, n_envs, trust, continuous=continuous)
         if info.batched == "tensor" and config.device == "auto":
             device = info.device
         self._run_name, self._runs_dir, self._overwrite = run_name, runs_dir, overwrite
@@ -379,15 +381,20 @@ class Agent:
     def header(self) -> list[str]:
         """Lines that describe the run before it begins."""
         config = self.config
-        has_recipe = config.env in config.descriptor.recipes
-        source = config.preset or ("tuned for this env" if has_recipe else "auto")
         lines = [
-            f"{config.env} · {config.descriptor.title} · settings: {source} · {self.device} "
+            f"{config.env} · {config.descriptor.title} · settings: {self._settings_source()} · {self.device} "
             f"({self.machine.cores} cores) · seed {config.seed}",
             config.arithmetic(),
         ]
+        if normalized := [
+            it for it in ("obs", "reward") if getattr(config.algorithm, f"normalize_{it}", False)
+        ]:
+            words = {"obs": "observations", "reward": "rewards"}
+            lines.append(f"normalized: {' and '.join(words[it] for it in normalized)}")
         if config.atari or config.frame_stack > 1:
             lines.append(config.frames())
+        else:
+            lines += _stacked_by_the_env(self.policy.obs)
         if self._trainer is not None:
             plan = self._trainer.plan
             lines.append(f"executor {plan.executor_name}: {self._trainer.plan_reason}")
@@ -398,6 +405,15 @@ class Agent:
         if self._folder is not None:
             lines.append(f"run folder: {self._folder.path}")
         return lines + [f"note: {note}" for note in self._notes()]
+
+    def _settings_source(self) -> str:
+        """Where the settings come from that the user did not give."""
+        config, algorithm = self.config, self.config.descriptor
+        if config.preset is None and config.env in algorithm.recipes:
+            return "tuned for this env"
+        if config.preset in (None, "auto") and self.policy.action.continuous and algorithm.auto_continuous:
+            return "auto, for continuous actions"
+        return config.preset or "auto"
 
     def _notes(self) -> list[str]:
         notes = [*(self._env.warnings if self._env else ()), *self._resume_notes]
@@ -613,7 +629,13 @@ def _with_code(config: Any, code: Mapping[str, Code]) -> Any:
 
 
 def _resolve(
-    env: str | None, settings: dict[str, Any], file: Path | None, n_envs: int | None, trust: bool
+    env: str | None,
+    settings: dict[str, Any],
+    file: Path | None,
+    n_envs: int | None,
+    trust: bool,
+    *,
+    continuous: bool = False,
 ) -> RunConfig:
     """The complete settings; `n_envs` is the number of envs of a batched env, if it is fixed."""
     if n_envs is not None:
@@ -622,12 +644,29 @@ def _resolve(
         _refuse_other_n_envs(env or "env", n_envs, given.get("n_envs", n_envs))
         settings = settings | {"n_envs": n_envs}
     device = resolve_device(str(settings.get("device", "auto")))
-    return resolve(env, settings, device=device, n_cores=usable_cores(), file=file, trust=trust)
+    n_cores = usable_cores()
+    return resolve(
+        env, settings, device=device, n_cores=n_cores, file=file, trust=trust, continuous=continuous
+    )
 
 
 def _prepared(factory: EnvFactory, config: RunConfig, device: str) -> EnvFactory:
     """The factory with what the run's settings say about its envs."""
     return replace(factory, device=device, atari=bool(config.atari), frame_stack=config.frame_stack or 1)
+
+
+def _stacked_by_the_env(obs: ObsLayout) -> list[str]:
+    """What an agent sees of an env that stacks frames itself, in at most one line."""
+    stacked = [spec for spec in obs.specs if spec.frames > 1]
+    if not stacked:
+        return []
+    channels, height, width = stacked[0].shape
+    frame = (
+        f"{height}x{width}"
+        if channels == stacked[0].frames
+        else f"{height}x{width}x{channels // stacked[0].frames}"
+    )
+    return [f"observations: {frame}, {stacked[0].frames} frames stacked by the env"]
 
 
 def _for_one_env(factory: EnvFactory, settings: dict[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import torch
 from gymnasium import spaces
 
 import flatout
+from benchmarks.envs import Catch
 from flatout.buffers.rollout import Rollout, Staging
 from flatout.envs.make import env_factory
 from flatout.envs.pixels import FrameStack
@@ -105,6 +106,29 @@ def test_what_only_two_frames_show_is_learned(kind: str, settings: dict[str, Any
     agent = getattr(flatout, kind)(Moved, frame_stack=2, seed=1, **settings)
     agent.learn(8_000)
     assert agent.evaluate(20).return_mean >= 0.9 * LENGTH
+
+
+CATCH: dict[str, dict[str, Any]] = {
+    "PPO": {"n_steps": 64, "batch_size": 128, "n_epochs": 4, "ent_coef": 0.01},
+    "DQN": {
+        "n_steps": 4,
+        "batch_size": 32,
+        "train_ratio": 0.125,
+        "learning_starts": 500,
+        "target_update_interval": 500,
+        "exploration_fraction": 0.3,
+        "activation": "relu",
+    },
+}
+
+
+@pytest.mark.parametrize("kind", CATCH)
+def test_a_ball_is_caught_by_what_the_frames_show(kind: str) -> None:
+    make = getattr(flatout, kind)
+    agent = make(
+        partial(Catch, 7), n_envs=8, learning_rate=1e-3, network_arch=(64,), seed=1, **CATCH[kind]
+    ).learn(8_000)
+    assert agent.evaluate(50).return_mean >= 0.9
 
 
 def test_single_frames_do_not_show_it() -> None:

@@ -179,6 +179,8 @@ class Algorithm:
     auto: tuple[Recipe, Recipe] | None = None
     """Settings for an env without a recipe, on a CPU and on an accelerator; the number of envs goes by cores.
     None: the config's defaults."""
+    auto_continuous: tuple[Recipe, Recipe] | None = None
+    """The same for envs with continuous actions; None: as `auto`."""
     metrics: tuple[str, ...] = ()
     """Metrics of its own, for columns of metrics.csv besides the usual ones."""
     space: Space = field(default_factory=dict)
@@ -207,11 +209,12 @@ class Algorithm:
         """Its name as people write it."""
         return self.name.upper()
 
-    def auto_recipe(self, on_accelerator: bool, n_cores: int) -> Recipe:
-        """Settings for an env without a recipe."""
+    def auto_recipe(self, on_accelerator: bool, n_cores: int, *, continuous: bool = False) -> Recipe:
+        """Settings for an env without a recipe, by the machine and the kind of actions."""
         n_envs = min(max(8, 2 * n_cores), 32)
-        if self.auto is not None:
-            return replace(self.auto[on_accelerator], n_envs=n_envs)
+        auto = self.auto_continuous if continuous and self.auto_continuous is not None else self.auto
+        if auto is not None:
+            return replace(auto[on_accelerator], n_envs=n_envs)
         return Recipe(n_envs=n_envs, algorithm=self.config(), network=NetworkConfig())
 
     def preset(self, name: str) -> Recipe:

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fractions import Fraction
-from math import floor
+from functools import cache
 from typing import ClassVar
 
 from flatout.algorithms.base import AlgorithmConfig, check
 from flatout.errors import FlatoutError
+
+
+@cache
+def _exact(ratio: float) -> Fraction:
+    """The fraction that a decimal number means."""
+    return Fraction(str(ratio))
 
 
 # No slots: a class may have only one base with slots of its own, and DQN's config has another base.
@@ -56,7 +62,8 @@ class ReplayConfig(AlgorithmConfig):
 
     def updates_after(self, env_steps: int) -> int:
         """Updates due after so many env steps since learning began; exact for any ratio."""
-        return floor(Fraction(str(self.train_ratio)) * max(env_steps, 0))
+        ratio = _exact(self.train_ratio)
+        return ratio.numerator * max(env_steps, 0) // ratio.denominator
 
     def updates_per_iteration(self, total_batch: int) -> float:
         return self.train_ratio * total_batch

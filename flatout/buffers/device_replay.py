@@ -258,7 +258,9 @@ class UniformDraws:
     """The minibatches of captured updates, drawn uniformly: one launch draws many, an update takes the next of them."""
 
     def __init__(self, sampler: TensorUniform, size: int) -> None:
-        self._sampler, self._size, self._n_at_once = sampler, size, minibatches_at_once(size)
+        self._sampler, self._size = sampler, size
+        self.n_at_once = minibatches_at_once(size)
+        """Minibatches of one draw."""
         self._row = torch.zeros(1, dtype=torch.int64, device=sampler.replay.device)
         """The minibatch that the next update takes."""
         self._drawn: ReplayBatch | None = None
@@ -267,16 +269,16 @@ class UniformDraws:
 
     def begin(self, n: int, beta: float) -> bool:  # noqa: ARG002
         """Prepare `n` minibatches; true if memory moved, so that a capture is out of date."""
-        sampler, n_rows = self._sampler, self._size * self._n_at_once
+        sampler, n_rows = self._sampler, self._size * self.n_at_once
         if self._drawn is None:
             self._drawn = sampler.sample(n_rows)
             sampler.n_draws -= 1
         self._first = sampler.n_draws
-        return sampler.load(-(-n // self._n_at_once), n_rows) or self._draw is None
+        return sampler.load(-(-n // self.n_at_once), n_rows) or self._draw is None
 
     def capture(self) -> None:
         """Capture the draw of the next minibatches."""
-        warm_up = partial(self._sampler.sample, self._size * self._n_at_once)
+        warm_up = partial(self._sampler.sample, self._size * self.n_at_once)
         self._row.zero_()
         self._sampler.rewind()
         self._draw = Graph(self._draw_next, self._sampler.replay.device, warm_up)
@@ -284,13 +286,13 @@ class UniformDraws:
 
     def _draw_next(self) -> None:
         assert self._drawn is not None, "begin has made it"
-        copy_all(self._drawn.tensors(), self._sampler.sample(self._size * self._n_at_once).tensors())
+        copy_all(self._drawn.tensors(), self._sampler.sample(self._size * self.n_at_once).tensors())
         self._row.zero_()
 
     def refill(self, n_done: int) -> None:
         """Before update number `n_done`: draw the next minibatches, if those drawn are used up."""
         assert self._draw is not None, "it is captured"
-        if n_done % self._n_at_once == 0:
+        if n_done % self.n_at_once == 0:
             self._draw.replay()
 
     def next(self) -> ReplayBatch:
@@ -299,7 +301,7 @@ class UniformDraws:
         assert drawn is not None, "begin has made it"
 
         def taken(x: Tensor) -> Tensor:
-            return x.view(self._n_at_once, self._size, *x.shape[1:]).index_select(0, self._row)[0]
+            return x.view(self.n_at_once, self._size, *x.shape[1:]).index_select(0, self._row)[0]
 
         batch = ReplayBatch(
             obs=tuple(map(taken, drawn.obs)),
@@ -319,11 +321,11 @@ class UniformDraws:
 
     def end(self, n: int) -> None:
         """After `n` minibatches: a draw that nobody learned from did not happen."""
-        n_draws = -(-n // self._n_at_once)
+        n_draws = -(-n // self.n_at_once)
         self._sampler.n_draws = self._first + n_draws
         self._sampler.is_loaded = False
         if n:
-            self._sampler.prepare(n_draws, self._size * self._n_at_once)
+            self._sampler.prepare(n_draws, self._size * self.n_at_once)
 
 
 class PrioritizedDraws:
@@ -333,6 +335,8 @@ class PrioritizedDraws:
 
     def __init__(self, sampler: TensorPrioritized, size: int) -> None:
         self._sampler, self._size = sampler, size
+        self.n_at_once = minibatches_at_once(size)
+        """As many as uniform draws have; here each is drawn by itself."""
         self._beta = torch.zeros((), dtype=torch.float64, device=sampler.replay.device)
         self._first = 0
         self._moved = True

@@ -31,6 +31,8 @@ class Exploration:
 
 
 NO_EXPLORATION = Exploration()
+DRAWN_AT_ONCE = 512
+"""Numbers of an env that are drawn together where a rollout needs fewer."""
 
 
 class ActionNoise:
@@ -49,16 +51,25 @@ class ActionNoise:
         self._hold = exploration.hold
         self._continuous = layout.continuous
         self._size = layout.noise_size
+        self._drawn = 0, torch.zeros(0)
+        """Noise that was drawn last, after the step that it begins with; one value, as several threads may draw."""
         with np.errstate(over="ignore"):
             key = _mix(np.array(seed & 0xFFFFFFFFFFFFFFFF, np.uint64) * _WEYL + _WEYL)
             self._keys = _mix(key + (env_ids.astype(np.uint64) + np.uint64(1)) * _WEYL)
 
     def draw(self, first_step: int, n_steps: int) -> Tensor:
-        """Noise (n_steps, n_envs, size) for each env's steps from `first_step` on."""
-        if self._hold > 1:
-            block = torch.arange(first_step, first_step + n_steps) // self._hold
-            return self._fresh(int(block[0]), int(block[-1] - block[0]) + 1)[block - block[0]]
-        return self._fresh(first_step, n_steps)
+        """Noise (n_steps, n_envs, size) for each env's steps from `first_step` on; not to be changed."""
+        begins, block = self._drawn
+        if not begins <= first_step <= begins + len(block) - n_steps:
+            block = self._held(first_step, max(n_steps, DRAWN_AT_ONCE // self._size))
+            self._drawn = begins, block = first_step, block
+        return block[first_step - begins :][:n_steps]
+
+    def _held(self, first_step: int, n_steps: int) -> Tensor:
+        if self._hold == 1:
+            return self._fresh(first_step, n_steps)
+        held = torch.arange(first_step, first_step + n_steps) // self._hold
+        return self._fresh(int(held[0]), int(held[-1] - held[0]) + 1)[held - held[0]]
 
     def _fresh(self, first_step: int, n_steps: int) -> Tensor:
         n_values = n_steps * self._size

@@ -192,10 +192,12 @@ def resolve(
     n_cores: int,
     file: Path | None = None,
     trust: bool = False,
+    continuous: bool = False,
 ) -> RunConfig:
     """The complete config for an env, from its recipe or preset, a config file and the user's settings.
 
-    `trust`: whether the file may name code that this user's runs did not write.
+    `trust`: whether the file may name code that this user's runs did not write. `continuous`: whether actions are, which
+    only the env itself can tell; envs without a recipe have other defaults then.
     """
     given = split_arch(settings) if "network_arch" in settings else dict(settings)
     if file is not None:
@@ -206,7 +208,7 @@ def resolve(
     given["env"] = env = env_id(env)
     given |= _frame_settings(env, given)
     given["algo"] = _variant(given.get("algo") or _first_choice(env, given), given)
-    recipe = _recipe(env, _algorithm(given), given.get("preset"), device, n_cores)
+    recipe = _recipe(env, _algorithm(given), given.get("preset"), device, n_cores, continuous=continuous)
     if given.get("preset") == "auto":
         given = tuned_settings(env, given, device, n_cores) | given
     return _with(recipe, _with_batch_size(given, recipe, device))
@@ -356,12 +358,14 @@ def _variant(algo: str, given: Mapping[str, Any]) -> str:
     return algo
 
 
-def _recipe(env: str, algorithm: Algorithm, preset: Any, device: str, n_cores: int) -> Recipe:
+def _recipe(
+    env: str, algorithm: Algorithm, preset: Any, device: str, n_cores: int, *, continuous: bool
+) -> Recipe:
     if preset in (None, "none") and env in algorithm.recipes:
         return algorithm.recipes[env]
     preset = _value({"preset": preset}, "preset", None)
     if preset in (None, "auto"):
-        return algorithm.auto_recipe(device != "cpu", n_cores)
+        return algorithm.auto_recipe(device != "cpu", n_cores, continuous=continuous)
     return algorithm.preset(preset)
 
 

@@ -27,7 +27,7 @@ from flatout.models.policy import OBS_CLIP, Obs, PolicyNet
 ACTIVATIONS = ("relu", "tanh")
 """Activations whose derivative follows from their output."""
 NARROW = 16
-"""Inputs or outputs of a layer up to which a loop is faster than a matrix product."""
+"""Inputs or outputs of a layer up to which a loop is faster than a matrix product of a small batch."""
 NO_MASK = np.zeros((0, 1), np.bool_)
 
 _KEEP1, _KEEP2 = np.float32(1 - BETA1), np.float32(1 - BETA2)
@@ -46,7 +46,19 @@ State = tuple[Array, ...]
 class FusedMLP:
     """An MLP with buffers for the outputs of `n` samples and, where `grads` is given, for gradients w.r.t. them."""
 
-    def __init__(self, layers: Sequence[Layer], n: int, activation: str, grads: Sequence[Layer] = ()) -> None:
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        n: int,
+        activation: str,
+        grads: Sequence[Layer] = (),
+        n_back: int | None = None,
+        narrow: int = NARROW,
+    ) -> None:
+        """`n_back`: how many of the samples, the first ones, go through `backward`; None: all.
+
+        `narrow`: inputs or outputs of a layer up to which a loop takes the place of a matrix product.
+        """
         self._layers = [(weight.detach(), bias.detach()) for weight, bias in layers]
         widths = [len(bias) for _, bias in layers]
         self._outputs = [torch.zeros(n, width) for width in widths]
@@ -56,21 +68,23 @@ class FusedMLP:
         self._calls = [(w.t(), b, out, out.numpy(), b.numpy()) for (w, b), out in pairs]
         n_inputs = layers[0][0].shape[1]
         self._transposed = np.zeros((n_inputs, widths[0]), np.float32)
-        self._starts_narrow = n_inputs <= NARROW
-        self._ends_narrow = len(widths) > 1 and widths[-1] <= NARROW
+        self._starts_narrow = n_inputs <= narrow
+        self._ends_narrow = len(widths) > 1 and widths[-1] <= narrow
         self._first = self._layers[0][0].numpy(), self._transposed, self._outputs[0].numpy()
         if not grads:
             return
+        n_back = n if n_back is None else n_back
         self._param_grads = list(grads)
-        self._grads = [torch.zeros(n, width) for width in widths]
+        self._grads = [torch.zeros(n_back, width) for width in widths]
+        self._hidden = [out[:n_back] for out in self._outputs[:-1]]
         self.grad = self._grads[-1].numpy()
         """The loss's gradient w.r.t. the outputs, to be filled in before `backward`."""
-        self._ones = torch.ones(n)
+        self._ones = torch.ones(n_back)
         is_activated = self._ends_narrow and len(widths) == 2
-        first = self._grads[0].numpy(), self._outputs[0].numpy()
+        first = self._grads[0].numpy(), self._outputs[0][:n_back].numpy()
         self._first_backward = *first, is_activated, self._is_relu, (self._transposed, *_arrays(grads[0]))
         if self._ends_narrow:
-            last = self.grad, self._outputs[-2].numpy(), self._layers[-1][0].numpy(), self._is_relu
+            last = self.grad, self._hidden[-1].numpy(), self._layers[-1][0].numpy(), self._is_relu
             out = *_arrays(grads[-1]), self._grads[-2].numpy(), grads[-2][1].numpy()
             self._last_backward = *last, out
 
@@ -89,8 +103,8 @@ class FusedMLP:
         raise AssertionError("there is at least one layer")
 
     def backward(self, x: Tensor) -> None:
-        """Fill in the parameters' gradients, for the samples that `forward` was given."""
-        grads, inputs = self._grads, [x, *self._outputs[:-1]]
+        """Fill in the parameters' gradients, for the samples that `forward` was given, or the first of them."""
+        grads, inputs = self._grads, [x, *self._hidden]
         last = len(grads) - 1
         for k in range(last, -1, -1):
             weight_grad, bias_grad = self._param_grads[k]

@@ -47,6 +47,8 @@ class OffPolicyLearner(Learner[Batch]):
     """The model with its target network, whose parameters are the tensor `target`."""
     _graph_batch: Batch
     """What the captured step learns from, if the replay buffer is not on the device."""
+    _graph_of_many: GraphBackend[Batch] | None = None
+    """Several steps as one graph, if the replay buffer is on the device."""
 
     def __init__(self, model: PolicyNet, config: Any, **how: Any) -> None:
         """`how`: the keywords of `Learner`."""
@@ -131,8 +133,11 @@ class OffPolicyLearner(Learner[Batch]):
     def stage(self, rollout: Learnable, stop: Callable[[], bool]) -> None:
         """Nothing: the replay buffer reads rollouts itself."""
 
-    def _capture(self) -> None:
-        """Capture the step; if the replay buffer is on the device, with sampling and everything that follows."""
+    def _capture(self, n_updates: int = 1) -> None:
+        """Capture the step; if the replay buffer is on the device, with sampling and everything that follows.
+
+        `n_updates`: how many an iteration takes; from enough of them on, many steps are captured as one graph, too.
+        """
         draws, update = self.experience.draws, self.update
         if draws is None:
             self._graph_batch = example = self.example_batch(update.batch_size)
@@ -149,6 +154,9 @@ class OffPolicyLearner(Learner[Batch]):
                 draws.advance(update.sample_output)
 
         self._graph = GraphBackend(update, next_batch, example, after)
+        self._graph_of_many = None
+        if draws is not None and n_updates >= draws.n_at_once > 1:
+            self._graph_of_many = GraphBackend(update, next_batch, example, after, draws.n_at_once)
         update.backend = self._graph.name
 
     def _replay_steps(self, n_updates: int, beta: float, stop: Callable[[], bool]) -> None:
@@ -157,12 +165,14 @@ class OffPolicyLearner(Learner[Batch]):
         assert draws is not None, "it samples on the device"
         moved = self.experience.retries.attempt(lambda: draws.begin(n_updates, beta))
         if moved or self._graph is None:
-            self.update.parts.attempt(self._capture)
+            self.update.parts.attempt(lambda: self._capture(n_updates))
         assert self._graph is not None, "it is captured"
         while n_done < n_updates and not (n_done and stop()):
             draws.refill(n_done)
-            self._graph.replay()
-            n_done += 1
+            many = self._graph_of_many
+            graph = self._graph if many is None or n_done + many.n_steps > n_updates else many
+            graph.replay()
+            n_done += graph.n_steps
         draws.end(n_done)
 
     def _take(self, n_updates: int, beta: float, stop: Callable[[], bool]) -> None:

@@ -22,6 +22,7 @@ from flatout.device.accelerator import (
     short_reason,
 )
 from flatout.envs.spaces import Array, ObsArrays
+from flatout.models.params import copy_all
 from flatout.models.policy import OBS_CLIP, Policy, PolicyNet
 
 SMALL_NETWORK = 300_000
@@ -164,10 +165,12 @@ class KernelActor:
 
         obs, action = model.obs, model.action
         self._model, self._mask_index = model, obs.mask_index
-        layers = model.acting_layers()
+        self._layers, self._norms = model.acting_layers(), model.acting_norms()
+        layers = self._layers
         widths = [layers[0][0].shape[1], *(len(bias) for _, bias in layers)]
         n_params = sum(tensor.numel() for tensor in self._tensors())
         self._params = np.zeros(n_params, np.float32)
+        self._places = self._views()
         self._few = BRIEF_WORK // n_params
         self._only = obs.only_vector
         normalized = self._only is not None and model.normalizes
@@ -188,11 +191,7 @@ class KernelActor:
         self.bind()
 
     def bind(self) -> None:
-        start = 0
-        for tensor in self._tensors():
-            end = start + tensor.numel()
-            self._params[start:end] = tensor.numpy().reshape(-1)
-            start = end
+        copy_all(self._places, list(self._tensors()))
         if len(self._obs_stats):
             mean, scale = (self._model.get_buffer(f"obs_{name}_{self._only}") for name in ("mean", "scale"))
             self._obs_stats[0], self._obs_stats[1] = mean.numpy().reshape(-1), scale.numpy().reshape(-1)
@@ -201,11 +200,16 @@ class KernelActor:
 
     def _tensors(self) -> Iterator[torch.Tensor]:
         """The parameters in the order that the compiled function expects."""
-        norms = self._model.acting_norms()
-        for k, (weight, bias) in enumerate(self._model.acting_layers()):
+        for k, (weight, bias) in enumerate(self._layers):
             yield from (weight.detach().t(), bias.detach())
-            if k < len(norms):
-                yield from (tensor.detach() for tensor in norms[k])
+            if k < len(self._norms):
+                yield from (tensor.detach() for tensor in self._norms[k])
+
+    def _views(self) -> list[torch.Tensor]:
+        """Views of the compiled function's parameters, shaped like `_tensors`."""
+        tensors = list(self._tensors())
+        pieces = torch.from_numpy(self._params).split([tensor.numel() for tensor in tensors])
+        return [piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True)]
 
     def begin(self, obs: ObsArrays, noise: Array, action_out: Array, log_prob_out: Array) -> None:
         x = self._features(obs) if self._only is None else obs[self._only].reshape(len(noise), -1)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import conv2d, relu
+from torch.nn.functional import conv2d, relu, relu_
 
 GAIN = 2**0.5
 
@@ -62,7 +62,7 @@ class ImageEncoder(nn.Module):
     def forward(self, image: Tensor) -> Tensor:
         # Channels last in memory: on a CPU, convolutions and their gradients take about half the time.
         order = torch.channels_last if image.device.type == "cpu" else torch.contiguous_format
-        x = image.to(torch.float32, memory_format=order)
+        x = _floats_channels_last(image) if image.device.type == "cpu" else image.float()
         scale = self._scale
         for conv in self.convs:
             assert isinstance(conv, nn.Conv2d)
@@ -70,8 +70,13 @@ class ImageEncoder(nn.Module):
             if scale != 1.0:  # the same as scaled pixels, but far fewer
                 weight = weight * scale
             weight = weight.contiguous(memory_format=order)
-            x, scale = relu(conv2d(x, weight, conv.bias, conv.stride, conv.padding)), 1.0
+            x, scale = relu_(conv2d(x, weight, conv.bias, conv.stride, conv.padding)), 1.0
         return relu(self.out(x.flatten(1)))
+
+
+def _floats_channels_last(image: Tensor) -> Tensor:
+    """The image as floats, channels last in memory; interleaving bytes takes half the time of interleaving floats."""
+    return torch.stack(image.unbind(1), -1).float().permute(0, 3, 1, 2)
 
 
 def _initialised(layer: nn.Conv2d | nn.Linear) -> nn.Module:

@@ -7,6 +7,7 @@ S: sequences, L: steps of a sequence, H: width of a memory.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TypeAlias
 
@@ -21,8 +22,8 @@ from flatout.models.policy import OUT_GAIN, ActorCritic, Obs, linear, mlp, seede
 
 SMALL_MEMORY = 1_000_000
 """Up to this many weights the compiled function acts faster than torch."""
-KEEP_BIAS = 1.0
-"""Initial bias of the gate that keeps the state."""
+LONGEST = 32
+"""Steps for which the slowest units of a GRU keep their state at first; the fastest ones keep half of it for one step."""
 Run: TypeAlias = Callable[["Memory", Tensor, Tensor, Tensor], Tensor]
 """(memory, inputs (L, S, gates), first states (S, n_state), which steps go on with the state before, (L, S)) → (L, S, H)."""
 
@@ -42,10 +43,12 @@ class Memory(nn.Module):
         self.gates_back = linear(width, self.n_gates * width, 1.0)
         for gate in self.gates_back.weight.detach().chunk(self.n_gates):
             nn.init.orthogonal_(gate)
-        with (
-            torch.no_grad()
-        ):  # the second gate keeps the state; it forgets little at first (Jozefowicz et al. 2015)
-            self.gates_in.bias[width : 2 * width] = KEEP_BIAS
+        with torch.no_grad():  # the second gate keeps the state
+            self.gates_in.bias[width : 2 * width] = self.keep_bias()
+
+    def keep_bias(self) -> Tensor:
+        """Initial bias of the gate that keeps the state: it forgets little at first (Jozefowicz et al. 2015)."""
+        return torch.ones(self.width)
 
     def advance(self, gates: Tensor, state: Tensor) -> Tensor:
         """The state after a step, by the gates of its input."""
@@ -72,6 +75,14 @@ class GRU(Memory):
     """Gated recurrent unit (Cho et al. 2014); gates: reset, update, new."""
 
     n_gates, n_states = 3, 1
+
+    def __init__(self, n_in: int, width: int) -> None:
+        super().__init__(n_in, width)
+        nn.init.normal_(self.gates_in.weight, std=n_in**-0.5)
+
+    def keep_bias(self) -> Tensor:
+        """Spreads how long units remember, from 2 steps to LONGEST, spaced logarithmically (Tallec and Ollivier 2018)."""
+        return torch.linspace(0.0, math.log(LONGEST), self.width)
 
     def advance(self, gates: Tensor, state: Tensor) -> Tensor:
         back_r, back_z, back_n = self.gates_back(state).chunk(3, -1)

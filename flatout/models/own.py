@@ -18,7 +18,7 @@ from gymnasium import spaces
 from torch import Tensor, nn
 
 from flatout.envs.loader import Code
-from flatout.envs.spaces import ArraySpec, ObsLayout
+from flatout.envs.spaces import ArraySpec, ObsLayout, StackedFrames, has_channels_last, is_image, is_text
 from flatout.errors import FlatoutError, one_line
 
 WANTED = "an nn.Module class or a function that makes a module"
@@ -51,7 +51,7 @@ class OwnEncoder(nn.Module):
                 first = torch.tensor(spec.start).view(spec.shape)
                 self.register_buffer(f"_start_{i}", first, persistent=False)
         with _telling(code, "could not be made"):
-            self.module = make(obs.space if self.encoder is None else self.encoder.n_features)
+            self.module = make(seen_space(obs.space) if self.encoder is None else self.encoder.n_features)
         if not isinstance(self.module, nn.Module):
             raise FlatoutError(
                 f"network '{code}' made {type(self.module).__name__}; it must make an nn.Module"
@@ -94,12 +94,26 @@ class OwnEncoder(nn.Module):
         return out.shape[1]
 
 
+def seen_space(space: gym.Space[Any]) -> gym.Space[Any]:
+    """The space of what the module is given: images are channels first, text is left out."""
+    if isinstance(space, spaces.Dict):
+        return spaces.Dict({key: seen_space(part) for key, part in space.spaces.items() if not is_text(part)})
+    if isinstance(space, spaces.Tuple):
+        return spaces.Tuple([seen_space(part) for part in space.spaces if not is_text(part)])
+    if not isinstance(space, spaces.Box) or isinstance(space, StackedFrames) or not is_image(space):
+        return space
+    if not has_channels_last(space.shape):
+        return space
+    low, high = (bound.transpose(2, 0, 1) for bound in (space.low, space.high))
+    return spaces.Box(low, high, dtype=space.dtype.type)
+
+
 def _structured(space: gym.Space[Any], values: Iterator[Tensor]) -> Any:
     """Observation arrays in the structure of the space."""
     if isinstance(space, spaces.Dict):
-        return {key: _structured(part, values) for key, part in space.spaces.items()}
+        return {key: _structured(part, values) for key, part in space.spaces.items() if not is_text(part)}
     if isinstance(space, spaces.Tuple):
-        return tuple(_structured(part, values) for part in space.spaces)
+        return tuple(_structured(part, values) for part in space.spaces if not is_text(part))
     return next(values)
 
 

@@ -113,7 +113,8 @@ class Trainer:
         self._cut_off: Mapping[str, Array] | None = None
         """After a run that was cut off: what brings its envs back; the collector is not used any more."""
         self._open(decision.ways, None if checkpoint is None else _arrays("envs.", checkpoint.tensors))
-        self.plan_reason = decision.reasons.get(self.plan, "")
+        reason = decision.reasons.get(self.plan, "")
+        self.plan_reason = "the env is made already" if env.factory.is_instance else reason
         self._speed_up_updates(self.pipeline.learn_threads)
         self._close_learner = weakref.finalize(self, self.learner.close)
         if checkpoint is not None:

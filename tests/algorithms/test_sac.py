@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from flatout.algorithms.sac.config import SACConfig
 from flatout.algorithms.sac.fused import can_fuse
 from flatout.algorithms.sac.learner import SACLearner
 from flatout.algorithms.sac.model import SquashedNormalHead, make_model
-from flatout.algorithms.sac.noise import kept, noise_key, normal
+from flatout.algorithms.sac.noise import _WEYL, UpdateNoise, kept, mix, noise_key, normal, uniform
 from flatout.envs.spaces import ActionLayout, ObsLayout
 from flatout.errors import FlatoutError
 from flatout.models.actor import KernelActor
@@ -230,6 +231,25 @@ def test_the_fused_gradient_equals_autograds(
     fused.close()
 
 
+@pytest.mark.parametrize("n", [1, 2, 25, 256])
+def test_the_fused_gradient_is_that_of_any_batch_and_of_any_number_of_threads(n: int) -> None:
+    config = SACConfig(batch_size=n, ent_coef=0.3)
+    it = learner(config)
+    fused, batch = it.make_fused(), random_batch(it, n)
+    assert fused is not None
+    total, _, errors = sac.loss(it.networks, batch, config)
+    want, got = it.params.flatten(torch.autograd.grad(total, it.params.tensors)), []
+    for thread in (None, ThreadPoolExecutor(1)):
+        fused._thread = thread
+        fused.differentiate(batch)
+        torch.testing.assert_close(fused.gradient, want, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(it.update.sample_output, errors, rtol=1e-4, atol=1e-5)
+        got.append((fused.gradient.clone(), fused.means.copy()))
+    assert torch.equal(got[0][0], got[1][0])
+    assert np.array_equal(got[0][1], got[1][1])
+    fused.close()
+
+
 def step(it: SACLearner, batch: sac.SACMinibatch) -> tuple[Tensor, Tensor]:
     it.update.begin(1e-2)
     it.update.step(batch)
@@ -308,6 +328,17 @@ def test_noise_is_normal_and_another_one_in_every_update() -> None:
     corners = torch.corrcoef(torch.stack([a, b, a.roll(1)]))
     assert (corners - torch.eye(3)).abs().max() < 0.02
     assert not torch.equal(a, normal(noise_key(4), torch.tensor([0]), 100_000)[0])
+
+
+def test_noise_has_the_same_bits_on_every_device_and_however_many_updates_are_drawn_at_once() -> None:
+    key, numbers = noise_key(3), torch.tensor([0, 1, 2, 40, 10**9])
+    place = torch.arange(1, 101) * _WEYL
+    by_tensors = 2 * uniform(mix(mix(numbers * _WEYL + key)[:, None] + place)) - 1
+    want = normal(key, numbers, 100)
+    torch.testing.assert_close(torch.erf(want.double() / 2**0.5).float(), by_tensors, rtol=1e-5, atol=1e-6)
+    ahead = UpdateNoise(key)
+    for first, n in ((0, 1), (1, 1), (2, 20), (21, 2), (1, 3)):
+        assert torch.equal(ahead.draw(first, n, 100), normal(key, torch.arange(first, first + n), 100))
 
 
 def test_dropout_drops_its_share_of_each_critics_units_and_keeps_the_mean() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flatout.algorithms.ppo.recipes import PRESETS, RECIPES
+from flatout.algorithms.ppo.recipes import AUTO_CONTINUOUS, PRESETS, RECIPES
 from flatout.algorithms.pqn.recipes import RECIPES as PQN_RECIPES
 from flatout.config.run_config import RunConfig, preset_note, resolve
 from flatout.errors import FlatoutError
@@ -76,6 +76,25 @@ def test_a_known_env_gets_its_recipe_unless_a_preset_is_given() -> None:
     assert config("mission") == config("flatout/Mission-v0")
     assert config("CartPole-v1", gamma=0.5).algorithm.gamma == 0.5
     assert config("CartPole-v1", gamma=0.5).n_envs == RECIPES["CartPole-v1"].n_envs
+
+
+def test_continuous_actions_have_defaults_of_their_own_that_no_recipe_or_preset_sees() -> None:
+    discrete, continuous = (
+        resolve("Some-v0", {}, device="cpu", n_cores=2, continuous=kind) for kind in (False, True)
+    )
+    assert not discrete.algorithm.normalize_obs
+    assert continuous.algorithm == AUTO_CONTINUOUS[0].algorithm
+    assert continuous.algorithm.normalize_obs
+    for given in ({"preset": "cpu"}, {"algo": "ppo", "env": "Pendulum-v1"}, {"algo": "sac"}, {"algo": "dqn"}):
+        settings = dict(given)
+        env = settings.pop("env", "Some-v0")
+        one, other = (
+            resolve(env, settings, device="cpu", n_cores=2, continuous=kind) for kind in (False, True)
+        )
+        assert one == other
+    assert not resolve(
+        "Some-v0", {"normalize_obs": False}, device="cpu", n_cores=2, continuous=True
+    ).algorithm.normalize_obs
 
 
 def test_an_env_gets_the_algorithm_that_learns_it_fastest_unless_one_is_given() -> None:

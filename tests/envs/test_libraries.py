@@ -143,6 +143,7 @@ def test_envpool_steps_its_own_batch(kind: str) -> None:
     agent = getattr(flatout, kind)("envpool:Pong-v5", seed=1, **settings)
     assert ObsLayout(agent.policy.obs.space).frames == 4
     agent.learn(128)
+    assert "observations: 84x84, 4 frames stacked by the env" in agent.header()
     assert agent.trainer().plan.executor == "batched"
 
 

@@ -105,11 +105,12 @@ def test_attention_over_entities_learns_by_every_algorithm(algo: str) -> None:
     agent.close()
 
 
-def test_a_dict_observation_arrives_in_its_structure() -> None:
+def test_a_dict_observation_arrives_in_its_structure_without_text_and_with_channels_first() -> None:
     space = spaces.Dict(
         {
             "image": spaces.Box(0, 255, (8, 8, 3), np.uint8),
             "where": spaces.Tuple((spaces.Discrete(5, start=2), spaces.Box(-1, 1, (2,)))),
+            "mission": spaces.Text(9),
             "flags": spaces.MultiBinary(3),
             "action_mask": spaces.MultiBinary(2),
         }
@@ -121,8 +122,9 @@ def test_a_dict_observation_arrives_in_its_structure() -> None:
     model.both(tuple(map(torch.from_numpy, arrays)))
     module: Any = model.pi_encoder.module
     seen = module.seen
-    assert module.space is space
-    assert set(seen) == {"image", "where", "flags", "action_mask"}
+    assert module.space["image"] == spaces.Box(0, 255, (3, 8, 8), np.uint8)
+    assert set(seen) == set(module.space.spaces) == {"image", "where", "flags", "action_mask"}
+    assert all(module.space[key] == space[key] for key in ("where", "flags", "action_mask"))
     assert torch.equal(
         seen["image"], torch.from_numpy(sample["image"][None]).permute(0, 3, 1, 2).float() / 255
     )

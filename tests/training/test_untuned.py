@@ -43,6 +43,12 @@ class Unsure(Endless):
         return np.zeros(2, np.float32), 0.0 if alike else 1.0, False, self._t == 20, {}
 
 
+class Steered(Endless):
+    """Endless, with continuous actions."""
+
+    action_space: Any = spaces.Box(-1, 1, (1,))  # type: ignore[assignment]
+
+
 FILE = f"{__file__}:"
 
 
@@ -60,6 +66,18 @@ def test_a_run_in_which_no_episode_ends_says_what_to_do(
     assert main(["evaluate", "a", "--runs-dir", str(tmp_path), "--episodes", "2", *limited[-2:]]) == 0
     assert "return 50.0 ± 0.0 over 2 episodes" in (line := capsys.readouterr().out)
     assert "2 of them were cut after 50 steps (--eval-max-steps)" in line
+
+
+def test_the_defaults_go_by_the_kind_of_actions_and_the_header_says_so() -> None:
+    small: dict[str, Any] = {"n_envs": 2, "n_steps": 16, "seed": 1}
+    with_choices, steered = (flatout.Agent(env, **small) for env in (Endless, Steered))
+    assert not with_choices.config.algorithm.normalize_obs
+    assert "settings: auto ·" in with_choices.header()[0]
+    assert steered.config.algorithm.normalize_obs
+    assert "settings: auto, for continuous actions ·" in steered.header()[0]
+    assert "normalized: observations and rewards" in steered.header()
+    given = flatout.Agent(Steered, normalize_obs=False, **small)
+    assert "normalized: rewards" in given.header()
 
 
 def test_a_registered_env_gets_a_limit_by_its_keyword_arguments() -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from flatout.algorithms.base import Algorithm, imported
 from flatout.algorithms.ppo.config import PPOConfig
-from flatout.algorithms.ppo.recipes import AUTO, PRESETS, RECIPES
+from flatout.algorithms.ppo.recipes import AUTO, AUTO_CONTINUOUS, PRESETS, RECIPES
 from flatout.algorithms.space import GAMMA, NETWORK, ROLLOUTS, Space, between, one_of
 
 SPACE: Space = {
@@ -41,5 +41,6 @@ ALGORITHM = Algorithm(
     recipes=RECIPES,
     presets=PRESETS,
     auto=AUTO,
+    auto_continuous=AUTO_CONTINUOUS,
     space=SPACE,
 )

@@ -76,9 +76,15 @@ RECIPES: dict[str, Recipe] = {
 
 
 def _preset(
-    n_envs: int, n_steps: int, batch_size: int, n_epochs: int, arch: tuple[int, ...], n_cores: int = 1
+    n_envs: int,
+    n_steps: int,
+    batch_size: int,
+    n_epochs: int,
+    arch: tuple[int, ...],
+    n_cores: int = 1,
+    **settings: Any,
 ) -> Recipe:
-    config = PPOConfig(n_steps=n_steps, batch_size=batch_size, n_epochs=n_epochs)
+    config = PPOConfig(n_steps=n_steps, batch_size=batch_size, n_epochs=n_epochs, **settings)
     return Recipe(n_envs=n_envs, algorithm=config, network=NetworkConfig(network_arch=arch), n_cores=n_cores)
 
 
@@ -91,4 +97,9 @@ PRESETS = {
     "max": _preset(32, 8192, 512, 30, (1024, 1024, 512, 256), 8),
 }
 AUTO = _preset(8, 256, 128, 10, (64, 64)), _preset(8, 256, 512, 10, (256, 256))
-"""On a CPU and on an accelerator."""
+"""For envs without a recipe, on a CPU and on an accelerator."""
+AUTO_CONTINUOUS = (
+    _preset(8, 256, 128, 10, (64, 64), **_NORMALIZED),
+    _preset(8, 256, 512, 10, (256, 256), **_NORMALIZED),
+)
+"""The same for continuous actions."""

@@ -1,14 +1,15 @@
 """SAC's loss and its gradient written out for plain ReLU MLPs on the CPU; tests hold them equal to `loss.py`.
 
-The gradients of the critics and of the actor do not depend on each other. They are computed in two threads where there
-are two cores; what is computed does not depend on that.
+A minibatch is computed in two halves, in two threads where there are two cores; what is computed does not depend on that.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -23,11 +24,17 @@ from flatout.envs.spaces import Array
 from flatout.learning.fused import FusedBackend, FusedMLP, Layer, is_plain, layers_in
 from flatout.learning.update import Update
 from flatout.models.heads import LOG_SQRT_2PI
+from flatout.models.kernel import tanh
 from flatout.models.params import FlatParams
 
 _MIN, _MAX, _HALF_LOG_2PI = np.float32(LOG_STD_MIN), np.float32(LOG_STD_MAX), np.float32(LOG_SQRT_2PI)
 _LOG_2 = np.float32(math.log(2))
 _ZERO, _HALF, _ONE, _TWO = np.float32(0), np.float32(0.5), np.float32(1), np.float32(2)
+
+NARROW = 4
+"""Inputs or outputs of a layer up to which a loop is faster than a matrix product."""
+Samples = tuple[Array, ...]
+"""A minibatch's features of observations and next observations, action, reward, discount, weight and noise."""
 
 
 @compiled
@@ -38,17 +45,20 @@ def put(features: Array, action: Array, squashed: Array, out: Array) -> None:
         for j in range(n):
             out[b, j] = features[b, j]
         for j in range(len(squashed)):
-            out[b, n + j] = math.tanh(action[b, j]) if squashed[j] else action[b, j]
+            out[b, n + j] = tanh(action[b, j]) if squashed[j] else action[b, j]
 
 
 @compiled
 def draw(raw: Array, noise: Array, squashed: Array, action: Array, log_prob: Array) -> None:
-    """`SquashedNormalHead.draw`: actions before squashing, and their log-probabilities."""
-    n = len(squashed)
+    """`SquashedNormalHead.draw`: actions before squashing, and their log-probabilities.
+
+    `noise` has rows of numbers for an observation, then for the next one, which is so many rows further.
+    """
+    n, half = len(squashed), len(noise)
     for b in range(len(raw)):
-        total = _ZERO
+        total, first = _ZERO, n * (b // half)
         for j in range(n):
-            log_std, size = min(max(raw[b, n + j], _MIN), _MAX), noise[b, j]
+            log_std, size = min(max(raw[b, n + j], _MIN), _MAX), noise[b % half, first + j]
             value = raw[b, j] + size * np.exp(log_std)
             total += -_HALF * size * size - log_std - _HALF_LOG_2PI
             if squashed[j]:  # log(1 - tanh²(x)), which is the same for x and -x
@@ -64,25 +74,29 @@ def td_gradient(
     q_values: tuple[Array, ...],
     log_prob: Array,
     ent_coef: float,
+    share: float,
     out: tuple[Array, ...],
 ) -> None:
-    """The critics' loss: its gradient w.r.t. both Q-values, absolute TD errors, and means of loss, value and error."""
+    """The critics' loss: its gradient w.r.t. both Q-values, absolute TD errors, and sums of loss, value and error.
+
+    `share`: of each sample in the mean.
+    """
     reward, discount, weight = samples
     q_1, q_2, next_1, next_2 = q_values
-    grad_1, grad_2, error_out, means_out = out
-    n, alpha = len(reward), np.float32(ent_coef)
+    grad_1, grad_2, error_out, sums_out = out
+    alpha, part = np.float32(ent_coef), np.float32(share)
     total, values, sizes = 0.0, 0.0, 0.0
-    for b in range(n):
+    for b in range(len(reward)):
         a, c = next_1[b, 0], next_2[b, 0]
         least = a if a < c or a != a else c  # NaN stays NaN
         target = reward[b] + discount[b] * (least - alpha * log_prob[b])
         error_1, error_2 = q_1[b, 0] - target, q_2[b, 0] - target
-        grad_1[b, 0], grad_2[b, 0] = weight[b] * error_1 / n, weight[b] * error_2 / n
+        grad_1[b, 0], grad_2[b, 0] = weight[b] * error_1 * part, weight[b] * error_2 * part
         error_out[b] = _HALF * (abs(error_1) + abs(error_2))
         total += np.float64(_HALF * weight[b] * (error_1 * error_1 + error_2 * error_2))
         values += np.float64(_HALF * (q_1[b, 0] + q_2[b, 0]))
         sizes += np.float64(error_out[b])
-    means_out[1], means_out[5], means_out[6] = total / n, values / n, sizes / n
+    sums_out[0], sums_out[1], sums_out[2] = total, values, sizes
 
 
 @compiled
@@ -134,36 +148,116 @@ def put_rows(rows: Array, grad: Array, out: Array) -> None:
 
 @compiled
 def policy_gradient(
-    raw: Array, noise: Array, squashed: Array, action: Array, action_grad: Array, ent_coef: float, out: Array
+    raw: Array, noise: Array, squashed: Array, action: Array, action_grad: Array, share: float, out: Array
 ) -> None:
-    """The actor's loss: its gradient w.r.t. the network's outputs, from that of the critics w.r.t. squashed actions."""
-    n, share = len(squashed), np.float32(ent_coef / len(raw))
-    for b in range(len(raw)):
+    """The actor's loss: its gradient w.r.t. the network's outputs, from that of the critics w.r.t. squashed actions.
+
+    `share`: of each sample in the mean, times the temperature.
+    """
+    n, size = len(squashed), np.float32(share)
+    for b in range(len(out)):
         for j in range(n):
             value, grad = action[b, j], action_grad[b, j]
             if squashed[j]:
-                inside = np.float32(math.tanh(value))
-                grad = grad * (_ONE - inside * inside) + share * _TWO * inside
+                inside = tanh(value)
+                grad = grad * (_ONE - inside * inside) + size * _TWO * inside
             log_std = raw[b, n + j]
             free = log_std >= _MIN and log_std <= _MAX
             out[b, j] = grad
-            out[b, n + j] = grad * noise[b, j] * np.exp(log_std) - share if free else _ZERO
+            out[b, n + j] = grad * noise[b, j] * np.exp(log_std) - size if free else _ZERO
 
 
-class ChosenCritic(FusedMLP):
-    """A critic's value of chosen actions, and its gradient w.r.t. them for some of the rows."""
+class FusedCritic(FusedMLP):
+    """A critic of `n` taken actions, which it learns from, and of as many chosen actions in the rows after them."""
 
-    def action_gradient(self, rows: Array, share: float, n_actions: int, out: Array) -> None:
-        """Write the gradient of `share` times the value to those rows of `out`, (B, size)."""
-        n, outputs, layers = len(rows), self._outputs, self._layers
-        grads = [buffer[:n] for buffer in self._grads[:-1]]
+    def __init__(self, layers: Sequence[Layer], n: int, grads: Sequence[Layer]) -> None:
+        super().__init__(layers, 2 * n, "relu", grads, n, NARROW)
+        self.taken, self.chosen = self.out[:n], self.out[n:]
+        self._chosen_hidden = [out[n:].numpy() for out in self._outputs[:-1]]
+        self._last_weight = self._layers[-1][0].numpy()
+
+    def action_gradient(self, rows: Array, share: float, out: Array) -> None:
+        """Write the gradient of `share` times these chosen actions' values w.r.t. the actions to the same rows of `out`.
+
+        It uses the buffers of `backward`, and comes after it.
+        """
+        layers, hidden, grads = self._layers, self._chosen_hidden, [x[: len(rows)] for x in self._grads[:-1]]
         last = len(grads) - 1
-        output_gradient(rows, outputs[-2].numpy(), layers[-1][0].numpy(), share, grads[last].numpy())
+        output_gradient(rows, hidden[last], self._last_weight, share, grads[last].numpy())
         for k in range(last, 0, -1):
             torch.mm(grads[k], layers[k][0], out=grads[k - 1])
-            relu_gradient(rows, outputs[k - 1].numpy(), grads[k - 1].numpy())
-        to_actions = torch.mm(grads[0], layers[0][0][:, -n_actions:])
+            relu_gradient(rows, hidden[k - 1], grads[k - 1].numpy())
+        to_actions = torch.mm(grads[0], layers[0][0][:, -out.shape[1] :])
         put_rows(rows, to_actions.numpy(), out)
+
+
+class FusedShare:
+    """Some rows of each minibatch: what they add to the gradient and the means.
+
+    Observations and next observations go through the actor together, and so do taken and chosen actions through a critic.
+    """
+
+    def __init__(
+        self, networks: TargetCritics, params: FlatParams, gradient: Tensor, rows: slice, n_all: int
+    ) -> None:
+        """`gradient`: where theirs is written, in the order of `params`; `n_all`: rows of the whole minibatch."""
+        model, n = networks.online, rows.stop - rows.start
+        self._rows, self._n, self._share = rows, n, 1 / n_all
+        self._size, self._squashed = model.action.size, model.action.bounded
+        actor, own = model.acting_layers(), list(model.critics.parameters())
+        places = {id(p): view for p, view in zip(params.tensors, params.views(gradient), strict=True)}
+        grads, target = [places[id(p)] for p in own], networks.views(networks.target)
+        self._actor = FusedMLP(actor, 2 * n, "relu", layers_in(params, gradient, actor), n, NARROW)
+        self._critics = [FusedCritic(_critic(own, i), n, _critic(grads, i)) for i in range(2)]
+        self._next = [FusedMLP(_critic(target, i), n, "relu", narrow=NARROW) for i in range(2)]
+        n_features = actor[0][0].shape[1]
+        self._x = torch.zeros(2 * n, n_features)
+        """Inputs of the actor: observations, next observations."""
+        inputs = torch.zeros(3 * n, n_features + self._size)
+        self._taken, self._drawn = inputs[:n].numpy(), inputs[n:].numpy()
+        self._x_taken, self._x_both, self._x_next = inputs[:n], inputs[: 2 * n], inputs[2 * n :]
+        """Inputs of the critics: taken, chosen and next actions."""
+        self._action, self._log_prob = np.zeros((2 * n, self._size), np.float32), np.zeros(2 * n, np.float32)
+        self._order, self._action_grad = np.zeros(n, np.int64), np.zeros((n, self._size), np.float32)
+        self.sums = np.zeros(5)
+        """Of the critics' losses, values and TD errors, of log-probabilities and values of chosen actions."""
+
+    def differentiate(self, samples: Samples, ent_coef: float, errors: Array) -> None:
+        """Fill in the gradient, the sums and these rows of the TD errors."""
+        obs, next_obs, action, reward, discount, weight, noise = (x[self._rows] for x in samples)
+        self._forward(obs, next_obs, action, noise)
+        self._critics_backward((reward, discount, weight), ent_coef, errors[self._rows])
+        self._actor_backward(noise, ent_coef)
+
+    def _forward(self, obs: Array, next_obs: Array, action: Array, noise: Array) -> None:
+        x, n = self._x.numpy(), self._n
+        x[:n], x[n:] = obs, next_obs
+        self._actor.forward(self._x)
+        draw(self._actor.out, noise, self._squashed, self._action, self._log_prob)
+        put(x, action, self._squashed, self._taken)
+        put(x, self._action, self._squashed, self._drawn)
+        for critic in self._critics:
+            critic.forward(self._x_both)
+        for target in self._next:
+            target.forward(self._x_next)
+
+    def _critics_backward(self, rewards: tuple[Array, ...], ent_coef: float, errors: Array) -> None:
+        (one, two), (next_one, next_two) = self._critics, self._next
+        q_values = one.taken, two.taken, next_one.out, next_two.out
+        out = one.grad, two.grad, errors, self.sums
+        td_gradient(rewards, q_values, self._log_prob[self._n :], ent_coef, self._share, out)
+        for critic in self._critics:
+            critic.backward(self._x_taken)
+
+    def _actor_backward(self, noise: Array, ent_coef: float) -> None:
+        (one, two), actor, n = self._critics, self._actor, self._n
+        n_first, self.sums[4] = sort_rows(one.chosen, two.chosen, self._order)
+        for critic, rows in ((one, self._order[:n_first]), (two, self._order[n_first:])):
+            critic.action_gradient(rows, -self._share, self._action_grad)
+        how = self._squashed, self._action, self._action_grad, ent_coef * self._share
+        policy_gradient(actor.out, noise, *how, actor.grad)
+        actor.backward(self._x[:n])
+        self.sums[3] = self._log_prob[:n].sum(dtype=np.float64)
 
 
 class FusedSAC(FusedBackend[SACMinibatch]):
@@ -174,94 +268,48 @@ class FusedSAC(FusedBackend[SACMinibatch]):
     ) -> None:
         model = networks.online
         super().__init__(model, params, update)
-        self._n, self._size, self._tunes = config.batch_size, model.action.size, config.tune_ent_coef
+        self._n, self._tunes = config.batch_size, config.tune_ent_coef
         self._target_entropy = target_entropy(config, model.action)
-        self._squashed = model.action.bounded
-        actor, places = model.acting_layers(), zip(params.tensors, params.views(self.gradient), strict=True)
-        self._actor = FusedMLP(actor, self._n, "relu", layers_in(params, self.gradient, actor))
-        self._actor_next = FusedMLP(actor, self._n, "relu")
-        grads = {id(p): grad for p, grad in places}
-        own = list(model.critics.parameters())
-        by_critic = (
-            [_critic(own, i) for i in range(2)],
-            [_critic([grads[id(p)] for p in own], i) for i in range(2)],
-        )
-        self._taken = [
-            FusedMLP(layers, self._n, "relu", grad) for layers, grad in zip(*by_critic, strict=True)
+        places = zip(params.tensors, params.views(self.gradient), strict=True)
+        self._log_ent_coef = model.log_ent_coef.detach()
+        (self._ent_coef_grad,) = (view for p, view in places if p is model.log_ent_coef)
+        self._others = torch.zeros_like(self.gradient)
+        """The gradient of the second half."""
+        cuts = sorted({0, self._n // 2, self._n})
+        self._shares = [
+            FusedShare(networks, params, gradient, slice(*cut), self._n)
+            for gradient, cut in zip((self.gradient, self._others), pairwise(cuts), strict=False)
         ]
-        self._chosen = [
-            ChosenCritic(layers, self._n, "relu", grad) for layers, grad in zip(*by_critic, strict=True)
-        ]
-        target = networks.views(networks.target)
-        self._next = [FusedMLP(_critic(target, i), self._n, "relu") for i in range(2)]
-        self._log_ent_coef, self._ent_coef_grad = model.log_ent_coef.detach(), grads[id(model.log_ent_coef)]
-        n_inputs = actor[0][0].shape[1] + self._size
-        self._x_taken, self._x_chosen, self._x_next = (torch.zeros(self._n, n_inputs) for _ in range(3))
-        self._action, self._action_next, self._action_grad = np.zeros((3, self._n, self._size), np.float32)
-        self._log_prob, self._log_prob_next = np.zeros((2, self._n), np.float32)
-        self._rows = np.zeros(self._n, np.int64)
-        self._thread = ThreadPoolExecutor(1, "flatout-critics", _one_thread) if usable_cores() > 1 else None
+        self._thread = ThreadPoolExecutor(1, "flatout-update") if usable_cores() > 1 else None
 
     def differentiate(self, batch: SACMinibatch) -> None:
         """Fill in the gradient, the TD errors and the means."""
-        x, ent_coef = self._features(batch.obs), math.exp(self._log_ent_coef.item())
-        begun = self._beside(lambda: self._value_next(batch))
-        put(x.numpy(), batch.action.numpy(), self._squashed, self._x_taken.numpy())
-        for critic in self._taken:
-            critic.forward(self._x_taken)
-        critics = self._beside(lambda: self._critics_backward(batch, ent_coef))
-        self._actor_backward(batch, x, ent_coef)
-        begun.result()
-        critics.result()
-        means = self.means
-        excess = self._target_entropy - float(means[4])
+        features = self._features(batch.obs), self._features(batch.next_obs)
+        rest = batch.action, batch.reward, batch.discount, batch.weight, batch.noise
+        samples = tuple([x.numpy() for x in (*features, *rest)])
+        ent_coef, errors = math.exp(self._log_ent_coef.item()), self._update.sample_output.numpy()
+        first, *others = self._shares
+        ends = [self._begin(partial(share.differentiate, samples, ent_coef, errors)) for share in others]
+        first.differentiate(samples, ent_coef, errors)
+        for end in ends:
+            end()
+            self.gradient.add_(self._others)
+        self._set_means(np.sum([share.sums for share in self._shares], 0) / self._n, ent_coef)
+
+    def _begin(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Begin work in the other thread, with as many threads as this one has; returns what ends it."""
+        if self._thread is None:
+            return work
+        return self._thread.submit(_with_threads, torch.get_num_threads(), work).result
+
+    def _set_means(self, sums: Array, ent_coef: float) -> None:
+        """Fill in the metrics, and the gradient of the temperature."""
+        critic_loss, value, error, log_prob, chosen_value = sums
+        actor_loss, excess = ent_coef * log_prob - chosen_value, log_prob + self._target_entropy
+        ent_coef_loss = -self._log_ent_coef.item() * excess * self._tunes
+        total = critic_loss + actor_loss + ent_coef_loss
+        self.means[:] = total, critic_loss, actor_loss, ent_coef, -log_prob, value, error
         self._ent_coef_grad[0] = -excess * self._tunes
-        means[0] = means[1] + means[2] - self._log_ent_coef.item() * excess * self._tunes
-
-    def _beside(self, work: Callable[[], None]) -> Future[None]:
-        """Do it in the other thread, after what it was given before, or here and now if there is none."""
-        if self._thread is not None:
-            return self._thread.submit(work)
-        done: Future[None] = Future()
-        work()
-        done.set_result(None)
-        return done
-
-    def _value_next(self, batch: SACMinibatch) -> None:
-        """The target critics' values of the next observations, with actions of the policy."""
-        x, noise = self._features(batch.next_obs), batch.noise.numpy()[:, self._size :]
-        self._actor_next.forward(x)
-        action, log_prob = self._action_next, self._log_prob_next
-        draw(self._actor_next.out, noise, self._squashed, action, log_prob)
-        put(x.numpy(), action, self._squashed, self._x_next.numpy())
-        for critic in self._next:
-            critic.forward(self._x_next)
-
-    def _critics_backward(self, batch: SACMinibatch, ent_coef: float) -> None:
-        (one, two), (next_one, next_two) = self._taken, self._next
-        samples = batch.reward.numpy(), batch.discount.numpy(), batch.weight.numpy()
-        q_values = one.out, two.out, next_one.out, next_two.out
-        out = one.grad, two.grad, self._update.sample_output.numpy(), self.means
-        td_gradient(samples, q_values, self._log_prob_next, ent_coef, out)
-        for critic in self._taken:
-            critic.backward(self._x_taken)
-
-    def _actor_backward(self, batch: SACMinibatch, x: Tensor, ent_coef: float) -> None:
-        actor, noise, action, size = self._actor, batch.noise.numpy(), self._action, self._size
-        actor.forward(x)
-        draw(actor.out, noise, self._squashed, action, self._log_prob)
-        put(x.numpy(), action, self._squashed, self._x_chosen.numpy())
-        for critic in self._chosen:
-            critic.forward(self._x_chosen)
-        one, two = self._chosen
-        n_first, total = sort_rows(one.out, two.out, self._rows)
-        for critic, rows in ((one, self._rows[:n_first]), (two, self._rows[n_first:])):
-            critic.action_gradient(rows, -1 / self._n, size, self._action_grad)
-        policy_gradient(actor.out, noise, self._squashed, action, self._action_grad, ent_coef, actor.grad)
-        actor.backward(x)
-        mean_log_prob = float(self._log_prob.mean())
-        self.means[2] = ent_coef * mean_log_prob - total / self._n
-        self.means[3], self.means[4] = ent_coef, -mean_log_prob
 
     def close(self) -> None:
         """End the other thread."""
@@ -269,8 +317,10 @@ class FusedSAC(FusedBackend[SACMinibatch]):
             self._thread.shutdown()
 
 
-def _one_thread() -> None:
-    torch.set_num_threads(1)  # of operations in this thread
+def _with_threads(n_threads: int, work: Callable[[], None]) -> None:
+    if torch.get_num_threads() != n_threads:
+        torch.set_num_threads(n_threads)  # of operations in this thread
+    work()
 
 
 def _critic(tensors: Sequence[Tensor], i: int) -> list[Layer]:

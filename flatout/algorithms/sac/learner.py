@@ -12,7 +12,7 @@ from flatout.algorithms.sac.config import SACConfig
 from flatout.algorithms.sac.fused import FusedSAC, can_fuse
 from flatout.algorithms.sac.loss import SACMinibatch
 from flatout.algorithms.sac.model import SACModel
-from flatout.algorithms.sac.noise import noise_key, normal
+from flatout.algorithms.sac.noise import UpdateNoise, noise_key, normal
 from flatout.buffers.batch import ReplayBatch
 from flatout.learning.off_policy import OffPolicyLearner
 from flatout.learning.update import Update
@@ -30,6 +30,7 @@ class SACLearner(OffPolicyLearner[SACMinibatch]):
         """`how`: the keywords of `Learner`."""
         super().__init__(model, config, **how)
         self._key = noise_key(self.seed)
+        self._ahead = UpdateNoise(self._key)
         self._n_noise = torch.zeros(1, dtype=torch.int64, device=self.device)
         """Number of the next step, which its noise depends on."""
         self._n_ahead = 0
@@ -58,10 +59,13 @@ class SACLearner(OffPolicyLearner[SACMinibatch]):
     def drawn(self, whole: SACMinibatch, parts: list[SACMinibatch]) -> None:
         """Draw the noise of all of them at once."""
         self._n_ahead = len(parts)
-        numbers = self._n_noise + torch.arange(len(parts), device=self.device)
-        whole.noise.copy_(normal(self._key, numbers, parts[0].noise.numel()).view_as(whole.noise))
+        size = parts[0].noise.numel()
+        if self.device.type == "cpu":
+            noise = self._ahead.draw(int(self._n_noise), len(parts), size)
+        else:
+            noise = normal(self._key, self._n_noise + torch.arange(len(parts), device=self.device), size)
+        whole.noise.copy_(noise.view_as(whole.noise))
 
-    @torch.no_grad()
     def before_step(self, batch: SACMinibatch) -> SACMinibatch:
         """Draw the noise of its actions, where that is not done."""
         if self._n_ahead:

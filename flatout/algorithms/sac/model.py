@@ -37,7 +37,7 @@ class SquashedNormalHead(Head):
     def __init__(self, layout: ActionLayout) -> None:
         super().__init__()
         self.n_outputs = 2 * layout.size
-        self.squashes = bool(layout.bounded.any())
+        self.squashes, self._squashes_all = bool(layout.bounded.any()), bool(layout.bounded.all())
         self.register_buffer("_squashed", torch.as_tensor(layout.bounded), persistent=False)
         self.register_buffer("random", torch.ones(1))
 
@@ -63,6 +63,8 @@ class SquashedNormalHead(Head):
         return out.chunk(2, -1)[0]
 
     def squash(self, actions: Tensor) -> Tensor:
+        if self._squashes_all:
+            return actions.tanh()
         return torch.where(self._squashed, actions.tanh(), actions) if self.squashes else actions
 
 
