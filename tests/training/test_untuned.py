@@ -46,7 +46,7 @@ class Unsure(Endless):
 class Steered(Endless):
     """Endless, with continuous actions."""
 
-    action_space: Any = spaces.Box(-1, 1, (1,))  # type: ignore[assignment]
+    action_space: Any = spaces.Box(-1, 1, (1,))
 
 
 FILE = f"{__file__}:"
