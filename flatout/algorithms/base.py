@@ -14,6 +14,7 @@ from hashlib import sha256
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from flatout.algorithms.space import Space
 from flatout.envs.loader import Code, absolute, load_object, read_code
 from flatout.errors import FlatoutError, did_you_mean
 from flatout.models.config import NetworkConfig
@@ -182,6 +183,8 @@ class Algorithm:
     """The same for envs with continuous actions; None: as `auto`."""
     metrics: tuple[str, ...] = ()
     """Metrics of its own, for columns of metrics.csv besides the usual ones."""
+    space: Space = field(default_factory=dict)
+    """What `flatout sweep` searches, unless the user brings a space."""
     first_choice_for: tuple[str, ...] = ()
     """Env ids that use this algorithm unless another one is named."""
     variant_of: str = ""

@@ -101,6 +101,8 @@ class RankProcesses:
         read_end, self._lifeline = os.pipe()
         self._processes: list[subprocess.Popen[bytes]] = []
         self._first_lost: int | None = None
+        self._given_up: set[int] = set()
+        """Ranks that did not end by themselves after another was lost."""
         variables = {
             "WORLD_SIZE": n,
             "LOCAL_WORLD_SIZE": n,
@@ -145,8 +147,9 @@ class RankProcesses:
             if lost and self._first_lost is None:
                 self._first_lost, until = lost[0], perf_counter() + PATIENCE_SECONDS
             if perf_counter() > until:
-                for process in self._processes:
-                    process.kill()
+                for rank in [rank for rank, code in enumerate(codes) if code is None]:
+                    self._given_up.add(rank)
+                    self._processes[rank].kill()
             sleep(POLL_SECONDS)
         os.close(self._lifeline)
 
@@ -177,7 +180,9 @@ class RankProcesses:
     def end(self) -> int:
         """The run's exit code; what a rank other than the first has to say about its failure is printed."""
         codes = [code or 0 for code in self.codes]
-        own = [rank for rank, code in enumerate(codes) if code not in (0, LOST)]
+        own = [
+            rank for rank, code in enumerate(codes) if code not in (0, LOST) and rank not in self._given_up
+        ]
         if codes[0] not in (0, LOST) or not own:
             return _exit_code(codes[0] or max(codes))
         said = self._errors(own[0]).read_text(errors="replace").strip()

@@ -17,11 +17,13 @@ VERBS = {
     "tune": ("advise", "find and save the fastest settings for an env on this machine"),
     "report": ("report", "what a run learned and where its time went, as a page and as text"),
     "trace": ("report", "timeline of a run as a Perfetto/Chrome trace"),
+    "sweep": ("sweep", "search for the best settings of an env with Optuna"),
+    "jobs": ("jobs", "a queue of trainings, as many side by side as pay"),
     "monitor": ("monitor", "the machine and the runs on it, live in the terminal"),
 }
 """The module of this package that has the verb's function, and what the verb does."""
 
-LATER = ("sweep", "play", "export", "jobs", "dashboard", "bench")
+LATER = ("play", "export", "dashboard", "bench")
 """Verbs of later versions."""
 
 

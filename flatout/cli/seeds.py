@@ -10,17 +10,12 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-import signal
-import subprocess
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from statistics import fmean, stdev
 from time import perf_counter, sleep
-from types import FrameType
 from typing import Any
 
 from flatout.cli.parser import RESUMABLE
@@ -29,10 +24,10 @@ from flatout.device.machine import usable_cores
 from flatout.errors import FlatoutError
 from flatout.runlog.files import number, read_json, write_json
 from flatout.runlog.folder import default_run_name
+from flatout.scale.processes import POLL_SECONDS, Processes, as_flags
 from flatout.views.figures import count, mean_and_std, rate, seconds_text
+from flatout.views.jobs import outcome
 
-SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
-POLL_SECONDS = 0.1
 KEPT = (
     "status error device env_steps wall_seconds steps_per_second episodes return_mean return_std eval_return_mean "
     "target_reached_seconds target_reached_steps"
@@ -47,8 +42,7 @@ class Group:
     path: Path
     seeds: Sequence[int]
     tell: Callable[[str], None]
-    stopped_by: signal.Signals | None = None
-    _running: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
+    processes: Processes = field(default_factory=Processes)
     _codes: dict[int, int] = field(default_factory=dict)
 
     def run_of(self, seed: int) -> Path:
@@ -61,37 +55,15 @@ class Group:
 
     def run(self, words: Mapping[int, Callable[[], list[str]]], at_once: int) -> None:
         """Run these command lines, by seed, so many at once, until all have ended or a signal comes."""
-        left = list(words)
-        while self._running or (left and self.stopped_by is None):
-            while left and len(self._running) < at_once and self.stopped_by is None:
+        left, processes = list(words), self.processes
+        while processes.running or (left and processes.stopped_by is None):
+            while left and len(processes.running) < at_once and processes.stopped_by is None:
                 seed = left.pop(0)
-                command = [sys.executable, "-m", "flatout", *words[seed](), "--quiet"]
-                # A session of its own: Ctrl-C reaches it once, through this process.
-                self._running[seed] = subprocess.Popen(
-                    command, stdin=subprocess.DEVNULL, start_new_session=True
-                )
+                processes.start(str(seed), [*words[seed](), "--quiet"])
             sleep(POLL_SECONDS)
-            for seed, process in list(self._running.items()):
-                if process.poll() is not None:
-                    del self._running[seed]
-                    self._codes[seed] = process.returncode
-                    self.tell(f"seed {seed}: {_outcome(self.summary_of(seed), process.returncode)}")
-
-    @contextmanager
-    def forwarding_signals(self) -> Iterator[None]:
-        """Send every signal on to the runs, which stop and save."""
-
-        def forward(signum: int, _: FrameType | None) -> None:
-            self.stopped_by = self.stopped_by or signal.Signals(signum)
-            for process in list(self._running.values()):
-                process.send_signal(signum)
-
-        before = {n: signal.signal(n, forward) for n in SIGNALS if signal.getsignal(n) != signal.SIG_IGN}
-        try:
-            yield
-        finally:
-            for n, handler in before.items():
-                signal.signal(n, handler)
+            for name, code in processes.ended().items():
+                self._codes[int(name)] = code or 0
+                self.tell(f"seed {name}: {outcome(self.summary_of(int(name)), code or 0)}")
 
     def failed_at_once(self, seed: int) -> int:
         """The exit code of a run that did not begin; 0 if it did."""
@@ -104,8 +76,8 @@ class Group:
         self.tell(table(summary))
         if args.json:
             print(json.dumps(summary))
-        if self.stopped_by is not None:
-            return 128 + self.stopped_by
+        if self.processes.stopped_by is not None:
+            return 128 + self.processes.stopped_by
         return int(any(self._codes.values()))
 
     def summarize(self, wall_seconds: float) -> dict[str, Any]:
@@ -117,7 +89,7 @@ class Group:
             for seed, summary in summaries.items()
         ]
         statuses = {str(run["status"]) for run in runs}
-        is_stopped = self.stopped_by is not None or statuses & {"stopped", "None"}
+        is_stopped = self.processes.stopped_by is not None or statuses & {"stopped", "None"}
         status = "failed" if "failed" in statuses else "stopped" if is_stopped else "finished"
         spreads: dict[str, Any] = {}
         for key, name in (
@@ -169,7 +141,7 @@ def train(args: argparse.Namespace, config: RunConfig, given: Mapping[str, Any])
     write_json(group.path / "summary.json", {"status": "running", "seeds": list(seeds)})
     group.tell(f"{args.seeds} runs in {group.path}, the first alone")
     began, first = perf_counter(), seeds[0]
-    with group.forwarding_signals():
+    with group.processes.forwarding_signals():
         group.run({first: lambda: [*words, *_place(group, first)]}, 1)
         if code := group.failed_at_once(first):
             if not args.overwrite:
@@ -198,9 +170,9 @@ def _go_on(group: Group, args: argparse.Namespace, given: Mapping[str, Any]) -> 
     unfinished = [
         seed for seed in begun if "timesteps" in changes or group.summary_of(seed).get("status") != "finished"
     ]
-    flags = [*_flags(changes), *(["--trust"] if args.trust else [])]
+    flags = [*as_flags(changes), *(["--trust"] if args.trust else [])]
     began = perf_counter()
-    with group.forwarding_signals():
+    with group.processes.forwarding_signals():
         at_once = _at_once(group, begun[0], args)
         group.run(
             {seed: lambda seed=seed: ["resume", str(group.run_of(seed)), *flags] for seed in unfinished},  # type: ignore[misc]
@@ -244,18 +216,7 @@ def _words(args: argparse.Namespace, given: Mapping[str, Any]) -> list[str]:
     words += ["--config", str(args.config)] if args.config else []
     words += ["--trust"] if args.trust else []
     words += ["--overwrite"] if args.overwrite else []
-    return [*words, *_flags({name: value for name, value in given.items() if name != "seed"})]
-
-
-def _flags(given: Mapping[str, Any]) -> list[str]:
-    words = []
-    for name, value in given.items():
-        flag = name.replace("_", "-")
-        if isinstance(value, bool):
-            words.append(f"--{flag}" if value else f"--no-{flag}")
-        else:
-            words.append(f"--{flag}={json.dumps(value) if isinstance(value, dict) else value}")
-    return words
+    return [*words, *as_flags({name: value for name, value in given.items() if name != "seed"})]
 
 
 def _place(group: Group, seed: int) -> list[str]:
@@ -264,18 +225,6 @@ def _place(group: Group, seed: int) -> list[str]:
 
 def _teller(args: argparse.Namespace) -> Callable[[str], None]:
     return (lambda _: None) if args.quiet else (lambda line: print(line, flush=True))
-
-
-def _outcome(summary: Mapping[str, Any], code: int) -> str:
-    if not summary:
-        return f"failed with exit code {code}"
-    mean, std, steps, seconds = (
-        number(summary.get(key)) for key in ("return_mean", "return_std", "env_steps", "wall_seconds")
-    )
-    result = "no episode ended" if mean is None else f"return {mean_and_std(mean, std)}"
-    return (
-        f"{summary.get('status')}, {result}, {count(steps or 0)} env steps in {seconds_text(seconds or 0.0)}"
-    )
 
 
 def table(summary: Mapping[str, Any]) -> str:

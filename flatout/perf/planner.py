@@ -35,6 +35,7 @@ from flatout.models.config import NetworkConfig
 from flatout.models.policy import Policy
 from flatout.perf.costs import COMPILED_PYTHON, Costs, Points, Settings, UpdateCost, rising
 from flatout.perf.decide import Decision, Request, decide
+from flatout.perf.demand import run_settings
 from flatout.perf.simulate import ladder
 from flatout.perf.trial import try_steps
 from flatout.timing import PhaseClock
@@ -327,18 +328,5 @@ def _plan_untimed(request: Request, settings: Settings, fault: str) -> Decision:
 
 def settings_of(config: RunConfig, policy: Policy, n_cores: int) -> Settings:
     """The settings of a run as far as they decide its speed, with one env after the other in one process."""
-    algorithm, total = config.algorithm, config.total_batch
-    n_updates, by_epochs = (
-        config.updates_per_iteration,
-        max(total // algorithm.batch_size, 1) * algorithm.epochs,
-    )
-    return Settings(
-        n_envs=config.n_envs,
-        n_steps=algorithm.n_steps,
-        batch_size=algorithm.batch_size,
-        n_epochs=algorithm.epochs,
-        n_cores=n_cores,
-        on_device=policy.device.type != "cpu",
-        n_params=policy.model.n_multiplies,
-        train_ratio=None if n_updates == by_epochs else n_updates / total,
-    )
+    on_device = policy.device.type != "cpu"
+    return run_settings(config, n_params=policy.model.n_multiplies, n_cores=n_cores, on_device=on_device)

@@ -20,7 +20,7 @@ class Endless(gym.Env[Any, Any]):
     """Never ends an episode."""
 
     observation_space = spaces.Box(-1, 1, (2,))
-    action_space = spaces.Discrete(2)
+    action_space: gym.Space[Any] = spaces.Discrete(2)
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed, options=options)
@@ -46,7 +46,7 @@ class Unsure(Endless):
 class Steered(Endless):
     """Endless, with continuous actions."""
 
-    action_space: Any = spaces.Box(-1, 1, (1,))  # type: ignore[assignment]
+    action_space: Any = spaces.Box(-1, 1, (1,))
 
 
 FILE = f"{__file__}:"

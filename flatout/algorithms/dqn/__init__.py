@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from flatout.algorithms.base import Algorithm, AlgorithmConfig, imported
 from flatout.algorithms.dqn.config import DQNConfig, QLearningConfig
 from flatout.algorithms.dqn.recipes import AUTO, PRESETS, RECIPES
+from flatout.algorithms.space import GAMMA, NETWORK, Space, between, one_of
 from flatout.models.config import NetworkConfig
 
 if TYPE_CHECKING:
@@ -40,6 +41,28 @@ def exploration(config: QLearningConfig, n_envs: int) -> Exploration:
     return Exploration(shift if config.exploration_spread else None, config.exploration_hold)
 
 
+SPACE: Space = {
+    "n_envs": one_of(1, 4, 8, 16),
+    "n_steps": one_of(1, 4, 8, 16, 32),
+    "batch_size": one_of(32, 64, 128, 256),
+    "buffer_size": one_of(10_000, 50_000, 100_000),
+    "learning_starts": one_of(250, 500, 1000, 2000),
+    "train_ratio": one_of(0.0625, 0.125, 0.25, 0.5, 1.0),
+    "learning_rate": between(1e-4, 5e-3, log=True),
+    "gamma": GAMMA,
+    "tau": one_of(1.0, 0.05, 0.02, 0.01, 0.005),
+    "target_update_interval": between(100, 5000, log=True, when=("tau", 1.0)),
+    "exploration_fraction": between(0.02, 0.4, log=True),
+    "exploration_final_eps": between(0.01, 0.1, log=True),
+    "multi_step": one_of(1, 3, 5),
+    "double": one_of(False, True),
+    "dueling": one_of(False, True),
+    "prioritized": one_of(False, True),
+    "priority_alpha": one_of(0.4, 0.6, 0.8, when=("prioritized", True)),
+    **NETWORK,
+}
+"""What `flatout sweep` searches."""
+
 ALGORITHM = Algorithm(
     name="dqn",
     config=DQNConfig,
@@ -49,4 +72,5 @@ ALGORITHM = Algorithm(
     recipes=RECIPES,
     presets=PRESETS,
     auto=AUTO,
+    space=SPACE,
 )

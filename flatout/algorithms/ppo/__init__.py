@@ -17,6 +17,22 @@ from __future__ import annotations
 from flatout.algorithms.base import Algorithm, imported
 from flatout.algorithms.ppo.config import PPOConfig
 from flatout.algorithms.ppo.recipes import AUTO, AUTO_CONTINUOUS, PRESETS, RECIPES
+from flatout.algorithms.space import GAMMA, NETWORK, ROLLOUTS, Space, between, one_of
+
+SPACE: Space = {
+    **ROLLOUTS,
+    "learning_rate": between(5e-5, 5e-3, log=True),
+    "learning_rate_schedule": one_of("constant", "linear"),
+    "gamma": GAMMA,
+    "gae_lambda": one_of(0.8, 0.9, 0.95, 0.98, 1.0),
+    "clip_range": one_of(0.1, 0.2, 0.3),
+    "ent_coef": between(1e-6, 0.1, log=True),
+    "max_grad_norm": one_of(0.3, 0.5, 1.0, 2.0),
+    "normalize_obs": one_of(False, True),
+    "normalize_reward": one_of(False, True),
+    **NETWORK,
+}
+"""What `flatout sweep` searches."""
 
 ALGORITHM = Algorithm(
     name="ppo",
@@ -26,4 +42,5 @@ ALGORITHM = Algorithm(
     presets=PRESETS,
     auto=AUTO,
     auto_continuous=AUTO_CONTINUOUS,
+    space=SPACE,
 )

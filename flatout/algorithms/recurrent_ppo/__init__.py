@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from flatout.algorithms.base import Algorithm, Recipe, imported
 from flatout.algorithms.recurrent_ppo.config import RecurrentPPOConfig
+from flatout.algorithms.space import GAMMA, ROLLOUTS, Space, between, one_of
 from flatout.models.config import NetworkConfig
 
 if TYPE_CHECKING:
@@ -37,6 +38,17 @@ def _auto(batch_size: int) -> Recipe:
     return Recipe(n_envs=8, algorithm=config, network=NetworkConfig(network_arch=(64, 64)))
 
 
+SPACE: Space = {
+    **ROLLOUTS,
+    "memory": one_of("lstm:64", "lstm:128", "gru:64", "gru:128"),
+    "learning_rate": between(1e-4, 3e-3, log=True),
+    "gamma": GAMMA,
+    "gae_lambda": one_of(0.8, 0.9, 0.95, 0.98),
+    "ent_coef": between(1e-6, 0.1, log=True),
+    "max_grad_norm": one_of(0.3, 0.5, 1.0, 2.0),
+}
+"""What `flatout sweep` searches."""
+
 ALGORITHM = Algorithm(
     name="recurrent-ppo",
     config=RecurrentPPOConfig,
@@ -44,4 +56,5 @@ ALGORITHM = Algorithm(
     make_model=make_recurrent,
     auto=(_auto(256), _auto(1024)),
     variant_of="ppo",
+    space=SPACE,
 )

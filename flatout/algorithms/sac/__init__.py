@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from flatout.algorithms.base import Algorithm, imported
 from flatout.algorithms.sac.config import SACConfig
 from flatout.algorithms.sac.recipes import AUTO, FIRST_CHOICE_FOR, RECIPES
+from flatout.algorithms.space import GAMMA, NETWORK, Space, between, one_of
 
 if TYPE_CHECKING:
     from flatout.collect.noise import Exploration
@@ -24,6 +25,20 @@ def exploration(config: SACConfig, n_envs: int) -> Exploration:  # noqa: ARG001
     return Exploration(None, config.exploration_hold)
 
 
+SPACE: Space = {
+    "n_envs": one_of(1, 2, 4, 8),
+    "batch_size": one_of(64, 128, 256, 512),
+    "train_ratio": one_of(0.25, 0.5, 1.0),
+    "learning_starts": one_of(250, 500, 1000, 2000),
+    "learning_rate": between(1e-4, 3e-3, log=True),
+    "gamma": GAMMA,
+    "tau": one_of(0.05, 0.02, 0.01, 0.005),
+    "tune_ent_coef": one_of(True, False),
+    "ent_coef": between(0.01, 1.0, log=True, when=("tune_ent_coef", False)),
+    **NETWORK,
+}
+"""What `flatout sweep` searches."""
+
 ALGORITHM = Algorithm(
     name="sac",
     config=SACConfig,
@@ -33,4 +48,5 @@ ALGORITHM = Algorithm(
     recipes=RECIPES,
     auto=AUTO,
     first_choice_for=FIRST_CHOICE_FOR,
+    space=SPACE,
 )

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 from flatout.algorithms.sac.config import SACConfig
 from flatout.algorithms.sac.loss import SACMinibatch, TargetCritics, target_entropy
 from flatout.algorithms.sac.model import LOG_STD_MAX, LOG_STD_MIN, SACModel
+from flatout.algorithms.sac.noise import MIX1, MIX2, WEYL
 from flatout.device.jit import compiled
 from flatout.device.machine import usable_cores
 from flatout.envs.spaces import Array
@@ -33,6 +35,8 @@ _ZERO, _HALF, _ONE, _TWO = np.float32(0), np.float32(0.5), np.float32(1), np.flo
 
 NARROW = 4
 """Inputs or outputs of a layer up to which a loop is faster than a matrix product."""
+DRAWN_AT_ONCE = 8
+"""Updates whose noise is drawn together."""
 Samples = tuple[Array, ...]
 """A minibatch's features of observations and next observations, action, reward, discount, weight and noise."""
 
@@ -327,6 +331,45 @@ def _critic(tensors: Sequence[Tensor], i: int) -> list[Layer]:
     """The layers of one critic in tensors shaped like the critics' parameters; without images these are all."""
     weights, biases = tensors[: len(tensors) // 2], tensors[len(tensors) // 2 :]
     return [(weight[i].t(), bias[i].view(-1)) for weight, bias in zip(weights, biases, strict=True)]
+
+
+_U_WEYL, _U_MIX1, _U_MIX2 = (np.uint64(word % 2**64) for word in (WEYL, MIX1, MIX2))
+_U27, _U30, _U31, _U41 = np.uint64(27), np.uint64(30), np.uint64(31), np.uint64(41)
+_FINEST = np.float32(2.0**-22)
+
+
+@compiled
+def _mixed(x: Any) -> Any:
+    x = (x ^ (x >> _U30)) * _U_MIX1
+    x = (x ^ (x >> _U27)) * _U_MIX2
+    return x ^ (x >> _U31)
+
+
+@compiled
+def fill_signed(key: Any, first: int, out: Array) -> None:
+    """Uniform numbers between -1 and 1 for each update from number `first` on; the bits are those of `noise.normal`."""
+    for i in range(len(out)):
+        own = _mixed(np.uint64(first + i) * _U_WEYL + key)
+        for j in range(out.shape[1]):
+            bits = _mixed(own + np.uint64(j + 1) * _U_WEYL)
+            out[i, j] = (np.float32(np.int64(bits >> _U41)) + _HALF) * _FINEST - _ONE
+
+
+class UpdateNoise:
+    """`noise.normal` for one update after another, drawn for several at once."""
+
+    def __init__(self, key: int) -> None:
+        self._key, self._drawn = np.uint64(key % 2**64), (0, torch.zeros(0, 0))
+
+    def draw(self, first: int, n: int, size: int) -> Tensor:
+        """For `n` updates from number `first` on, (n, size); not to be changed."""
+        begins, block = self._drawn
+        if not begins <= first <= begins + len(block) - n or block.shape[1] != size:
+            block = torch.empty(max(n, DRAWN_AT_ONCE), size)
+            fill_signed(self._key, first, block.numpy())
+            block.erfinv_().mul_(2**0.5)
+            self._drawn = begins, block = first, block
+        return block[first - begins :][:n]
 
 
 def can_fuse(model: SACModel, config: SACConfig, device: torch.device) -> bool:

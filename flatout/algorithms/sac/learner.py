@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from flatout.algorithms.sac import loss as sac
 from flatout.algorithms.sac.config import SACConfig
-from flatout.algorithms.sac.fused import FusedSAC, can_fuse
+from flatout.algorithms.sac.fused import FusedSAC, UpdateNoise, can_fuse
 from flatout.algorithms.sac.loss import SACMinibatch
 from flatout.algorithms.sac.model import SACModel
-from flatout.algorithms.sac.noise import UpdateNoise, noise_key, normal
+from flatout.algorithms.sac.noise import noise_key, normal
 from flatout.buffers.batch import ReplayBatch
 from flatout.learning.off_policy import OffPolicyLearner
 from flatout.learning.update import Update
