@@ -88,7 +88,7 @@ def test_the_elegantrl_space_keeps_its_bounds() -> None:
 
 def test_a_setting_with_a_condition_is_drawn_only_where_it_holds() -> None:
     seen = set()
-    for values in draws(algorithms.get("dqn").space):
+    for values in draws(algorithms.get("dqn").space, 200):
         assert ("target_update_interval" in values) == (values["tau"] == 1.0)
         assert ("priority_alpha" in values) == values["prioritized"]
         seen.add((values["tau"] == 1.0, values["prioritized"]))
