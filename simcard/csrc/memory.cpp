@@ -305,7 +305,9 @@ void* take(int device, size_t bytes, Stream& stream) {
   add(m.stats.allocated_bytes, block->small, block->size);
   add(m.stats.active_bytes, block->small, block->size);
   add(m.stats.requested_bytes, block->small, bytes);
-  if (timed() && block->written) {
+  if (!timed()) {
+    block->written = true;  // by kernels, which compute in this mode
+  } else if (block->written) {
     memset(block->address + m.shadow, 0, block->size);
     block->written = false;
   }
