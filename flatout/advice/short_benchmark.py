@@ -175,16 +175,15 @@ def _as_clocked(costs: Costs, settings: Settings, summary: Mapping[str, Any]) ->
     (lane,) = (lane for name, lane in summary["lanes"].items() if name.startswith("collector"))
     n_times = summary["env_steps"] / settings.n_envs
     act, env, store = (lane.get(phase, 0.0) / n_times for phase in (ACT, ENV, STORE))
-    alone = min(
-        at(costs.act, settings.n_envs), act
-    )  # the rest of it is noise and the like, wherever the policy acts
+    # Besides the network, acting is noise and the like, which stay here wherever the policy acts.
+    around = min(max(act - at(costs.act, settings.n_envs), 0.0), costs.store)
     f = env / (settings.n_envs * costs.step_seconds)
     return replace(
         costs,
         wait=tuple(s * f for s in costs.wait),
         compute=tuple(s * f for s in costs.compute),
-        act=_times(costs.act, alone / at(costs.act, settings.n_envs)),
-        store=store + act - alone,
+        act=_times(costs.act, (act - around) / at(costs.act, settings.n_envs)),
+        store=store + around,
     )
 
 

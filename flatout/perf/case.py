@@ -16,8 +16,8 @@ from flatout.perf.simulate import Forecast, simulate
 from flatout.runlog.samples import Samples
 from flatout.timing import LEARN_PHASES, Phase
 
-EXTRA_PHASES = ("checkpoint", "evaluate", "record")
-"""An iteration's work besides collecting and learning."""
+EXTRA_PHASES = ("checkpoint", "evaluate")
+"""Work besides collecting and learning that comes with env steps; records come with time."""
 THROTTLED_SHARE = 0.1
 """A card that gives a reason for throttling in this share of its samples is throttled."""
 
