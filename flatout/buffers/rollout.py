@@ -262,31 +262,40 @@ class TensorRollout(_Fields[Tensor]):
         self._host: Rollout | None = None
         self._finals: list[Tensor] | None = None
         """On an accelerator: where truncated episodes are, and their last observations."""
+        self._any_finals = False
+        """Whether there are any."""
         self.n_cut: int | None = None
         """Number of episodes that were truncated and not terminated, where the collector has read it."""
 
     def tensors(self, staging: Staging) -> Transitions:
         """The rollout as tensors on the staging's device; nothing is copied if it is the same device."""
-        device, cut = staging.device, (self.truncated & ~self.terminated).view(-1)
-        if self.n_cut is not None and device == cut.device and is_accelerator(device):
-            return self._with_finals(cut, self.n_cut)
+        device = staging.device
+        if self.n_cut is not None and device == self.reward.device and is_accelerator(device):
+            return self._with_finals(self.n_cut)
+        cut = self.cut()
         # Unless it was read before, only the device knows how many there are: a host sync.
         index = (cut.nonzero() if self.n_cut is None else cut.nonzero_static(size=self.n_cut)).squeeze(1)
         sent = [x.to(device) for x in (*self.columns, *self.obs)]
         final_obs = tuple(x.flatten(0, 1)[index].to(device) for x in self.final_obs)
         return _transitions(sent, final_obs, index.to(device))
 
-    def _with_finals(self, cut: Tensor, n_cut: int) -> Transitions:
+    def cut(self) -> Tensor:
+        """Which steps (T · N,) truncated an episode and did not terminate it."""
+        return (self.truncated & ~self.terminated).view(-1)
+
+    def _with_finals(self, n_cut: int) -> Transitions:
         """The rollout where it is, with the last observations of truncated episodes in memory that stays the same."""
         n, room = self.n_transitions, _room(n_cut)
         if self._finals is None or room > len(self._finals[0]):
-            index = torch.zeros(room, dtype=torch.int64, device=cut.device)
+            index = torch.full((room,), n, dtype=torch.int64, device=self.reward.device)
             self._finals = [index, *(x.new_zeros(room, *x.shape[2:]) for x in self.final_obs)]
         index, *finals = self._finals
-        index.copy_(cut.nonzero_static(size=len(index), fill_value=n).squeeze(1))
-        rows = index.clamp(max=n - 1)
-        for out, x in zip(finals, self.final_obs, strict=True):
-            out.copy_(x.flatten(0, 1).index_select(0, rows))
+        if n_cut or self._any_finals:
+            index.copy_(self.cut().nonzero_static(size=len(index), fill_value=n).squeeze(1))
+            rows = index.clamp(max=n - 1)
+            for out, x in zip(finals, self.final_obs, strict=True):
+                out.copy_(x.flatten(0, 1).index_select(0, rows))
+            self._any_finals = n_cut > 0
         sent = (*self.columns, *self.obs)
         return replace(_transitions(sent, tuple(finals), index), stays=True)
 

@@ -19,7 +19,15 @@ from flatout.collect.collector import Collector, Collects, LocalCollector
 from flatout.collect.memory import MemoryTensorExecutor
 from flatout.collect.noise import NO_EXPLORATION, Exploration
 from flatout.collect.ragged import Interrupted
-from flatout.device.accelerator import Graph, can_capture, is_out_of_memory, short_reason
+from flatout.device.accelerator import (
+    Graph,
+    can_capture,
+    current_stream,
+    is_out_of_memory,
+    new_event,
+    pinned,
+    short_reason,
+)
 from flatout.envs.check import same_device
 from flatout.envs.spaces import ActionLayout, Array
 from flatout.envs.validate import nan_message
@@ -121,6 +129,8 @@ class TensorCollector(LocalCollector):
         self._actor = KernelActor(model) if small else None
         self._returns = torch.zeros(executor.n_envs, dtype=torch.float64, device=executor.device)
         self._lengths = torch.zeros(executor.n_envs, dtype=torch.int64, device=executor.device)
+        self._next_noise: tuple[int, Tensor | None] = 0, None
+        """The first time step of a rollout, and its noise."""
         self._graphs: dict[int, _CapturedSteps | None] = {}
         """By rollout; None: it has been collected once."""
 
@@ -150,7 +160,7 @@ class TensorCollector(LocalCollector):
         with self.on_stream():
             if self._copy is not None:
                 self._copy.finish()
-            noise = self.retries.attempt(lambda: self._noise.draw(self.n_steps, rollout.n_steps))
+            noise = self._drawn_noise(rollout.n_steps)
             _copy(rollout.obs_at[0], executor.current.obs)
             steps = self._captured(rollout)
             if steps is None:
@@ -158,10 +168,24 @@ class TensorCollector(LocalCollector):
             else:
                 steps.run(noise, stop)
             self.n_steps += rollout.n_steps
-            episodes = self.retries.attempt(lambda: self._read_episodes(rollout))
+            if steps is None:
+                episodes = self.retries.attempt(lambda: self._read_episodes(rollout))
+            else:
+                self._next_noise = (
+                    self.n_steps,
+                    self._drawn_noise(rollout.n_steps),
+                )  # while the device has work
+                episodes = self._episodes(*steps.read_episodes(), rollout)
         clock.enter(Phase.SLOT)
         clock.cut()
         return episodes
+
+    def _drawn_noise(self, n_steps: int) -> Tensor:
+        """The noise of the next rollout, which may have been drawn before."""
+        drawn_for, drawn = self._next_noise
+        if drawn is not None and (drawn_for, len(drawn)) == (self.n_steps, n_steps):
+            return drawn
+        return self.retries.attempt(lambda: self._noise.draw(self.n_steps, n_steps))
 
     def _step_all(self, rollout: TensorRollout, noise: Tensor, stop: Callable[[], bool]) -> None:
         """Act, step and store, operation by operation."""
@@ -233,34 +257,46 @@ class TensorCollector(LocalCollector):
 
         return act_compiled
 
+    def sum_episodes(self, rollout: TensorRollout) -> tuple[Tensor, Tensor, Tensor]:
+        """Which steps (T, N) ended an episode, and the return and length so far; launches only, and changes nothing."""
+        ended = rollout.terminated | rollout.truncated
+        return ended, *episode_sums(rollout.reward, ended, self._returns, self._lengths)
+
+    def keep_sums(self, ended: Tensor, returns: Tensor, lengths: Tensor) -> None:
+        """Go on from these returns and lengths in the next rollout."""
+        self._returns.copy_(returns[-1].masked_fill(ended[-1], 0.0))
+        self._lengths.copy_(lengths[-1].masked_fill(ended[-1], 0))
+
     def _read_episodes(self, rollout: TensorRollout) -> list[Episode]:
         """The episodes that ended in the rollout; only here the host waits for the device.
 
         Out of memory leaves no trace.
         """
-        ended = rollout.terminated | rollout.truncated
-        returns, lengths = episode_sums(rollout.reward, ended, self._returns, self._lengths)
-        returns_after = returns[-1].masked_fill(ended[-1], 0.0)
-        lengths_after = lengths[-1].masked_fill(ended[-1], 0)
-        cut = rollout.truncated & ~rollout.terminated
-        n_ended, rollout.n_cut = torch.stack([ended.sum(), cut.sum()]).tolist()
+        ended, returns, lengths = self.sum_episodes(rollout)
+        n_ended, n_cut = torch.stack([ended.sum(), rollout.cut().sum()]).tolist()
         places = ended.view(-1).nonzero_static(size=n_ended).squeeze(1)
-        columns = (places % rollout.n_envs, returns.view(-1)[places], lengths.view(-1)[places])
-        seen = _floats_seen(rollout, places)
+        columns = (places, returns.view(-1)[places], lengths.view(-1)[places])
         # Sums are a cheap first test for NaN.
-        sums = [values.sum().double() for _, values, _ in seen]
-        read = torch.cat([*(column.double() for column in columns), torch.stack(sums)])
-        self._returns.copy_(returns_after)
-        self._lengths.copy_(lengths_after)
-        flat = read.tolist()
-        if not all(map(math.isfinite, flat[3 * n_ended :])):
-            self._refuse_nan(seen, rollout)
-        table = zip(*(flat[i * n_ended : (i + 1) * n_ended] for i in range(3)), strict=True)
-        return [Episode(int(self.executor.env_ids[int(n)]), total, int(k)) for n, total, k in table]
+        sums = [values.sum().double() for _, values, _ in _floats_seen(rollout, places)]
+        read = torch.cat([*(column.double() for column in columns), torch.stack(sums)]).cpu()
+        self.keep_sums(ended, returns, lengths)
+        rows = read[: 3 * n_ended].view(3, n_ended)
+        return self._episodes(rows, [n_cut, *read[3 * n_ended :].tolist()], rollout)
 
-    def _refuse_nan(self, seen: list[tuple[str, Tensor, Tensor]], rollout: TensorRollout) -> None:
+    def _episodes(self, rows: Tensor, n_cut_and_sums: list[float], rollout: TensorRollout) -> list[Episode]:
+        """The episodes of (3, n) places, returns and lengths, if the sums over the rollout are finite."""
+        n_cut, *sums = n_cut_and_sums
+        rollout.n_cut = int(n_cut)
+        places, returns, lengths = rows.tolist()
+        if not all(map(math.isfinite, sums)):
+            self._refuse_nan(rollout)
+        table, n, ids = zip(places, returns, lengths, strict=True), rollout.n_envs, self.executor.env_ids
+        return [Episode(int(ids[int(place) % n]), total, int(length)) for place, total, length in table]
+
+    def _refuse_nan(self, rollout: TensorRollout) -> None:
         """Raise for the first env with a NaN or infinite observation or reward, if there is one."""
-        for what, values, places in seen:
+        ended = (rollout.terminated | rollout.truncated).view(-1).nonzero().squeeze(1)
+        for what, values, places in _floats_seen(rollout, ended):
             bad = ~values.reshape(len(places) or 1, -1).isfinite().all(1)
             if bad.any():  # a float32 sum may overflow although every value is finite
                 t, n = divmod(int(places[bad.nonzero()[0]]), rollout.n_envs)
@@ -269,7 +305,10 @@ class TensorCollector(LocalCollector):
 
 
 class _CapturedSteps:
-    """A time step of acting, stepping and storing as a graph, for one rollout: a launch per time step."""
+    """A time step of acting, stepping and storing as a graph, for one rollout: a launch per time step.
+
+    Another graph makes one tensor of all that the host reads after the last step.
+    """
 
     def __init__(self, collector: TensorCollector, rollout: TensorRollout) -> None:
         executor = collector.executor
@@ -293,9 +332,36 @@ class _CapturedSteps:
                 column.index_copy_(0, after, value[None])
             t.add_(1)
 
+        floats = [
+            (obs, final)
+            for obs, final in zip(rollout.obs, rollout.final_obs, strict=True)
+            if obs.is_floating_point()
+        ]
+        n = rollout.n_transitions
+        self._seen = torch.zeros(2 * n + 2 + 2 * len(floats), dtype=torch.float64, device=device)
+        self._read = pinned(torch.zeros(self._seen.shape, dtype=torch.float64), device)
+        self._is_read = new_event(device)
+
+        def end() -> None:
+            ended, returns, lengths = collector.sum_episodes(rollout)
+            sums = [rollout.reward.sum()]
+            for obs, final in floats:
+                kept = ended.view(*ended.shape, *(1,) * (final.ndim - 2))
+                sums += [obs[1:].sum(), torch.where(kept, final, 0).sum()]
+            torch.cat(
+                [
+                    returns.view(-1),
+                    torch.where(ended, lengths, 0).view(-1).double(),
+                    torch.stack([rollout.cut().sum().double(), *(x.double() for x in sums)]),
+                ],
+                out=self._seen,
+            )
+            collector.keep_sums(ended, returns, lengths)
+
         # A capture records and does not run: the envs stay where they are.
         try:
             self._graph = Graph(step, device, lambda: collector.sample(rollout.obs_at[0], self._noise[0]))
+            self._end = Graph(end, device, lambda: collector.sum_episodes(rollout))
         finally:
             executor.n_steps = n_steps_before
 
@@ -307,8 +373,20 @@ class _CapturedSteps:
             self._graph.replay()
             if stop():
                 raise Interrupted
+        self._end.replay()
+        self._read.copy_(self._seen, non_blocking=True)
+        self._is_read.record(current_stream(self._executor.device))
         self._executor.n_steps += self._rollout.n_steps
         self._executor.current.obs = self._rollout.obs_at[-1]
+
+    def read_episodes(self) -> tuple[Tensor, list[float]]:
+        """Places, returns and lengths (3, n) of the episodes that ended, the number of those that were cut, and sums over
+        everything that must be finite; only here the host waits for the device."""
+        self._is_read.synchronize()
+        returns, lengths = self._read[: 2 * self._rollout.n_transitions].view(2, -1)
+        places = lengths.nonzero().squeeze(1)
+        rest: list[float] = self._read[2 * self._rollout.n_transitions :].tolist()
+        return torch.stack([places.double(), returns[places], lengths[places]]), rest
 
 
 def _floats_seen(rollout: TensorRollout, ended: Tensor) -> list[tuple[str, Tensor, Tensor]]:

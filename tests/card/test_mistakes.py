@@ -24,6 +24,7 @@ from flatout.algorithms.ppo.learner import PPOLearner
 from flatout.buffers import rollout
 from flatout.buffers.rollout import Rollout, Staging
 from flatout.collect.collector import Collector
+from flatout.collect.tensors import _CapturedSteps
 from flatout.device import accelerator
 from flatout.models import params
 from flatout.models.actor import DeviceActor
@@ -226,3 +227,10 @@ def test_warming_up_a_graph_without_regard_to_the_current_stream(line: str, monk
     assert warmed_up()
     change(monkeypatch, accelerator.Graph, "__init__", {line: "pass"})
     assert not warmed_up()
+
+
+def test_without_the_wait_for_what_the_host_reads_episodes_are_lost(monkeypatch: Patch) -> None:
+    settings = PPO | {"executor": "auto"}
+    expected = trained("sim:1", settings, "snake").summary["episodes"]
+    change(monkeypatch, _CapturedSteps, "read_episodes", {"self._is_read.synchronize()": "pass"})
+    assert trained("sim:1", settings, "snake").summary["episodes"] != expected

@@ -159,6 +159,8 @@ def test_snake_on_the_card_ends_as_on_the_cpu_with_and_without_graphs(algo: str)
     expected = on_cpu(settings, "snake", env_kwargs={"compiled": False})
     assert all(difference(run, expected) <= CLOSE for run in runs)
     assert all(isinstance(run.trainer().collector, TensorCollector) for run in runs)
+    for what in ("episodes", "return_mean", "return_std"):
+        assert all(run.summary[what] == expected.summary[what] for run in runs)
 
 
 LEARNS: dict[str, dict[str, Any]] = {
