@@ -70,7 +70,7 @@ def test_a_run_goes_on_while_the_disk_is_full_and_records_again_afterwards(tmp_p
         read_until(process, "note: checkpoints can be written again", "note: records can be written again")
         assert newest(run) > last_good
         process.send_signal(signal.SIGTERM)
-        _, errors = process.communicate(timeout=30)
+        _, errors = process.communicate(timeout=200)
     assert process.returncode == 143
     assert "Traceback" not in errors
     summary = summary_of(run)

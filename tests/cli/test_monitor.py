@@ -98,7 +98,7 @@ def watching(cwd: Path, columns: int, *argv: str) -> Iterator[Watching]:
         seen.close()
 
 
-def wait_until(is_so: Callable[[], bool], seconds: float = 60.0) -> None:
+def wait_until(is_so: Callable[[], bool], seconds: float = 200.0) -> None:
     deadline = time.monotonic() + seconds
     while not is_so() and time.monotonic() < deadline:
         time.sleep(0.05)

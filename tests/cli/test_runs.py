@@ -189,7 +189,7 @@ def test_a_signal_stops_saves_and_the_resumed_run_equals_the_uninterrupted(
     run = tmp_path / "runs" / "cut"
     process = start_and_wait(run, *argv, "--run-name", "cut")
     process.send_signal(number)
-    _, errors = process.communicate(timeout=10)
+    _, errors = process.communicate(timeout=200)
     assert process.returncode == code
     assert errors == ""
     stopped = summary_of(run)
@@ -242,7 +242,7 @@ def test_an_env_that_blocks_does_not_prevent_stopping(executor: str, tmp_path: P
         assert process.poll() is None
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate(timeout=20)
+    _, errors = process.communicate(timeout=200)
     assert process.returncode == 143, errors
     assert errors == ""
     assert summary_of(run)["env_steps"] == 999 // 32 * 128
@@ -318,7 +318,7 @@ def test_a_run_survives_a_killed_worker_and_ctrl_c_leaves_no_orphan(tmp_path: Pa
     everyone = psutil.Process(process.pid).children(recursive=True)
     for victim in (psutil.Process(process.pid), *everyone):  # a terminal's Ctrl-C goes to the whole group
         victim.send_signal(signal.SIGINT)
-    out, errors = process.communicate(timeout=20)
+    out, errors = process.communicate(timeout=200)
     assert process.returncode == 130
     assert "Traceback" not in errors + out
     assert f"pid {workers[0].pid}: killed by SIGKILL; rebuilt, going on" in errors

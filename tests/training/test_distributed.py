@@ -202,7 +202,7 @@ def test_ranks_end_when_the_process_that_watches_them_is_killed(tmp_path: Path) 
     run.wait_for_checkpoint()
     processes = run.ranks
     run.process.kill()
-    _, alive = psutil.wait_procs(processes, timeout=60)
+    _, alive = psutil.wait_procs(processes, timeout=200)
     assert not alive
     run.end()
 

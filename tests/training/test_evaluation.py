@@ -159,7 +159,7 @@ def test_the_first_signal_ends_an_evaluation_and_the_run_is_saved(fault: str, tm
         assert run.poll() is None, run.communicate()
         time.sleep(0.05)
     run.send_signal(signal.SIGINT)
-    assert run.communicate(timeout=30)[1] == ""
+    assert run.communicate(timeout=200)[1] == ""
     assert run.returncode == 130
     summary = json.loads((tmp_path / "runs" / "r" / "summary.json").read_text())
     assert (summary["status"], summary["env_steps"]) == ("stopped", 64)

@@ -103,7 +103,7 @@ def test_two_signals_in_a_row_save_the_run_and_end_it(where: str, tmp_path: Path
     for _ in range(2):
         process.send_signal(signal.SIGINT)
         time.sleep(0.3)
-    out, errors = process.communicate(timeout=30)
+    out, errors = process.communicate(timeout=200)
     assert process.returncode == 130, errors
     assert "Traceback" not in out + errors
     summary = summary_of(tmp_path)
@@ -114,7 +114,7 @@ def test_two_signals_in_a_row_save_the_run_and_end_it(where: str, tmp_path: Path
 
 def test_signals_that_come_in_a_finalizer_end_the_run_without_a_traceback(tmp_path: Path) -> None:
     process = start(tmp_path, "Drops", "--executor", "serial", "--step-timeout", "60")
-    out, errors = process.communicate(timeout=60)
+    out, errors = process.communicate(timeout=200)
     assert process.returncode == 130, errors
     assert "Traceback" not in out + errors
     assert summary_of(tmp_path)["status"] == "stopped"
@@ -123,7 +123,7 @@ def test_signals_that_come_in_a_finalizer_end_the_run_without_a_traceback(tmp_pa
 def test_a_hang_up_stops_and_saves_a_run(tmp_path: Path) -> None:
     process = start(tmp_path, "Slow", "--executor", "process")
     process.send_signal(signal.SIGHUP)
-    _, errors = process.communicate(timeout=30)
+    _, errors = process.communicate(timeout=200)
     assert process.returncode == 128 + signal.SIGHUP, errors
     assert summary_of(tmp_path)["status"] == "stopped"
 
@@ -134,7 +134,7 @@ def test_under_nohup_a_run_outlives_its_terminal(tmp_path: Path) -> None:
     process.send_signal(signal.SIGHUP)
     wait_for_rows(process, tmp_path, 4)
     process.terminate()
-    process.communicate(timeout=30)
+    process.communicate(timeout=200)
     assert process.returncode == 128 + signal.SIGTERM
 
 
@@ -303,7 +303,7 @@ def test_an_env_that_raises_in_the_serial_executor_is_named_counted_and_logged(
 
 def test_every_restart_is_told_before_a_run_gives_up(tmp_path: Path) -> None:
     process = start(tmp_path, "Broken", "--executor", "thread")
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=200)
     assert process.returncode == 2
     lines = errors.splitlines()
     assert "gave up after 10 restarts" in lines[-1]
