@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from flatout.collect.groups import MIN_ENVS
 from flatout.config.fields import replace as replace_fields
 from flatout.config.run_config import RunConfig
 from flatout.device.accelerator import (
@@ -250,11 +251,14 @@ def plan_run(
     else:
         costs = costs or try_steps(env.factory, policy.action, timeout=config.step_timeout, seed=config.seed)
         least = 1 if costs.waits else max(config.n_envs // n_cores, 1)
-        sizes = {least, config.n_envs}
+        n_envs = config.n_envs
+        sizes = {least, n_envs, max(n_envs // 2, 1)}
         costs = replace(costs, act=acting_times(policy, sizes))
         if is_accelerator(policy.device):
-            on_cpu = acting_times(copied_to_cpu(policy), sizes)
-            act = tuple((n, min(a, b)) for (n, a), (_, b) in zip(costs.act, on_cpu, strict=True))
+            on_cpu, there = acting_times(copied_to_cpu(policy), sizes), dict(costs.act)
+            if not costs.waits and n_envs >= MIN_ENVS:  # two groups take turns on the device
+                there[n_envs] = 2 * there[n_envs // 2] + costs.store
+            act = tuple((n, min(there[n], seconds)) for n, seconds in on_cpu)
             costs = replace(costs, act=act, act_apart=on_cpu)
         measured |= {name: getattr(costs, name) for name in ("step_seconds", "compute_share", "picklable")}
 
