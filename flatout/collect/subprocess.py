@@ -212,17 +212,16 @@ def collector_main(
     ended = shared["ended"][first * n_steps : end * n_steps]
 
     def collect(body: bytes) -> bytes:
-        collector.n_steps, slot, traced = struct.unpack("<qq?", body)
-        if clock.traced != traced:
-            collector.trace(traced)
-        before, began = dict(clock.seconds), clock.since
+        n_before, slot, traced = struct.unpack("<qq?", body)
         try:
-            episodes = collector.collect(rollouts[slot], lambda: stop[0] > 0)
+            episodes, rows = collect_answer(
+                collector, rollouts[slot], n_before, lambda: stop[0] > 0, traced=traced
+            )
         except Interrupted:
             return b""
         if episodes:
             ended[: len(episodes)] = [(e.env_id, e.total_reward, e.length) for e in episodes]
-        return struct.pack("<q", len(episodes)) + _spans(clock, before, began)
+        return struct.pack("<q", len(episodes)) + rows.tobytes()
 
     with closing(executor):
         if job.generation > 0:
@@ -230,12 +229,28 @@ def collector_main(
         serve(connection, {**env_answers(collector.executor), Command.COLLECT: collect})
 
 
-def _spans(clock: PhaseClock, before: Mapping[str, float], began: float) -> bytes:
-    """The seconds per phase since then, and the clock's new spans, as rows of PHASES."""
+def collect_answer(
+    collector: Collector,
+    rollout: Rollout,
+    n_steps: int,
+    stop: Callable[[], bool] = lambda: False,
+    *,
+    traced: bool,
+) -> tuple[list[Episode], Array]:
+    """Collect a rollout after so many steps: the episodes that ended, and the clock's new spans as rows of PHASES.
+
+    The first row holds the seconds per phase since the last rollout.
+    """
+    clock = collector.clock
+    collector.n_steps = n_steps
+    if clock.traced != traced:
+        collector.trace(traced)
+    before, began = dict(clock.seconds), clock.since
+    episodes = collector.collect(rollout, stop)
     spent = {name: s - before.get(name, 0.0) for name, s in clock.seconds.items()}
     spans = [Span(began, clock.since, spent), *(clock.spans.popleft() for _ in range(len(clock.spans)))]
     rows = [(span.start, span.end, *(span.phases.get(name, 0.0) for name in PHASES)) for span in spans]
-    return np.array(rows).tobytes()
+    return episodes, np.array(rows)
 
 
 def shared_rollouts(shared: SharedArrays) -> tuple[Rollout, ...]:

@@ -59,9 +59,11 @@ class RunConfig:
     seed: int = 0
     """Random seed; the same seed gives the same run."""
     executor: str = "auto"
-    """How envs are stepped: auto, serial, process, thread, async, batched, or your own as FILE.py:NAME."""
+    """How envs are stepped: auto, serial, process, thread, async, batched, ray, or your own as FILE.py:NAME."""
+    ray_address: str | None = None
+    """Cluster of `--executor ray`, such as 10.0.0.1:6379 or auto; none: one on this machine for this run."""
     n_collectors: int = 0
-    """Number of collectors in subprocesses; 0: chosen by measurement, possibly none."""
+    """Number of collectors in subprocesses or Ray actors; 0: chosen by measurement, possibly none."""
     n_workers: int = 0
     """Worker processes of `--executor process`; 0: two per core, or one per env if envs wait."""
     step_timeout: float = 60.0
@@ -99,13 +101,13 @@ class RunConfig:
             raise FlatoutError(
                 f"--step-timeout is {self.step_timeout:g}; it must be a positive number of seconds"
             )
-        if self.executor == "ray":
-            raise FlatoutError("--executor ray is not in this version yet; use auto")
-        check_kind(self.executor, "--executor", ("auto", *EXECUTORS))
-        if self.n_collectors and self.executor != "auto":
+        check_kind(self.executor, "--executor", ("auto", "ray", *EXECUTORS))
+        if self.n_collectors and self.executor not in ("auto", "ray"):
             raise FlatoutError(
-                f"--n-collectors {self.n_collectors} needs --executor auto, not {self.executor}"
+                f"--n-collectors {self.n_collectors} needs --executor auto or ray, not {self.executor}"
             )
+        if self.ray_address is not None and self.executor != "ray":
+            raise FlatoutError(f"--ray-address {self.ray_address} needs --executor ray")
         if self.compile == "on" and not self.algorithm.COMPILES:
             raise FlatoutError(
                 f"--compile on cannot compile {self.algo}, whose fused update is fast: use --compile auto"

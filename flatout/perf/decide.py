@@ -75,7 +75,8 @@ def decide(
 
     `costs`: None if nothing was measured. `with_updates` measures updates too; it is called only if they matter.
     """
-    if (request.executor == "process" or request.n_collectors) and (missing := no_processes()):
+    in_children = request.executor == "process" or (request.executor == "auto" and request.n_collectors)
+    if in_children and (missing := no_processes()):
         asked = "--n-collectors" if request.n_collectors else "--executor process"
         raise FlatoutError(f"{asked} is not available here: {missing}; use --executor auto, serial or thread")
     known = costs or Costs(wait=(0.0,), compute=(0.0,))
@@ -102,7 +103,7 @@ def decide(
         if len(beside) > 1:
             beside = _rank(beside, request.timesteps, speeds.running)
         ways = beside + [replace(way, overlap=True) for way in lockstep]
-    if request.n_collectors and not request.env and known.picklable:
+    if request.n_collectors and request.executor == "auto" and not request.env and known.picklable:
         n, plain = min(request.n_collectors, settings.n_envs), settings.in_one_process
         ways = [replace(plain, overlap=overlap, in_subprocesses=True, n_collectors=n), *ways]
     ways = list(dict.fromkeys(ways))
@@ -156,6 +157,11 @@ def _possible(request: Request, settings: Settings, costs: Costs) -> list[Settin
         )
     if executor == "thread":
         return [replace(plain, executor="thread", n_workers=n_envs)]
+    if executor == "ray":
+        if not costs.picklable:
+            raise FlatoutError("--executor ray cannot send this env to other processes; use auto")
+        n = min(request.n_collectors or settings.n_cores, n_envs)
+        return [replace(plain, executor="ray", in_subprocesses=True, n_collectors=n)]
     if executor == "process":
         ways = [_in_workers(costs, plain)] if costs.picklable and n_envs > 1 else []
     elif executor == "auto":
@@ -254,7 +260,8 @@ def _reason(way: Settings, request: Request, costs: Costs, speeds: _Speeds) -> s
 def stepping(way: Settings) -> str:
     """How the envs are stepped, in words."""
     if way.in_subprocesses:
-        return "1 collector" if way.n_collectors == 1 else f"{way.n_collectors} collectors"
+        what = "Ray actor" if way.executor == "ray" else "collector"
+        return f"1 {what}" if way.n_collectors == 1 else f"{way.n_collectors} {what}s"
     known = {
         "serial": f"{way.n_envs} envs in turn in one process",
         "thread": f"{way.n_envs} envs at the same time on threads",

@@ -228,7 +228,7 @@ def network_facts(network: NetworkConfig) -> list[Any]:
 
 def needs_step_times(config: RunConfig) -> bool:
     """Whether such a run is planned by the time of an env's step."""
-    return config.executor in ("auto", "thread", "process") or config.overlap == "auto"
+    return config.executor in ("auto", "thread", "process", "ray") or config.overlap == "auto"
 
 
 def plan_run(

@@ -19,6 +19,7 @@ from flatout.buffers.rollout import Rollout, TensorRollout
 from flatout.collect.collector import Collector, Collects
 from flatout.collect.groups import MIN_ENVS, GroupedCollector
 from flatout.collect.noise import NO_EXPLORATION
+from flatout.collect.ray_actors import RayCollectors
 from flatout.collect.subprocess import CollectorJob, SubprocessCollectors
 from flatout.collect.tensors import batched_collector
 from flatout.config.run_config import RunConfig
@@ -268,14 +269,14 @@ class Trainer:
         if plan.in_subprocesses:
             make_model = config.learner_spec(policy.obs, policy.action).make_model
             job = CollectorJob(envs=envs, make_model=make_model, exploration=exploration)
-            processes = SubprocessCollectors(
-                job,
-                policy.model,
-                plan.n_collectors,
-                n_steps=n_steps,
-                n_slots=n_slots,
-                timeout=config.step_timeout,
-            )
+            how: dict[str, Any] = {"n_steps": n_steps, "n_slots": n_slots, "timeout": config.step_timeout}
+            processes: SubprocessCollectors | RayCollectors
+            if plan.executor == "ray":
+                processes = RayCollectors(
+                    job, policy.model, plan.n_collectors, address=config.ray_address, **how
+                )
+            else:
+                processes = SubprocessCollectors(job, policy.model, plan.n_collectors, **how)
             return processes, processes.rollouts
         is_batched = plan.executor == "batched"
         device = policy.device if is_batched else faster_device(policy, n_envs)

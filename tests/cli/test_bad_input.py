@@ -134,7 +134,7 @@ def assert_refused(
         ("train CartPole-v1 --n-evns 3", "unknown flag --n-evns; did you mean '--n-envs'"),
         ("train CartPole-v1 --preset fats", "did you mean 'fast'"),
         ("train CartPole-v1 --executor proces", "did you mean 'process'"),
-        ("train CartPole-v1 --executor ray", "--executor ray is not in this version yet"),
+        ("train CartPole-v1 --ray-address auto", "--ray-address auto needs --executor ray"),
         ("train CartPole-v1 --executor async", "--executor async is for envs with async def"),
         ("train CartPole-v1 --executor batched", "--executor batched is for envs that step N at once"),
         ("train Pendulum-v1 --algo dqn", "choose among Discrete actions"),
