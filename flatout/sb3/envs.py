@@ -34,6 +34,8 @@ class VecEnvAdapter(VectorEnv[Any, Any, Array]):
         self.before: Callable[[], None] = lambda: None
         self.after: Callable[[Array, Any, Array, Array, list[dict[str, Any]]], None] | None = None
         """(actions, observations, rewards, dones, infos)"""
+        self.failed: Callable[[Exception], None] = lambda _: None
+        """Told what the VecEnv raises in a step."""
 
     def reset(self, *, seed: Any = None, options: Any = None) -> tuple[Any, dict[str, Any]]:  # noqa: ARG002
         """Begin new episodes; seeds are those of the VecEnv."""
@@ -42,7 +44,11 @@ class VecEnvAdapter(VectorEnv[Any, Any, Array]):
     def step(self, actions: Array) -> tuple[Any, Array, Array, Array, dict[str, Any]]:
         """One step of all envs."""
         self.before()
-        obs, rewards, dones, infos = self.venv.step(actions)
+        try:
+            obs, rewards, dones, infos = self.venv.step(actions)
+        except Exception as error:
+            self.failed(error)
+            raise
         final: dict[str, Any] = {}
         truncated = np.zeros(self.num_envs, np.bool_)
         if dones.any():

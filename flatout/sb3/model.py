@@ -94,7 +94,7 @@ class Model:
         self.observation_space, self.action_space = agent.policy.obs.space, agent.policy.action.space
         self.n_envs = agent.config.n_envs
         if adapter is not None:
-            adapter.before, adapter.after = self._before_step, self._after_step
+            adapter.before, adapter.after, adapter.failed = self._before_step, self._after_step, self._fail
 
     def _check(self, venv: Any) -> None:
         is_dict = hasattr(venv.observation_space, "spaces")
@@ -219,8 +219,11 @@ class Model:
         try:
             call()
         except Exception as error:
-            self._error = error
-            raise Interrupted from error
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        self._error = error
+        raise Interrupted from error
 
     def _add_episodes(self, infos: list[dict[str, Any]], dones: Array) -> None:
         assert self.ep_info_buffer is not None, "learn() makes it"
@@ -438,6 +441,10 @@ class Policy:
     def parameters(self) -> Any:
         """The parameters' tensors."""
         return self._module.parameters()
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        """Refused: its forward pass takes other inputs than Stable-Baselines3's."""
+        raise refuse("model.policy(…) has no counterpart", "use predict()")
 
     def set_training_mode(self, mode: bool) -> None:
         """Nothing: acting and learning compute the same."""
