@@ -70,12 +70,12 @@ class VecEnvAdapter(VectorEnv[Any, Any, Array]):
 
     @property
     def name(self) -> str:
-        """The id of its envs if they are registered, else the name of their class."""
-        try:
-            env = self.venv.get_attr("unwrapped", 0)[0]
-        except Exception:  # not every VecEnv has attributes
+        """The id of its envs if they are in this process and registered, else the name of a class."""
+        envs = getattr(self.venv, "envs", None)
+        if not envs:  # asking a worker for an attribute that cannot be pickled would end it
             return type(self.venv).__name__
-        return env.spec.id if env.spec is not None else type(env).__name__
+        env = envs[0].unwrapped
+        return str(env.spec.id) if env.spec is not None else type(env).__name__
 
     def info(self) -> EnvInfo:
         """What flatout has to know of it."""

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, BinaryIO, ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -368,7 +368,8 @@ class Model:
             "n_envs": self.n_envs,
             "num_timesteps": self.num_timesteps,
         }
-        with TemporaryDirectory() as folder, _open_zip(path, "w") as archive:
+        place = _place(path, ".zip", reading=False)
+        with TemporaryDirectory() as folder, zipfile.ZipFile(place, "w") as archive:
             write_checkpoint(Path(folder, AGENT), self._checkpoint())
             archive.write(Path(folder, AGENT), AGENT)
             archive.writestr(ABOUT, json.dumps(about))
@@ -486,19 +487,21 @@ class ReplayModel(Model):
         """Write the replay buffer, as arrays in NumPy's format, whatever the file's suffix says."""
         learner: Any = self._agent.trainer().learner
         arrays = learner.experience.arrays() | {"starts": np.array([learner._starts])}
-        with _open(path, "wb", ".pkl") as file:
+        place = _place(path, ".pkl", reading=False)
+        with place if isinstance(place, io.IOBase) else place.open("wb") as file:
             np.savez(file, n_stored=np.array([self._n_stored]), **arrays)
 
     def load_replay_buffer(self, path: Any, truncate_last_traj: bool = True) -> None:  # noqa: ARG002
         """Read what `save_replay_buffer` wrote, into a model that has not learned since it was made or loaded."""
-        with _open(path, "rb", ".pkl") as file:
-            try:
-                with np.load(file, allow_pickle=False) as saved:
-                    arrays = dict(saved)
-            except ValueError as error:
-                raise refuse(
-                    f"{str(path)!r} was not written by save_replay_buffer of flatout", "collect anew"
-                ) from error
+        try:
+            with np.load(_place(path, ".pkl", reading=True), allow_pickle=False) as saved:
+                arrays = dict(saved)
+        except ValueError as error:
+            if isinstance(error, FlatoutError):
+                raise
+            raise refuse(
+                f"{str(path)!r} was not written by flatout's save_replay_buffer", "collect anew"
+            ) from error
         self._n_stored = int(arrays.pop("n_stored")[0])
         agent = self._agent
         if agent._trainer is not None:
@@ -587,27 +590,23 @@ class Missing:
         )
 
 
-def _open(path: Any, mode: str, suffix: str) -> BinaryIO:
+def _place(path: Any, suffix: str, *, reading: bool) -> Any:
+    """The path with its suffix, as Stable-Baselines3 would add it; a file that is open already as it is."""
     if isinstance(path, io.IOBase):
-        return path  # type: ignore[return-value]
+        return path
     path = Path(path)
-    path = path if path.suffix or (mode == "rb" and path.exists()) else path.with_name(path.name + suffix)
-    if mode != "rb":
+    path = path if path.suffix or (reading and path.exists()) else path.with_name(path.name + suffix)
+    if not reading:
         path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        return path.open(mode)  # type: ignore[return-value]
-    except OSError as error:
-        raise FlatoutError(f"{str(path)!r}: {error.strerror}") from error
-
-
-def _open_zip(path: Any, mode: Any) -> zipfile.ZipFile:
-    return zipfile.ZipFile(_open(path, f"{mode}b", ".zip"), mode)
+    elif not path.is_file():
+        raise FlatoutError(f"there is no file {str(path)!r}")
+    return path
 
 
 def _read(path: Any) -> tuple[Checkpoint, dict[str, Any]]:
     """The checkpoint in a file that `save` wrote, and the arguments."""
     try:
-        with TemporaryDirectory() as folder, _open_zip(path, "r") as archive:
+        with TemporaryDirectory() as folder, zipfile.ZipFile(_place(path, ".zip", reading=True)) as archive:
             if ABOUT not in archive.namelist():
                 raise refuse(
                     f"{str(path)!r} was not written by flatout.sb3",
