@@ -41,16 +41,20 @@ class DeployedPolicy(nn.Module):
         self.model = policy.model
         self._specs = policy.obs.specs
         self._actions = TensorActions(policy.action, policy.device)
+        memory: Any = getattr(policy.model, "pi_memory", None)
+        self.n_state = 0 if memory is None else int(memory.n_state)
+        """Numbers in the state of the policy's memory; acting does not need that of the value function."""
 
     def forward(self, *arrays: Tensor) -> tuple[Tensor, ...]:
         """Actions, raw outputs with those of forbidden actions replaced, and the new state of a memory if there is one."""
         obs = [_as_stored(spec, array) for spec, array in zip(self._specs, arrays, strict=False)]
-        model, state = self.model, ()
-        if model.state_size:
-            obs.append(arrays[-1])
-            _, _, new = model.act(obs, None)
-            state = (new,)
-        out = model.policy(obs)
+        model: Any = self.model
+        state: tuple[Tensor, ...] = ()
+        if self.n_state:
+            state = (model.pi_state([*obs, arrays[-1]]),)
+            out = model.pi_out(model.pi_body(state[0][:, : model.pi_memory.width]))
+        else:
+            out = model.policy(obs)
         mask = model.mask(obs)
         action = self._actions.to_env(model.head.squash(model.head.mode(out, mask)))
         return action, masked(out, mask), *state
@@ -70,7 +74,7 @@ class Exported:
         self.module = DeployedPolicy(policy).eval()
         self.names = [".".join(["obs", *map(str, spec.path)]) for spec in policy.obs.specs]
         self.outputs = ["action", "outputs"]
-        if policy.model.state_size:
+        if self.module.n_state:
             self.names.append("state")
             self.outputs.append("new_state")
 
@@ -78,7 +82,7 @@ class Exported:
         """Random observations as the env gives them, and states of a memory."""
         rng = np.random.default_rng(seed)
         arrays = [_random(spec, n, rng) for spec in self.policy.obs.specs]
-        if n_state := self.policy.model.state_size:
+        if n_state := self.module.n_state:
             arrays.append(rng.normal(size=(n, n_state)).astype(np.float32))
         return arrays
 

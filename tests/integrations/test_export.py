@@ -24,7 +24,12 @@ from tests.known import OnlyTheMaskTells
 VECTOR = spaces.Box(-1, 1, (4,), np.float32)
 IMAGE = spaces.Box(0, 255, (20, 20, 3), np.uint8)
 MIXED = spaces.Dict(
-    {"action_mask": spaces.MultiBinary(5), "card": spaces.Discrete(7, start=2), "flags": spaces.MultiBinary(3), "x": VECTOR}
+    {
+        "action_mask": spaces.MultiBinary(5),
+        "card": spaces.Discrete(7, start=2),
+        "flags": spaces.MultiBinary(3),
+        "x": VECTOR,
+    }
 )
 CASES: dict[str, tuple[str, Any, Any, dict[str, Any]]] = {
     "ppo": ("ppo", VECTOR, spaces.Discrete(3, start=1), {"normalize_obs": True}),
@@ -86,7 +91,9 @@ from policy import Policy
 obs = {"action_mask": [0, 1, 1, 0, 0], "card": 3, "flags": [0, 1, 0], "x": [0.1, 0.2, 0.3, 0.4]}
 print(Policy().predict(obs)[0].tolist())
 """
-    found = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True)
+    found = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
     action = json.loads(found.stdout)
     assert action == [1, 0]  # all that the mask allows
 
