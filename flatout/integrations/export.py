@@ -8,8 +8,11 @@ any size; outputs are actions as the env takes them, the network's raw outputs, 
 from __future__ import annotations
 
 import json
+import logging
 import shutil
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -187,21 +190,36 @@ def to_onnx(exported: Exported, out: Path) -> float:
     """An ONNX file, compared with onnxruntime before it counts."""
     runtime = _extra("onnxruntime")
     _extra("onnxscript")
-    torch.onnx.export(
-        _program(exported),
-        (),
-        str(out),
-        input_names=exported.names,
-        output_names=exported.outputs,
-        dynamo=True,
-        verbose=False,
-    )
+    with _silent("torch.onnx"):
+        torch.onnx.export(
+            _program(exported),
+            (),
+            str(out),
+            input_names=exported.names,
+            output_names=exported.outputs,
+            dynamo=True,
+            verbose=False,
+        )
     session = runtime.InferenceSession(str(out), providers=["CPUExecutionProvider"])
 
     def run(arrays: list[Array]) -> list[Array]:
         return list(session.run(exported.outputs, dict(zip(exported.names, arrays, strict=True))))
 
     return exported.check(run)
+
+
+@contextmanager
+def _silent(name: str) -> Iterator[None]:
+    """Without the warnings of a library about itself."""
+    logger = logging.getLogger(name)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
 
 
 def to_numpy(exported: Exported, out: Path) -> float:

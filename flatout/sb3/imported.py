@@ -72,7 +72,7 @@ def _checkpoint(data: Mapping[str, Any], weights: Mapping[str, Tensor], env: str
     model = config.learner_spec(obs, action).make_model()
     tensors = {"PPO": _ppo, "DQN": _dqn, "SAC": _sac}[algorithm](weights, action)
     missing, unexpected = model.load_state_dict(tensors, strict=False)
-    known = ("obs_mean", "obs_scale", "head.", "log_ent_coef")
+    known = ("obs_mean", "obs_scale", "head.", "greedy.", "log_ent_coef")
     wrong = [*unexpected, *(name for name in missing if not name.startswith(known))]
     if wrong:
         raise refuse(
@@ -80,6 +80,8 @@ def _checkpoint(data: Mapping[str, Any], weights: Mapping[str, Tensor], env: str
         )
     if algorithm == "SAC":
         model.get_buffer("head.random").zero_()
+    elif algorithm == "DQN":
+        model.get_buffer("head.epsilon").fill_(float(data.get("exploration_rate", 0.05)))
     learner = config.descriptor.make_learner(
         model, config.algorithm, n_envs=config.n_envs, seed=config.seed, clock=PhaseClock(), precision="fp32"
     )
