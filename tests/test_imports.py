@@ -20,6 +20,7 @@ FLOORS = [
     {"__init__"},
     {"scale"},
     {"advice"},
+    {"sb3"},
     {"agent"},
     {"training"},
     {"views", "integrations"},

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from keyword import iskeyword
 
 from flatout.errors import FlatoutError, did_you_mean
 
@@ -19,11 +20,16 @@ VERBS = {
     "trace": ("report", "timeline of a run as a Perfetto/Chrome trace"),
     "sweep": ("sweep", "search for the best settings of an env with Optuna"),
     "jobs": ("jobs", "a queue of trainings, as many side by side as pay"),
+    "export": ("exchange", "a trained policy for other programs: safetensors, ONNX, torch, NumPy"),
+    "import": ("exchange", "a model of Stable-Baselines3 as an agent"),
+    "init": ("start", "write an env of your own with a test, and train it"),
+    "list": ("start", "envs, algorithms, recipes and presets"),
+    "completion": ("start", "shell completion for bash, zsh or fish"),
     "monitor": ("monitor", "the machine and the runs on it, live in the terminal"),
 }
 """The module of this package that has the verb's function, and what the verb does."""
 
-LATER = ("play", "export", "dashboard", "bench")
+LATER = ("play", "dashboard", "bench")
 """Verbs of later versions."""
 
 
@@ -60,7 +66,8 @@ def _dispatch(argv: list[str]) -> int:
     if verb not in VERBS:
         raise FlatoutError(f"unknown command {verb!r}{did_you_mean(verb, VERBS)}")
     module, _ = VERBS[verb]
-    exit_code: int = getattr(import_module(f"flatout.cli.{module}"), verb)(rest)
+    function = f"{verb}_" if iskeyword(verb) else verb
+    exit_code: int = getattr(import_module(f"flatout.cli.{module}"), function)(rest)
     return exit_code
 
 

@@ -69,7 +69,7 @@ class TensorActions:
             actions = torch.clamp(actions * self._half + self._mid, self._low, self._high)
         elif not self._as_they_are:
             actions = actions + self._start
-        return actions.to(self._dtype).reshape(len(actions), *self._shape)
+        return actions.to(self._dtype).reshape(actions.shape[0], *self._shape)
 
 
 class DeviceNoise:

@@ -151,21 +151,22 @@ class RecurrentActorCritic(ActorCritic):
         """The policy's, and the value function's if it has its own."""
         return [self.pi_memory] if self.shared else [self.pi_memory, self.vf_memory]
 
-    def _pi_state(self, obs: Obs) -> Tensor:
+    def pi_state(self, obs: Obs) -> Tensor:
+        """The state of the policy's memory after this observation; what follows it in the last array is not read."""
         return self.pi_memory.step(
             self.pi_encoder(self._normalized(obs)), obs[-1][:, : self.pi_memory.n_state]
         )
 
     def _vf_state(self, obs: Obs) -> Tensor:
         if self.shared:
-            return self._pi_state(obs)
+            return self.pi_state(obs)
         return self.vf_memory.step(
             self.vf_encoder(self._normalized(obs)), obs[-1][:, self.pi_memory.n_state :]
         )
 
     def features(self, obs: Obs) -> Tensor:
         """Inputs of the first hidden layer: the memory's output."""
-        return self._pi_state(obs)[:, : self.pi_memory.width]
+        return self.pi_state(obs)[:, : self.pi_memory.width]
 
     def value(self, obs: Obs) -> Tensor:
         body = self.pi_body if self.shared else self.vf_body
@@ -174,7 +175,7 @@ class RecurrentActorCritic(ActorCritic):
 
     def act(self, obs: Obs, noise: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
         """Actions, sampled or without noise the most likely ones, their log-probabilities if sampled, the new states."""
-        state = self._pi_state(obs)
+        state = self.pi_state(obs)
         out, mask = self.pi_out(self.pi_body(state[:, : self.pi_memory.width])), self.mask(obs)
         if not self.shared:
             state = torch.cat([state, self._vf_state(obs)], 1)

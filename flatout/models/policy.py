@@ -80,9 +80,10 @@ class Encoder(nn.Module):
         if spec.kind == "image":
             out: Tensor = self.images[str(i)](value)
             return out
-        flat = value.reshape(len(value), -1)
+        n = value.shape[0]  # not len(), which torch.export would take for a constant
+        flat = value.reshape(n, -1)
         if spec.kind == "discrete":  # one-hot of every element, side by side
-            hot = torch.zeros(len(value), sum(spec.nvec), device=value.device)
+            hot = torch.zeros(n, sum(spec.nvec), device=value.device)
             return hot.scatter_(1, flat + self.get_buffer(f"_offset_{i}"), 1.0)
         return flat.float()
 

@@ -123,7 +123,7 @@ class Pipeline(Generic[R]):
         metrics = self._learner.learn(
             rollout,
             iteration=state.iteration,
-            progress=state.env_steps / total_steps,
+            progress=(state.env_steps - state.schedule_start) / (total_steps - state.schedule_start),
             lag=now.lag,
             stop=stop.now,
         )

@@ -15,6 +15,8 @@ class TrainState:
     """Counts since training began; a resumed run continues them."""
 
     env_steps: int = 0
+    schedule_start: int = 0
+    """Env steps at which schedules began; above 0 after a learn() that begins them again."""
     iteration: int = 0
     n_episodes: int = 0
     n_updates: int = 0
