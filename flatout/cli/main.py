@@ -19,11 +19,12 @@ VERBS = {
     "trace": ("report", "timeline of a run as a Perfetto/Chrome trace"),
     "sweep": ("sweep", "search for the best settings of an env with Optuna"),
     "jobs": ("jobs", "a queue of trainings, as many side by side as pay"),
+    "dashboard": ("dashboard", "the runs of a folder in a browser, live"),
     "monitor": ("monitor", "the machine and the runs on it, live in the terminal"),
 }
 """The module of this package that has the verb's function, and what the verb does."""
 
-LATER = ("play", "export", "dashboard", "bench")
+LATER = ("play", "export", "bench")
 """Verbs of later versions."""
 
 
