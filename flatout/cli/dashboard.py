@@ -10,12 +10,12 @@ import subprocess
 import tempfile
 import threading
 import webbrowser
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from platform import node
 from time import monotonic, sleep
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 import psutil
 
@@ -26,6 +26,9 @@ from flatout.runlog.folder import LOCK_FILE, holder, is_locked
 from flatout.runlog.records import run_status
 from flatout.scale.jobs import Queue
 from flatout.scale.processes import FLATOUT
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp
 
 PORT = 7733
 RESUME_SECONDS = 60.0
@@ -117,7 +120,7 @@ def _say_where(host: str, port: int, token: str, is_read_only: bool) -> None:
     print("Ctrl-C ends the dashboard, not the runs.", flush=True)
 
 
-def _serve(make: object, bound: socket.socket) -> None:
+def _serve(make: Callable[[], ASGIApp], bound: socket.socket) -> None:
     import asyncio
 
     import uvicorn
@@ -126,7 +129,7 @@ def _serve(make: object, bound: socket.socket) -> None:
 
     async def serve() -> None:
         config = uvicorn.Config(
-            make(),  # type: ignore[operator]
+            make(),
             loop="asyncio",
             http="h11",
             ws="none",
@@ -208,7 +211,7 @@ def _begun(run: Path, process: subprocess.Popen[bytes], errors: IO[bytes]) -> st
     """Wait until the run goes on; raises with its own words if it does not."""
     until = monotonic() + RESUME_SECONDS
     while process.poll() is None and monotonic() < until:
-        if run_status(run)[0] == "running":
+        if run_status(run)[1].get("pid") == process.pid:
             return "resumed"
         sleep(0.1)
     if process.poll():

@@ -26,7 +26,9 @@ EVALUATED = "eval/mean_reward"
 MAX_ROWS = 10_000
 """Rows of a long metrics.csv that are read; a curve shows fewer."""
 HUGE_BYTES = 64 << 20
-"""Above this size a file is not read as a whole."""
+"""Above this size a file is not read as a whole …"""
+SAMPLED_LINE = 4096
+"""… and its longer lines are left out."""
 _FROM_METRICS = {
     "env_steps": "time/total_timesteps",
     "wall_seconds": "time/time_elapsed",
@@ -196,8 +198,8 @@ def _spread_lines(file: BinaryIO, evaluated: int | None) -> Iterator[bytes]:
     if (size := os.fstat(file.fileno()).st_size - begin) > HUGE_BYTES:
         for nth in range(MAX_ROWS):
             file.seek(begin + size * nth // MAX_ROWS)
-            file.readline(MAX_LINE)  # the rest of a line
-            if (line := file.readline(MAX_LINE)).endswith(b"\n"):
+            file.readline(SAMPLED_LINE)  # the rest of a line
+            if (line := file.readline(SAMPLED_LINE)).endswith(b"\n"):
                 yield line
         return
     n_lines = sum(block.count(b"\n") for block in iter(partial(file.read, 1 << 20), b""))

@@ -18,8 +18,9 @@
     { key: "card_busy", title: "card busy", number: true, wide: true, show: figure(percent) },
     { key: "time", title: "age", number: true, show: (t) => age(Date.now() / 1000 - t) },
   ];
-  let version = 0, sort = { key: "time", down: true }, byTime = false, chosen = null;
-  try { chosen = JSON.parse(sessionStorage.getItem("chosen")); } catch { chosen = null; }
+  let version = 0, sort = { key: "time", down: true }, byTime = false, kept = null;
+  try { kept = JSON.parse(sessionStorage.getItem("chosen")); } catch { kept = null; }
+  const chosen = new Set(kept ?? []);
   const keep = () => sessionStorage.setItem("chosen", JSON.stringify([...chosen]));
 
   const element = (tag, text, attributes = {}) => {
@@ -61,7 +62,7 @@
     first.append(box);
     row.append(first);
     for (const column of columns) {
-      const cell = element("td", undefined, { class: `${column.key} ${column.number ? "number" : ""} ${column.wide ? "wide-only" : ""}` });
+      const cell = element("td", undefined, { class: `c-${column.key} ${column.number ? "number" : ""} ${column.wide ? "wide-only" : ""}` });
       if (column.key === "name") { const link = element("a", run.name, { href: address(run.name), title: run.name }); cell.append(link); }
       else if (column.key === "status") cell.append(element("span", run.status, { class: `status ${/^[a-z]+$/.test(run.status) ? run.status : ""}` }));
       else cell.textContent = column.show ? column.show(run[column.key]) : run[column.key];
@@ -170,16 +171,15 @@
       for (const row of known.rows) { runs.set(row.name, row); stale.add(row.name); }
       byId("sweeps").hidden = !known.sweeps.length;
       document.querySelector("#sweeps ul").replaceChildren(...known.sweeps.map((name) => { const item = element("li"); item.append(element("a", name, { href: "/sweep/" + name.split("/").map(encodeURIComponent).join("/") })); return item; }));
-      if (chosen === null) {
+      if (kept === null) { // at first, the newest runs
         const newest = [...runs.values()].filter((run) => run.return_mean !== null).sort((a, b) => b.time - a.time);
-        chosen = newest.slice(0, 6).map((run) => run.name);
+        newest.slice(0, 6).forEach((run) => chosen.add(run.name));
+        kept = [];
       }
-      chosen = new Set(chosen);
       table();
       refresh();
       listen();
     } catch (error) {
-      chosen = new Set(chosen ?? []);
       byId("live").textContent = "no connection";
       setTimeout(load, 3000);
     }

@@ -16,16 +16,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from flatout.runlog.files import number, read_json
 from flatout.runlog.folder import RunFolder
 from flatout.runlog.records import EVALUATED, RunRecords, read_metrics, run_status
-from flatout.runlog.spans import Floats
 from flatout.views.report import plain
 
 CURVE_POINTS = 400
-RECORDS = ("config.json", "summary.json", "progress.json", "metrics.csv", "spans.jsonl", "samples.jsonl")
-RECORDS += ("system.json", "faults.log", "sweep.html", ".lock", "agent.gif", "agent.mp4")
+RECORDS: tuple[str, ...] = (
+    *("config.json", "summary.json", "progress.json", "metrics.csv", "spans.jsonl", "samples.jsonl"),
+    *("system.json", "faults.log", "sweep.html", ".lock", "agent.gif", "agent.mp4"),
+)
 """Files of a run that are read here or by its page."""
 _CURVE = ("time/total_timesteps", "time/time_elapsed", "rollout/ep_rew_mean", EVALUATED)
 
@@ -173,7 +175,7 @@ def newest_recording(records: RunRecords | Path) -> Path | None:
     return max(found, key=lambda path: path.stat().st_mtime, default=None)
 
 
-def _some(wanted: Floats) -> Any:
+def _some(wanted: npt.NDArray[np.bool_]) -> npt.NDArray[np.intp]:
     indices = np.flatnonzero(wanted)
     return indices[np.linspace(0, len(indices) - 1, min(len(indices), CURVE_POINTS)).astype(int)]
 
