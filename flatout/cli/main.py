@@ -13,6 +13,7 @@ VERBS = {
     "train": ("train", "train an agent"),
     "resume": ("train", "continue a run from its newest checkpoint"),
     "evaluate": ("train", "mean return of a trained agent over whole episodes"),
+    "play": ("play", "a GIF or MP4 of a trained agent"),
     "doctor": ("advise", "measure an env: where the time would go and what to change"),
     "tune": ("advise", "find and save the fastest settings for an env on this machine"),
     "report": ("report", "what a run learned and where its time went, as a page and as text"),
@@ -24,7 +25,7 @@ VERBS = {
 }
 """The module of this package that has the verb's function, and what the verb does."""
 
-LATER = ("play", "export", "bench")
+LATER = ("export", "bench")
 """Verbs of later versions."""
 
 
