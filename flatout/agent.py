@@ -367,6 +367,11 @@ class Agent:
             if self._trainer is not None:
                 self._trainer.after_evaluation()
 
+    def playable(self, env_kwargs: Mapping[str, Any] | None = None) -> EnvFactory:
+        """What makes envs to play in and render, with other `env_kwargs` if given."""
+        kwargs = self.config.env_kwargs | dict(env_kwargs or {})
+        return self._checked_env(kwargs)[0].factory
+
     def save(self, path: str | Path) -> None:
         """Write the agent to a file, with everything that further learning needs."""
         if self._trainer is None and self._checkpoint is not None:

@@ -14,6 +14,7 @@ VERBS = {
     "train": ("train", "train an agent"),
     "resume": ("train", "continue a run from its newest checkpoint"),
     "evaluate": ("train", "mean return of a trained agent over whole episodes"),
+    "play": ("play", "a GIF or MP4 of a trained agent"),
     "doctor": ("advise", "measure an env: where the time would go and what to change"),
     "tune": ("advise", "find and save the fastest settings for an env on this machine"),
     "report": ("report", "what a run learned and where its time went, as a page and as text"),
@@ -25,11 +26,12 @@ VERBS = {
     "init": ("start", "write an env of your own with a test, and train it"),
     "list": ("start", "envs, algorithms, recipes and presets"),
     "completion": ("start", "shell completion for bash, zsh or fish"),
+    "dashboard": ("dashboard", "the runs of a folder in a browser, live"),
     "monitor": ("monitor", "the machine and the runs on it, live in the terminal"),
 }
 """The module of this package that has the verb's function, and what the verb does."""
 
-LATER = ("play", "dashboard", "bench")
+LATER = ("bench",)
 """Verbs of later versions."""
 
 

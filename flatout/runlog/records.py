@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
-import csv
+import math
+import os
 from array import array
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from platform import node
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import psutil
 
-from flatout.runlog.files import number, read_json
+from flatout.runlog.files import MAX_LINE, number, read_json
 from flatout.runlog.folder import RunFolder, holder, is_locked
-from flatout.runlog.recorder import cell_value, read_rows
 from flatout.runlog.samples import Samples, read_samples
 from flatout.runlog.spans import Floats, Spans, cause_of, idle_causes, is_idle, lane_use, read_spans
 
 _CLOCK_SECONDS = 60.0
 """By how much the system's clock may have been set."""
+EVALUATED = "eval/mean_reward"
+MAX_ROWS = 10_000
+"""Rows of a long metrics.csv that are read; a curve shows fewer."""
+HUGE_BYTES = 64 << 20
+"""Above this size a file is not read as a whole …"""
+SAMPLED_LINE = 4096
+"""… and its longer lines are left out."""
 _FROM_METRICS = {
     "env_steps": "time/total_timesteps",
     "wall_seconds": "time/time_elapsed",
@@ -157,21 +165,59 @@ def _read_json(path: Path, problems: list[str]) -> dict[str, Any]:
 
 
 def _read_metrics(path: Path, problems: list[str]) -> dict[str, Floats]:
-    columns: dict[str, array[float]] = {}
     try:
-        for row in read_rows(path):
-            for name, cell in row.items():
-                if name:
-                    columns.setdefault(name, array("d")).append(cell_value(cell))
+        columns = read_metrics(path)
     except OSError:
         problems.append(f"{path.name} is missing: no learning curve")
-    except csv.Error as error:
-        problems.append(f"{path.name} is damaged: {error}")
-    else:
-        if not columns:
-            problems.append(f"{path.name} has no row yet: no learning curve")
-    n_rows = min(map(len, columns.values()), default=0)
-    return {name: np.array(values[:n_rows]) for name, values in columns.items()}
+        return {}
+    if not columns or not len(next(iter(columns.values()))):
+        problems.append(f"{path.name} has no row yet: no learning curve")
+    return columns
+
+
+def read_metrics(path: Path, names: Collection[str] | None = None) -> dict[str, Floats]:
+    """The columns of metrics.csv, all or some; NaN for what is not a number.
+
+    Of a long file about MAX_ROWS rows are read, evenly spread, and all with an evaluation; of a huge one only the former.
+    """
+    with path.open("rb") as file:
+        header = file.readline(MAX_LINE).decode(errors="replace").strip().split(",")
+        kept = {name: nth for nth, name in enumerate(header) if name and (names is None or name in names)}
+        evaluated = header.index(EVALUATED) if EVALUATED in header else None
+        columns: dict[str, array[float]] = {name: array("d") for name in kept}
+        for line in _spread_lines(file, evaluated):
+            cells = line.rstrip(b"\r\n").split(b",")
+            for name, nth in kept.items():
+                columns[name].append(_cell(cells[nth]) if nth < len(cells) else math.nan)
+    return {name: np.array(values) for name, values in columns.items()}
+
+
+def _spread_lines(file: BinaryIO, evaluated: int | None) -> Iterator[bytes]:
+    """The complete lines from here on, or some of them."""
+    begin = file.tell()
+    if (size := os.fstat(file.fileno()).st_size - begin) > HUGE_BYTES:
+        for nth in range(MAX_ROWS):
+            file.seek(begin + size * nth // MAX_ROWS)
+            file.readline(SAMPLED_LINE)  # the rest of a line
+            if (line := file.readline(SAMPLED_LINE)).endswith(b"\n"):
+                yield line
+        return
+    n_lines = sum(block.count(b"\n") for block in iter(partial(file.read, 1 << 20), b""))
+    every = max(1, n_lines // MAX_ROWS)
+    file.seek(begin)
+    for nth, line in enumerate(iter(partial(file.readline, MAX_LINE), b"")):
+        wanted = nth % every == 0 or nth == n_lines - 1
+        if not wanted and evaluated is not None:
+            wanted = bool(line.split(b",", evaluated + 1)[evaluated : evaluated + 1] not in ([], [b""]))
+        if wanted and line.endswith(b"\n"):
+            yield line
+
+
+def _cell(text: bytes) -> float:
+    try:
+        return float(text) if text else math.nan
+    except ValueError:
+        return math.nan
 
 
 def _written(path: Path) -> float:

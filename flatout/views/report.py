@@ -45,31 +45,68 @@ def write_report(folder: Path, findings: Sequence[Finding] | None = None) -> Pat
     return path
 
 
+CSP = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
+"""Of a page with everything inside it: nothing is loaded."""
+
+
 def report_page(records: RunRecords, findings: Sequence[Finding] | None = None) -> str:
-    """The page of a run."""
-    drawn = {"curve": curve(records), "time": over_time(records), "gantt": gantt(records.spans)}
-    data = json.dumps(drawn, separators=(",", ":"), allow_nan=False)
+    """The page of a run, complete in one file."""
+    head = (
+        f'<meta http-equiv="Content-Security-Policy" content="{CSP}">\n<style>\n{asset("page.css")}\n</style>'
+    )
+    scripts = f"<script>\n{asset('charts.js')}{asset('page.js')}\n</script>"
+    return page_of_run(records, records.path.resolve().name, findings, head=head, scripts=scripts)
+
+
+def page_of_run(
+    records: RunRecords,
+    name: str,
+    findings: Sequence[Finding] | None = None,
+    *,
+    head: str,
+    scripts: str,
+    nav: str = "",
+    recording: str = "",
+) -> str:
+    """The page of a run; `head` and `scripts` bring the styles and the scripts."""
+    data = json.dumps(drawn(records), separators=(",", ":"), allow_nan=False)
     parts = {
-        "name": escape(records.path.resolve().name),
+        **page_parts(records, findings),
+        "name": escape(name),
+        "settings": _table(_flat(records.config)),
+        "machine": _table(_flat(records.system)),
+        "head": head,
+        "scripts": scripts,
+        "nav": nav,
+        "recording": recording,
+        # Escaped, `<` cannot end the script; JSON reads it back unchanged.
+        "data": data.replace("<", "\\u003c"),
+    }
+    return Template(asset("page.html")).substitute(parts)
+
+
+def drawn(records: RunRecords) -> dict[str, Any]:
+    """What the charts of the page show."""
+    return {"curve": curve(records), "time": over_time(records), "gantt": gantt(records.spans)}
+
+
+def page_parts(records: RunRecords, findings: Sequence[Finding] | None = None) -> dict[str, str]:
+    """The parts of the page that change while a run trains, as HTML."""
+    status = escape(str(records.summary.get("status", "unknown")))
+    return {
+        "status": f'<span class="status {status}">{status}</span>',
         "identity": escape(dict(summary_lines(records.summary)).get("run", "")),
-        "status": escape(str(records.summary.get("status", "unknown"))),
         "verdict": escape(verdict(records)),
         "tiles": _tiles(records),
         "idle": _idle(records),
         "findings": _findings(run_findings(records) if findings is None else findings),
         "missing": _missing(records),
-        "settings": _table(_flat(records.config)),
-        "machine": _table(_flat(records.system)),
         "figures": _table(summary_lines(records.summary)),
-        "css": _asset("page.css"),
-        "js": _asset("page.js"),
-        # Escaped, `<` cannot end the script; JSON reads it back unchanged.
-        "data": data.replace("<", "\\u003c"),
     }
-    return Template(_asset("page.html")).substitute(parts)
 
 
-def _asset(name: str) -> str:
+def asset(name: str) -> str:
+    """A file of this package."""
     return files("flatout.views").joinpath(name).read_text(encoding="utf-8")
 
 
@@ -109,7 +146,7 @@ def _idle(records: RunRecords) -> str:
         rows.append(("everything else", rest, "idle"))
     return "".join(
         f'<div class="bar {kind}"><span>{escape(cause)}</span>'
-        f'<i><b style="width:{min(100, 100 * seconds / base):.2f}%"></b></i>'
+        f'<svg><rect width="{min(100, 100 * seconds / base):.2f}%"/></svg>'
         f"<em>{percent(seconds / base)}<small>{seconds_text(seconds)}</small></em></div>"
         for cause, seconds, kind in rows
     )

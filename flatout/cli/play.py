@@ -1,0 +1,140 @@
+"""`flatout play RUN`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from time import sleep
+from typing import TYPE_CHECKING
+
+from flatout.cli import parser as cli
+from flatout.errors import FlatoutError
+from flatout.runlog.files import plural, write_text
+
+if TYPE_CHECKING:
+    from flatout.agent import Agent
+    from flatout.views.film import Picture, Shot
+
+MOST_EPISODES = 16
+GIF_FPS = 25.0
+PLAY_SEED = 20_000
+"""Seeds of the episodes that are shown come after those of training and evaluation."""
+
+
+def play(argv: Sequence[str]) -> int:
+    """Show a trained agent at play; returns the exit code."""
+    parser = cli.run_parser(
+        "play",
+        "A GIF or MP4 of a trained agent: several episodes side by side, with return, step and the probabilities or values "
+        "of its actions.",
+        "a run's folder, its name in --runs-dir, or a .flatout file",
+    )
+    parser.flag(
+        "--out", "a .gif, .mp4, .png (the last frame) or .txt file (RUN/agent.gif)", type=Path, metavar="FILE"
+    )
+    parser.flag("--episodes", "number of episodes, side by side (4; 1 for text)", type=int, metavar="N")
+    parser.flag("--max-steps", "cut longer episodes (500)", type=int, default=500, metavar="N")
+    parser.flag("--every", "show every N-th step (as many as keep the env's pace)", type=int, metavar="N")
+    parser.flag("--seed", "seed of the first episode", type=int, default=PLAY_SEED, metavar="N")
+    text = "keywords for the env that differ from training"
+    parser.flag("--env-kwargs", text, metavar="JSON", default=argparse.SUPPRESS)
+    parser.flag("--newest", "load the newest checkpoint, not the best")
+    parser.flag("--stochastic", "sample actions instead of taking the most likely one")
+    parser.flag("--live", "show a window instead of writing a file, or text in the terminal")
+    parser.flag("--network", "where its own network is now, if elsewhere", metavar="FILE.py:NAME")
+    cli.add_trust(parser)
+    args = parser.parse(argv)
+    for name in ("episodes", "max_steps", "every"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            flag = name.replace("_", "-")
+            raise FlatoutError(f"--{flag} is {getattr(args, name)}; it must be at least 1")
+    if args.episodes is not None and args.episodes > MOST_EPISODES:
+        raise FlatoutError(f"--episodes is {args.episodes}; {MOST_EPISODES} fit side by side")
+    path = cli.run_path(args.run, args.runs_dir)
+    best = path / "checkpoints" / "best.flatout"
+
+    from flatout.agent import load
+
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, *_, **__: print(f"note: {message}", file=sys.stderr)
+        code = {"network": args.network} if args.network is not None else {}
+        agent = load(best if best.exists() and not args.newest else path, trust=args.trust, **code)
+        if args.live:
+            return _live(agent, args)
+        out = args.out or (path if path.is_dir() else Path()) / "agent.gif"
+        return _write_text(agent, args, out) if out.suffix == ".txt" else _write_film(agent, args, out)
+
+
+def _shots(
+    agent: Agent, args: argparse.Namespace, n: int, modes: tuple[str, ...]
+) -> tuple[list[Iterator[Shot]], float]:
+    """Episodes, each in an env of its own, and the envs' frames per second."""
+    from flatout.training.play import Player, rendered
+
+    factory = agent.playable(cli.settings(args).get("env_kwargs"))
+    episodes, fps = [], 0.0
+    for nth in range(n):
+        env, fps = rendered(factory, modes)
+        player = Player(env, agent.policy, agent.predict, not args.stochastic)
+        episodes.append(player.episode(args.seed + nth, args.max_steps))
+    return episodes, fps
+
+
+def _write_film(agent: Agent, args: argparse.Namespace, out: Path) -> int:
+    from flatout.training.play import together
+    from flatout.views.film import frame, write_film
+
+    n = args.episodes or 4
+    episodes, fps = _shots(agent, args, n, ("rgb_array", "ansi"))
+    every = args.every or max(1, round(fps / GIF_FPS))
+    last: list[Shot] = []
+
+    def frames() -> Iterator[Picture]:
+        for step, shots in enumerate(together(episodes)):
+            last[:] = shots
+            if step % every == 0:
+                yield frame(shots)
+        if step % every:
+            yield frame(last)
+
+    n_frames = write_film(out, frames(), fps / every)
+    returns = ", ".join(f"{shot.total_reward:,.5g}" for shot in last)
+    size = out.stat().st_size / 1e6
+    print(f"{out}: {plural(n, 'episode')}, {plural(n_frames, 'frame')}, {size:.1f} MB; returns {returns}")
+    if args.out is None:
+        print(f"another checkpoint: --newest; a video: --out {out.with_suffix('.mp4')}")
+    return 0
+
+
+def _write_text(agent: Agent, args: argparse.Namespace, out: Path) -> int:
+    episodes, _ = _shots(agent, args, args.episodes or 1, ("ansi",))
+    texts = [_told(shot) for episode in episodes for shot in episode]
+    write_text(out, "\n\n".join(texts) + "\n")
+    print(f"{out}: {plural(len(episodes), 'episode')}, {plural(len(texts), 'step')}")
+    return 0
+
+
+def _told(shot: Shot) -> str:
+    end = f" · {shot.over}" if shot.over else ""
+    return f"step {shot.step} · return {shot.total_reward:,.5g}{end}\n{shot.image}"
+
+
+def _live(agent: Agent, args: argparse.Namespace) -> int:
+    """Episodes one after another in the env's own window, or as text."""
+    from flatout.training.play import Player, rendered
+
+    env, fps = rendered(agent.playable(cli.settings(args).get("env_kwargs")), ("human", "ansi"))
+    is_text = env.render_mode == "ansi"
+    player = Player(env, agent.policy, agent.predict, not args.stochastic)
+    player.shows = not is_text
+    for nth in range(args.episodes or 1):
+        for shot in player.episode(args.seed + nth, args.max_steps):
+            if is_text:
+                print(_told(shot), end="\n\n", flush=True)
+                sleep(1 / fps)
+        print(f"episode {nth + 1}: return {shot.total_reward:,.5g} in {plural(shot.step, 'step')}")
+    env.close()
+    return 0

@@ -1,0 +1,123 @@
+"""An agent at play: envs that are rendered, step by step, with what the agent thought of its actions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import torch
+
+from flatout.envs.make import EnvFactory
+from flatout.errors import FlatoutError
+from flatout.models.heads import CategoricalHead, GreedyHead, masked
+from flatout.models.policy import ActorCritic, Policy
+from flatout.views.film import Shot
+
+FPS = 30.0
+"""Of envs that do not say."""
+Predict = Callable[..., tuple[Any, Any]]
+
+
+@dataclass
+class Player:
+    """Plays one episode in one env."""
+
+    env: gym.Env[Any, Any]
+    policy: Policy
+    predict: Predict
+    deterministic: bool
+    shows: bool = False
+    """Whether the env draws in a window of its own."""
+
+    def episode(self, seed: int, max_steps: int) -> Iterator[Shot]:
+        """The env after its reset and after every step."""
+        obs, _ = self.env.reset(seed=seed)
+        state: Any = None
+        total, over = 0.0, ""
+        yield self._shot(0, total)
+        for step in range(1, max_steps + 1):
+            thoughts = self._thoughts(obs)
+            action, state = self.predict(obs, state, np.array([step == 1]), deterministic=self.deterministic)
+            obs, reward, terminated, truncated, _ = self.env.step(action)
+            total += float(reward)
+            over = "over" if terminated or truncated else "cut here" if step == max_steps else ""
+            if thoughts and np.ndim(action) == 0:
+                start = int(getattr(self.policy.action.space, "start", 0))
+                thoughts["chosen"] = int(action) - start
+            yield self._shot(step, total, over=over, **thoughts)
+            if over:
+                return
+
+    def _shot(self, step: int, total: float, **more: Any) -> Shot:
+        image: Any = self.env.render() if not self.shows else ""
+        if isinstance(image, list):  # modes such as rgb_array_list
+            image = image[-1]
+        if image is None:
+            raise FlatoutError("this env rendered nothing; its render() must return an image or a text")
+        image = image if isinstance(image, str) else np.asarray(image, np.uint8)
+        return Shot(image=image, step=step, total_reward=total, **more)
+
+    @torch.inference_mode()
+    def _thoughts(self, obs: Any) -> dict[str, Any]:
+        """Probabilities or values of the actions, where there is one choice among a few."""
+        model, policy = self.policy.model, self.policy
+        if model.state_size or (policy.obs.mask_index is not None and not isinstance(obs, dict)):
+            return {}
+        tensors = tuple(torch.from_numpy(x).to(policy.device) for x in policy.obs.batch(obs)[0])
+        thoughts: dict[str, Any] = {}
+        if isinstance(model, ActorCritic):
+            thoughts["note"] = f"expects {float(model.value(tensors)):,.4g}"
+        if isinstance(model.head, CategoricalHead) and len(policy.action.nvec) == 1:
+            shares = masked(model.policy(tensors), model.mask(tensors)).softmax(-1)[0]
+            thoughts["shares"] = shares.tolist()
+        elif isinstance(model.head, GreedyHead):
+            values = model(tensors)[0]
+            low, high = float(values.min()), float(values.max())
+            thoughts["note"] = f"expects {high:,.4g}"
+            thoughts["shares"] = ((values - low) / max(high - low, 1e-9)).mul(0.9).add(0.1).tolist()
+        return thoughts
+
+
+def rendered(factory: EnvFactory, modes: tuple[str, ...]) -> tuple[gym.Env[Any, Any], float]:
+    """An env that renders in the first of these modes that it has, and its frames per second."""
+    if factory.is_instance:
+        raise FlatoutError("the env was given as an object; give what makes it, to render it")
+    plain = factory()
+    known = [str(mode) for mode in plain.metadata.get("render_modes") or ()]
+    fps = plain.metadata.get("render_fps") or FPS
+    mode = next((mode for mode in modes if mode in known), None)
+    if mode is None:
+        if plain.render_mode in modes:  # made with its mode by the user's own function
+            return plain, float(fps)
+        _close(plain)
+        raise FlatoutError(
+            f"env '{factory.name}' cannot be rendered: its metadata['render_modes'] has neither of {', '.join(modes)}"
+        )
+    _close(plain)
+    try:
+        return factory(mode), float(fps)
+    except TypeError as error:
+        raise FlatoutError(
+            f"env '{factory.name}' cannot be made with render_mode='{mode}' ({error}); let what makes it take render_mode"
+        ) from None
+
+
+def together(episodes: list[Iterator[Shot]]) -> Iterator[list[Shot]]:
+    """The shots of several episodes side by side; one that is over stays as it was."""
+    now: list[Shot] = [next(it) for it in episodes]
+    yield now
+    while True:
+        after = [next(it, None) if not shot.over else None for it, shot in zip(episodes, now, strict=True)]
+        if not any(after):
+            return
+        now = [new or old for new, old in zip(after, now, strict=True)]
+        yield now
+
+
+def _close(env: gym.Env[Any, Any]) -> None:
+    with suppress(Exception):
+        env.close()

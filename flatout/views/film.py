@@ -1,0 +1,163 @@
+"""Pictures of agents at play: rendered frames in a grid with captions, written as a GIF, an MP4 or text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image, ImageDraw, ImageFont
+
+from flatout.errors import FlatoutError
+
+Picture: TypeAlias = Image.Image
+CAPTION, PAPER, INK, SOFT, BAR, CHOSEN = 46, "#14171d", "#eceef2", "#9aa2b1", "#3f74d6", "#f59a56"
+GRID_WIDTH = 960
+"""Of a GIF or MP4, at most; cells are not enlarged beyond MAX_CELL."""
+MIN_CELL, MAX_CELL = 240, 600
+MAX_BARS = 18
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shot:
+    """One env at one step."""
+
+    image: npt.NDArray[np.uint8] | str
+    """An RGB image, or text."""
+    step: int
+    total_reward: float
+    over: str = ""
+    """Why the episode is over, if it is."""
+    shares: Sequence[float] = ()
+    """A bar for each action, 0 to 1: probabilities, or values between their least and largest."""
+    chosen: int | None = None
+    """The action that was taken."""
+    note: str = ""
+    """Such as the value that the agent expects."""
+
+
+def frame(shots: Sequence[Shot]) -> Picture:
+    """All envs at one step, as one picture of even width and height."""
+    columns = math.ceil(math.sqrt(len(shots)))
+    cells = [_cell(shot, _cell_width(shot, columns)) for shot in shots]
+    width, height = max(it.width for it in cells), max(it.height for it in cells)
+    rows = -(-len(cells) // columns)
+    whole = Image.new("RGB", (columns * width + (columns - 1) * 6, rows * height + (rows - 1) * 6), "#2a2f38")
+    for nth, cell in enumerate(cells):
+        whole.paste(cell, (nth % columns * (width + 6), nth // columns * (height + 6)))
+    return whole.crop((0, 0, whole.width // 2 * 2, whole.height // 2 * 2))
+
+
+def _cell_width(shot: Shot, columns: int) -> int:
+    widest = GRID_WIDTH // columns
+    own = _picture(shot.image).width
+    return max(min(own, widest, MAX_CELL), min(MIN_CELL, widest))
+
+
+def _cell(shot: Shot, width: int) -> Picture:
+    """The env with its caption below."""
+    image = _picture(shot.image)
+    how = Image.Resampling.NEAREST if image.width < width else Image.Resampling.LANCZOS
+    image = image.resize((width, max(1, round(image.height * width / image.width))), how)
+    cell = Image.new("RGB", (width, image.height + CAPTION), PAPER)
+    cell.paste(image, (0, 0))
+    pen, top = ImageDraw.Draw(cell), image.height
+    words = f"return {shot.total_reward:,.5g}   step {shot.step:,}"
+    font = ImageFont.load_default(13)
+    pen.text((8, top + 5), words, fill=INK, font=font)
+    right = shot.over or shot.note
+    length = pen.textlength(right, font)
+    if 8 + pen.textlength(words, font) + 12 + length < width:
+        pen.text((width - 8 - length, top + 5), right, fill=CHOSEN if shot.over else SOFT, font=font)
+    _bars(pen, shot, width, top)
+    return cell
+
+
+def _bars(pen: ImageDraw.ImageDraw, shot: Shot, width: int, top: int) -> None:
+    shares = list(shot.shares)[:MAX_BARS]
+    if not shares:
+        return
+    room, base = (width - 16) / len(shares), top + CAPTION - 5
+    for nth, share in enumerate(shares):
+        left = 8 + nth * room
+        high = base - 17 * min(1.0, max(0.0, share))
+        pen.rectangle((left, base - 17, left + room - 3, base), fill="#222732")
+        if base - high >= 1:
+            pen.rectangle((left, high, left + room - 3, base), fill=CHOSEN if nth == shot.chosen else BAR)
+
+
+def _picture(image: npt.NDArray[np.uint8] | str) -> Picture:
+    if not isinstance(image, str):
+        return Image.fromarray(np.ascontiguousarray(image[..., :3]))
+    # Pillow's own bitmap font: all its letters are equally wide.
+    font = ImageFont.load_default_imagefont()
+    lines = [line.encode("latin-1", "replace").decode("latin-1") for line in image.splitlines()] or [""]
+    size = max(len(line) for line in lines) * 6 + 12, len(lines) * 12 + 12
+    drawn = Image.new("RGB", size, "#0d1015")
+    pen = ImageDraw.Draw(drawn)
+    for nth, line in enumerate(lines):
+        pen.text((6, 6 + 12 * nth), line, fill="#d7dbe3", font=font)
+    return drawn.resize((size[0] * 2, size[1] * 2), Image.Resampling.NEAREST)
+
+
+def write_film(path: Path, frames: Iterator[Picture], fps: float) -> int:
+    """Write the frames as the kind of film that the file's name says; returns how many there were."""
+    kinds = {".gif": _write_gif, ".mp4": _write_mp4, ".png": _write_png}
+    if path.suffix.lower() not in kinds:
+        raise FlatoutError(f"--out {path}: name a .gif, .mp4, .png or .txt file")
+    part = path.with_name(f".part-{path.name}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        n = kinds[path.suffix.lower()](part, frames, fps)
+        part.replace(path)
+    except OSError as error:
+        raise FlatoutError(f"cannot write {path}: {error.strerror or error}") from None
+    finally:
+        part.unlink(missing_ok=True)
+    return n
+
+
+def _write_gif(path: Path, frames: Iterator[Picture], fps: float) -> int:
+    drawn = [it.quantize(96, method=Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE) for it in frames]
+    times = [round(1000 / fps)] * (len(drawn) - 1) + [1500]  # the end stays for a moment
+    drawn[0].save(path, "GIF", save_all=True, append_images=drawn[1:], duration=times, loop=0)
+    return len(drawn)
+
+
+def _write_mp4(path: Path, frames: Iterator[Picture], fps: float) -> int:
+    try:
+        from imageio_ffmpeg import write_frames
+    except ImportError as error:
+        raise FlatoutError(
+            "an MP4 needs imageio-ffmpeg: pip install 'flatout[video]'; a .gif needs nothing"
+        ) from error
+    first = next(frames)
+    film: Any = write_frames(str(path), first.size, fps=fps, macro_block_size=2, quality=8)
+    film.send(None)
+    n, last = 0, first
+    try:
+        for n, it in enumerate(_chained(first, frames), 1):  # noqa: B007
+            last = it if it.size == first.size else it.resize(first.size)
+            film.send(last.tobytes())
+        for _ in range(round(fps)):
+            film.send(last.tobytes())
+    finally:
+        film.close()
+    return n
+
+
+def _write_png(path: Path, frames: Iterator[Picture], _: float) -> int:
+    n = 0
+    for n, last in enumerate(frames, 1):  # noqa: B007
+        pass
+    last.save(path, "PNG")
+    return n
+
+
+def _chained(first: Picture, rest: Iterator[Picture]) -> Iterator[Picture]:
+    yield first
+    yield from rest
