@@ -150,7 +150,8 @@ def _margin(out: Array, nvec: tuple[int, ...]) -> Array:
     if not nvec:
         return np.full(len(out), np.inf)
     parts = [np.sort(part, 1) for part in np.split(out, np.cumsum(nvec)[:-1], 1) if part.shape[1] > 1]
-    return np.min([part[:, -1] - part[:, -2] for part in parts] or [np.full(len(out), np.inf)], 0)
+    least: Array = np.min([part[:, -1] - part[:, -2] for part in parts] or [np.full(len(out), np.inf)], 0)
+    return least
 
 
 def to_safetensors(exported: Exported, out: Path) -> float:
@@ -224,7 +225,8 @@ def _silent(name: str) -> Iterator[None]:
 
 def to_numpy(exported: Exported, out: Path) -> float:
     """A .npz, and beside it a policy.py that acts with NumPy alone."""
-    np.savez(out, **_arrays(exported.policy))
+    arrays: dict[str, Any] = _arrays(exported.policy)
+    np.savez(out, **arrays)
     shutil.copyfile(numpy_policy.__file__, out.with_suffix(".py"))
     policy = numpy_policy.Policy(out)
 
@@ -256,7 +258,12 @@ def _arrays(policy: Policy) -> dict[str, Array]:
     observation = []
     for i, spec in enumerate(policy.obs.specs):
         shape = (*spec.shape[1:], spec.shape[0]) if spec.channels_last else spec.shape
-        about = {"path": list(spec.path), "kind": spec.kind, "shape": list(shape), "nvec": list(spec.nvec)}
+        about: dict[str, Any] = {
+            "path": list(spec.path),
+            "kind": spec.kind,
+            "shape": list(shape),
+            "nvec": list(spec.nvec),
+        }
         about |= {"start": list(spec.start), "channels_last": spec.channels_last}
         if spec.kind == "image":
             image = encoder.images[str(i)]
@@ -266,7 +273,8 @@ def _arrays(policy: Policy) -> dict[str, Array]:
             about["convs"] = [{"stride": conv.stride[0], "padding": conv.padding[0]} for conv in convs]
             for k, conv in enumerate(convs):
                 tensors |= {f"conv{i}.{k}.weight": conv.weight, f"conv{i}.{k}.bias": conv.bias}
-            tensors |= {f"image{i}.weight": image.out.weight, f"image{i}.bias": image.out.bias}
+            out: Any = image.out
+            tensors |= {f"image{i}.weight": out.weight, f"image{i}.bias": out.bias}
         observation.append(about)
     arrays = {name: tensor.detach().cpu().numpy() for name, tensor in tensors.items()}
     zero = action.to_env(np.zeros((1, action.size), action.dtype))

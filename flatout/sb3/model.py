@@ -508,7 +508,7 @@ class ReplayModel(Model):
             learner: Any = agent._trainer.learner
             learner.restore_replay(arrays, agent._trainer.state.env_steps)
         elif agent._checkpoint is None:
-            agent.trainer().learner.restore_replay(arrays, 0)  # type: ignore[attr-defined]
+            agent.trainer().learner.restore_replay(arrays, 0)
         else:
             self._replay = arrays
 

@@ -177,7 +177,10 @@ def newest_recording(records: RunRecords | Path) -> Path | None:
 
 def _some(wanted: npt.NDArray[np.bool_]) -> npt.NDArray[np.intp]:
     indices = np.flatnonzero(wanted)
-    return indices[np.linspace(0, len(indices) - 1, min(len(indices), CURVE_POINTS)).astype(int)]
+    some: npt.NDArray[np.intp] = indices[
+        np.linspace(0, len(indices) - 1, min(len(indices), CURVE_POINTS)).astype(int)
+    ]
+    return some
 
 
 def _folders(root: Path) -> Iterator[Path]:

@@ -1,6 +1,7 @@
 """After Stable-Baselines3's documentation, guide/examples, "Compiling models"."""
 
 import torch as th
+
 from flatout.sb3 import PPO
 
 STEPS = 10_000

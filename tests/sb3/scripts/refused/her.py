@@ -1,8 +1,9 @@
 """After Stable-Baselines3's documentation, guide/examples, "Hindsight Experience Replay (HER)"."""
 
-from flatout.sb3 import SAC
 from stable_baselines3 import HerReplayBuffer
 from stable_baselines3.common.envs import BitFlippingEnv
+
+from flatout.sb3 import SAC
 
 STEPS = 1_000
 

@@ -1,7 +1,8 @@
 """After Stable-Baselines3's documentation, guide/custom_policy, "Advanced Example": a policy class of one's own."""
 
-from flatout.sb3 import PPO
 from stable_baselines3.common.policies import ActorCriticPolicy
+
+from flatout.sb3 import PPO
 
 STEPS = 5_000
 
