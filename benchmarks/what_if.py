@@ -1,7 +1,7 @@
 """How well `flatout doctor ENV --what-if gpu=CARD` predicts: on the CPU alone, beside what the simulated card gives.
 
-`python -m benchmarks.what_if [--card rtx4070] [--cases fast,heavy,…]` → docs/benchmarks.md. Predictions are made here, in
-processes that know of no card; what they are compared with is what `benchmarks.accelerator` measured before.
+`python -m benchmarks.what_if [--card rtx4070] [--cases fast,heavy,…]` → docs/benchmarks.md. A prediction is made in a process
+that knows of no card; right before it the same case is run on the simulated card, because the machine's own speed changes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import subprocess
 import sys
 from typing import Any
 
-from benchmarks.accelerator import CASES, ROOT
+from benchmarks.accelerator import CASES, ROOT, measure
 from benchmarks.page import conditions, table, write_section
 
 MANY_STEPS = 1_000_000_000
@@ -61,24 +61,22 @@ def main() -> None:
     """Predict the cases that were measured, and write the section."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--card", default="rtx4070")
-    parser.add_argument("--cases", default="", help="default: all that were measured")
+    parser.add_argument("--cases", default="", help="default: all")
     parser.add_argument("--one", metavar="CASE")
     args = parser.parse_args()
     if args.one:
         print(json.dumps(predict(args.one, args.card)))
         return
-    results = ROOT / "benchmarks" / "results"
-    measured = json.loads((results / f"accelerator_{args.card}.json").read_text())
-    path = results / f"what_if_{args.card}.json"
-    answers = json.loads(path.read_text()) if path.exists() else {}
-    for name in args.cases.split(",") if args.cases else measured:
-        answers[name] = predicted(name, args.card)
-    path.write_text(json.dumps(answers, indent=1) + "\n")
-    pairs = {name: (answers[name], measured[name]["flatout"]) for name in measured if name in answers}
+    path = ROOT / "benchmarks" / "results" / f"what_if_{args.card}.json"
+    pairs: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    for name in args.cases.split(",") if args.cases else CASES:
+        pairs[name] = measure(name, "flatout", args.card), predicted(name, args.card)
+        path.write_text(json.dumps(pairs, indent=1) + "\n")
+    pairs = {name: (answer, measured) for name, (measured, answer) in pairs.items()}
     n_close = sum(is_close(*pair) for pair in pairs.values())
     text = f"""## What a {args.card} would give, predicted without one
 `python -m benchmarks.what_if --card {args.card}`. {conditions()} The prediction is that of `flatout doctor ENV --what-if
-gpu={args.card}` at the case's settings on the CPU alone; beside it what flatout reached on the simulated card, above.
+gpu={args.card}` at the case's settings on the CPU alone; beside it what flatout reached on the simulated card right before.
 {n_close} of {len(pairs)} are within {CLOSE:.0%}.
 
 {table(HEADER, [row(name, *pair) for name, pair in pairs.items()])}
