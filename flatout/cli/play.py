@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -64,6 +65,7 @@ def play(argv: Sequence[str]) -> int:
         agent = load(best if best.exists() and not args.newest else path, trust=args.trust, **code)
         if args.live:
             return _live(agent, args)
+        os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # pygame draws into memory and looks for no screen
         out = args.out or (path if path.is_dir() else Path()) / "agent.gif"
         return _write_text(agent, args, out) if out.suffix == ".txt" else _write_film(agent, args, out)
 
@@ -110,8 +112,10 @@ def _write_film(agent: Agent, args: argparse.Namespace, out: Path) -> int:
 
 
 def _write_text(agent: Agent, args: argparse.Namespace, out: Path) -> int:
+    from flatout.views.film import without_codes
+
     episodes, _ = _shots(agent, args, args.episodes or 1, ("ansi",))
-    texts = [_told(shot) for episode in episodes for shot in episode]
+    texts = [without_codes(_told(shot)) for episode in episodes for shot in episode]
     write_text(out, "\n\n".join(texts) + "\n")
     print(f"{out}: {plural(len(episodes), 'episode')}, {plural(len(texts), 'step')}")
     return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 
 from flatout.envs.make import EnvFactory
+from flatout.envs.wrappers import run_blocking
 from flatout.errors import FlatoutError
 from flatout.models.heads import CategoricalHead, GreedyHead, masked
 from flatout.models.policy import ActorCritic, Policy
@@ -86,7 +88,7 @@ def rendered(factory: EnvFactory, modes: tuple[str, ...]) -> tuple[gym.Env[Any, 
     """An env that renders in the first of these modes that it has, and its frames per second."""
     if factory.is_instance:
         raise FlatoutError("the env was given as an object; give what makes it, to render it")
-    plain = factory()
+    plain = _made(factory, None)
     known = [str(mode) for mode in plain.metadata.get("render_modes") or ()]
     fps = plain.metadata.get("render_fps") or FPS
     mode = next((mode for mode in modes if mode in known), None)
@@ -99,11 +101,21 @@ def rendered(factory: EnvFactory, modes: tuple[str, ...]) -> tuple[gym.Env[Any, 
         )
     _close(plain)
     try:
-        return factory(mode), float(fps)
+        return _made(factory, mode), float(fps)
     except TypeError as error:
         raise FlatoutError(
             f"env '{factory.name}' cannot be made with render_mode='{mode}' ({error}); let what makes it take render_mode"
         ) from None
+
+
+def _made(factory: EnvFactory, mode: str | None) -> gym.Env[Any, Any]:
+    """An env of the factory; an async one blocks."""
+    env = factory(mode)
+    return run_blocking(lambda: factory(mode), None) if _is_async(env) else env
+
+
+def _is_async(env: gym.Env[Any, Any]) -> bool:
+    return inspect.iscoroutinefunction(env.unwrapped.reset)
 
 
 def together(episodes: list[Iterator[Shot]]) -> Iterator[list[Shot]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ GRID_WIDTH = 960
 """Of a GIF or MP4, at most; cells are not enlarged beyond MAX_CELL."""
 MIN_CELL, MAX_CELL = 240, 600
 MAX_BARS = 18
+CODES, MARKED = re.compile(r"\x1b\[[0-9;]*m"), re.compile(r"\x1b\[4\dm(.*?)\x1b\[0m")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,6 +97,7 @@ def _picture(image: npt.NDArray[np.uint8] | str) -> Picture:
         return Image.fromarray(np.ascontiguousarray(image[..., :3]))
     # Pillow's own bitmap font: all its letters are equally wide.
     font = ImageFont.load_default_imagefont()
+    image = without_codes(image)
     lines = [line.encode("latin-1", "replace").decode("latin-1") for line in image.splitlines()] or [""]
     size = max(len(line) for line in lines) * 6 + 12, len(lines) * 12 + 12
     drawn = Image.new("RGB", size, "#0d1015")
@@ -102,6 +105,11 @@ def _picture(image: npt.NDArray[np.uint8] | str) -> Picture:
     for nth, line in enumerate(lines):
         pen.text((6, 6 + 12 * nth), line, fill="#d7dbe3", font=font)
     return drawn.resize((size[0] * 2, size[1] * 2), Image.Resampling.NEAREST)
+
+
+def without_codes(text: str) -> str:
+    """Text without a terminal's colour codes, in which envs such as FrozenLake mark the agent: [ ] instead."""
+    return CODES.sub("", MARKED.sub(r"[\1]", text))
 
 
 def write_film(path: Path, frames: Iterator[Picture], fps: float) -> int:

@@ -5,7 +5,7 @@
   const name = byId("acts").dataset.run, live = byId("live");
   const address = "/api/run/" + name.split("/").map(encodeURIComponent).join("/");
   const places = { status: "status", identity: "identity", verdict: "verdict", tiles: "tiles", idle: "idle", findings: "findings-part", missing: "missing-part", figures: "figures" };
-  let busy = false, again = false, last = 0;
+  let busy = false, again = false, last = 0, due = 0;
   const buttons = (status) => {
     if (!byId("stop")) return;
     byId("stop").hidden = status !== "running";
@@ -36,7 +36,10 @@
     stream.onmessage = (event) => {
       const news = JSON.parse(event.data), row = news.rows.find((it) => it.name === name);
       if (news.gone.includes(name)) live.textContent = "the run's folder is gone";
-      if (row && Date.now() - last > 1500) { last = Date.now(); buttons(row.status); update(); }
+      if (!row) return;
+      buttons(row.status);
+      clearTimeout(due); // the last change is never left out
+      due = setTimeout(() => { last = Date.now(); update(); }, Math.max(0, last + 1500 - Date.now()));
     };
   };
   document.addEventListener("visibilitychange", () => {

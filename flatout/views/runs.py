@@ -177,10 +177,8 @@ def newest_recording(records: RunRecords | Path) -> Path | None:
 
 def _some(wanted: npt.NDArray[np.bool_]) -> npt.NDArray[np.intp]:
     indices = np.flatnonzero(wanted)
-    some: npt.NDArray[np.intp] = indices[
-        np.linspace(0, len(indices) - 1, min(len(indices), CURVE_POINTS)).astype(int)
-    ]
-    return some
+    some = np.linspace(0, len(indices) - 1, min(len(indices), CURVE_POINTS)).astype(int)
+    return np.asarray(indices[some], np.intp)
 
 
 def _folders(root: Path) -> Iterator[Path]:

@@ -160,6 +160,7 @@ def test_names_and_texts_of_a_run_are_shown_and_not_run(browser: webdriver.Chrom
     (run / "faults.log").write_text(EVIL)
     (tmp_path / "runs" / "swept").mkdir()
     (tmp_path / "runs" / "swept" / "sweep.html").write_text(f"<p id=x>hello</p>{EVIL}")
+    browser.get("about:blank")
     console(browser)  # what other tests have left there
     with serving(tmp_path) as server:
         browser.get(server.url)
