@@ -27,7 +27,7 @@ def _sigmoid(x: Any) -> Any:
     return 1 / (1 + np.exp(-x))
 
 
-ACTIVATIONS = {"tanh": np.tanh, "relu": _relu, "elu": _elu, "silu": lambda x: x * _sigmoid(x)}
+ACTIVATIONS: dict[str, Any] = {"tanh": np.tanh, "relu": _relu, "elu": _elu, "silu": lambda x: x * _sigmoid(x)}
 
 
 class Policy:
