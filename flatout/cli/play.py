@@ -74,14 +74,14 @@ def _shots(
     agent: Agent, args: argparse.Namespace, n: int, modes: tuple[str, ...]
 ) -> tuple[list[Iterator[Shot]], float]:
     """Episodes, each in an env of its own, and the envs' frames per second."""
-    from flatout.training.play import Player, rendered
+    from flatout.training.play import Player, played, rendered
 
     factory = agent.playable(cli.settings(args).get("env_kwargs"))
     episodes, fps = [], 0.0
     for nth in range(n):
         env, fps = rendered(factory, modes)
         player = Player(env, agent.policy, agent.predict, not args.stochastic)
-        episodes.append(player.episode(args.seed + nth, args.max_steps))
+        episodes.append(played(player, args.seed + nth, args.max_steps))
     return episodes, fps
 
 

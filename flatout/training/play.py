@@ -84,6 +84,14 @@ class Player:
         return thoughts
 
 
+def played(player: Player, seed: int, max_steps: int) -> Iterator[Shot]:
+    """One episode, after which the env is closed."""
+    try:
+        yield from player.episode(seed, max_steps)
+    finally:
+        _close(player.env)
+
+
 def rendered(factory: EnvFactory, modes: tuple[str, ...]) -> tuple[gym.Env[Any, Any], float]:
     """An env that renders in the first of these modes that it has, and its frames per second."""
     if factory.is_instance:
@@ -111,7 +119,7 @@ def rendered(factory: EnvFactory, modes: tuple[str, ...]) -> tuple[gym.Env[Any, 
 def _made(factory: EnvFactory, mode: str | None) -> gym.Env[Any, Any]:
     """An env of the factory; an async one blocks."""
     env = factory(mode)
-    return run_blocking(lambda: factory(mode), None) if _is_async(env) else env
+    return run_blocking(lambda: env, env) if _is_async(env) else env
 
 
 def _is_async(env: gym.Env[Any, Any]) -> bool:
