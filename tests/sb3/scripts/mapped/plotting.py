@@ -13,7 +13,7 @@ STEPS = 10_000
 env = Monitor(gym.make("CartPole-v1"), "./monitor/")
 model = PPO("MlpPolicy", env, verbose=0)
 model.learn(STEPS)
-with Path("./monitor/monitor.csv").open() as file:
+with next(Path("monitor").glob("*monitor.csv")).open() as file:
     next(file)
     lengths = [int(row["l"]) for row in csv.DictReader(file)]
 assert 10 < sum(lengths) <= model.num_timesteps
