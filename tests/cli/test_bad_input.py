@@ -97,7 +97,7 @@ def assert_refused(
         ("train my_envs.py:Bas", "did you mean 'Base'"),
         ("train", "no env given"),
         ("trian CartPole-v1", "unknown command 'trian'; did you mean 'train'"),
-        ("export CartPole-v1", "not in this version yet"),
+        ("bench CartPole-v1", "not in this version yet"),
         ("sweep CartPol-v1", "did you mean 'CartPole-v1'"),
         ("sweep CartPole-v1 --trials 0", "--trials is 0; it must be at least 1"),
         (
