@@ -45,9 +45,8 @@ START_SECONDS = 120.0
 
 def ray_module() -> Any:
     """The package ray, or a line that says how to get it."""
-    os.environ.setdefault(
-        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0"
-    )  # actors that ask for no GPU see all: as told
+    # Ray would otherwise warn that actors without a GPU will see none in a later version.
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     try:
         import ray
     except ImportError:
@@ -102,8 +101,8 @@ class RayCollectors:
         """One that is filled and, if there are two, one that the learner trains on meanwhile."""
         self._values = np.zeros(ParamBlock.size(model), np.float32)
         self._block = ParamBlock(model, self._values, np.zeros(1, np.int64))
-        self._block.begin()
         self._published: Any = None
+        """The version's parameters in the object store, once they are there."""
         self.version = self.n_steps = 0
         self._given_up = self._traced = False
         self._job, self._n_steps_each = replace(job, envs=replace(envs, budget=None)), n_steps
@@ -120,11 +119,6 @@ class RayCollectors:
         except BaseException:
             self.close()
             raise
-
-    @property
-    def pids(self) -> list[int]:
-        """None: the processes are the cluster's."""
-        return []
 
     def trace(self, spans: bool) -> None:
         self._traced = spans
@@ -159,9 +153,8 @@ class RayCollectors:
             arrays, ended, rows, self._snapshots[i] = answers[i]
             for name, out in rollout.part(first, end).by_name.items():
                 out[...] = arrays[name]
-            rows = rows + np.pad(
-                [perf_counter()] * 2, (0, rows.shape[1] - 2)
-            )  # it counts from its own now: clocks of machines differ
+            rows = rows.copy()
+            rows[:, :2] += perf_counter()  # it counts from its own now: clocks of machines differ
             self.lanes[i].add(rows)
             episodes += [Episode(int(env_id), total, int(length)) for env_id, total, length in ended]
         self.n_steps += rollout.n_steps

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from array import array
 from collections.abc import Collection, Iterator, Mapping
@@ -17,6 +16,7 @@ import psutil
 
 from flatout.runlog.files import MAX_LINE, number, read_json
 from flatout.runlog.folder import RunFolder, holder, is_locked
+from flatout.runlog.recorder import cell_value
 from flatout.runlog.samples import Samples, read_samples
 from flatout.runlog.spans import Floats, Spans, cause_of, idle_causes, is_idle, lane_use, read_spans
 
@@ -186,9 +186,9 @@ def read_metrics(path: Path, names: Collection[str] | None = None) -> dict[str, 
         evaluated = header.index(EVALUATED) if EVALUATED in header else None
         columns: dict[str, array[float]] = {name: array("d") for name in kept}
         for line in _spread_lines(file, evaluated):
-            cells = line.rstrip(b"\r\n").split(b",")
+            cells = line.decode(errors="replace").rstrip("\r\n").split(",")
             for name, nth in kept.items():
-                columns[name].append(_cell(cells[nth]) if nth < len(cells) else math.nan)
+                columns[name].append(cell_value(cells[nth] if nth < len(cells) else None))
     return {name: np.array(values) for name, values in columns.items()}
 
 
@@ -211,13 +211,6 @@ def _spread_lines(file: BinaryIO, evaluated: int | None) -> Iterator[bytes]:
             wanted = bool(line.split(b",", evaluated + 1)[evaluated : evaluated + 1] not in ([], [b""]))
         if wanted and line.endswith(b"\n"):
             yield line
-
-
-def _cell(text: bytes) -> float:
-    try:
-        return float(text) if text else math.nan
-    except ValueError:
-        return math.nan
 
 
 def _written(path: Path) -> float:
