@@ -56,9 +56,14 @@ def export(argv: Sequence[str]) -> int:
 
 
 def _tell(out: Path, worst: float) -> None:
-    checked = (
-        f"differs by at most {worst:.1e} over 1,000 observations" if worst else "the parameters themselves"
-    )
+    if out.suffix == ".safetensors":
+        checked = "the parameters themselves"
+    else:
+        checked = (
+            f"differs by at most {worst:.1e} over 1,000 observations"
+            if worst
+            else "equal over 1,000 observations"
+        )
     print(f"{out}: {out.stat().st_size:,} bytes, {checked}")
 
 
