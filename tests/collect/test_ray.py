@@ -85,8 +85,9 @@ def test_a_node_that_dies_in_mid_rollout_changes_nothing(cluster: Any, local: fl
         nonlocal seen
         seen += 1
         if seen == 3:  # its envs are in the middle of the rollout after this one
+            a_node_in_use = next(iter(cluster.worker_nodes))
             cluster.add_node(num_cpus=1)
-            cluster.remove_node(cluster.worker_nodes.copy().pop(), allow_graceful=False)
+            cluster.remove_node(a_node_in_use, allow_graceful=False)
         return True
 
     agent = trained(lose_a_node, overlap="on", executor="ray", ray_address=cluster.address)
