@@ -18,8 +18,6 @@ INTERFACES = {
     "torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs": _NO_COMPILED,
     "torch._inductor.aoti_compile_and_package": _NO_COMPILED,
     "torch.fx.experimental.proxy_tensor.make_fx": _NO_COMPILED,
-    "torch.ops.aten.threshold_backward.grad_input": "the fused backend differentiates ReLU in two operations",
-    "torch.ops.aten.tanh_backward.grad_input": "the fused backend differentiates tanh in three operations",
     "numba.core.caching.FunctionCache": "each process compiles its loops again",
     "numba.core.caching.IndexDataCacheFile": "each process compiles its loops again",
 }
@@ -38,7 +36,11 @@ def find(name: str) -> Any:
         try:
             found = getattr(found, attribute) if hasattr(found, attribute) else import_module(path)
         except ImportError:
-            version = import_module(package).__version__
-            notes.append(f"{package} {version} has no {name}: {INTERFACES[name]}")
+            note_missing(package, name, INTERFACES[name])
             return None
     return found
+
+
+def note_missing(package: str, name: str, instead: str) -> None:
+    """Note that the installed version of a package lacks something, and what is done instead."""
+    notes.append(f"{package} {import_module(package).__version__} has no {name}: {instead}")

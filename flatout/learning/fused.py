@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from flatout.device.blas import IS_FAST, product
 from flatout.device.jit import compiled
-from flatout.device.private import find
 from flatout.envs.spaces import Array
 from flatout.learning.update import BETA1, BETA2, EPSILON, Batch, Ranks, Update
 from flatout.models.kernel import tanh
@@ -28,14 +28,13 @@ ACTIVATIONS = ("relu", "tanh")
 """Activations whose derivative follows from their output."""
 NARROW = 16
 """Inputs or outputs of a layer up to which a loop is faster than a matrix product of a small batch."""
+LOOPS_WIDTH = 128
+"""Widest layer for which the fused backend is the fastest where matrix products are plain loops."""
 NO_MASK = np.zeros((0, 1), np.bool_)
 
 _KEEP1, _KEEP2 = np.float32(1 - BETA1), np.float32(1 - BETA2)
 _EPSILON = np.float32(EPSILON)
 _ZERO, _ONE = np.float32(0), np.float32(1)
-
-_relu_backward = find("torch.ops.aten.threshold_backward.grad_input")
-_tanh_backward = find("torch.ops.aten.tanh_backward.grad_input")
 
 Layer = tuple[Tensor, Tensor]
 """Weight and bias."""
@@ -43,8 +42,17 @@ State = tuple[Array, ...]
 """What `adam` changes, and the gradient and metrics that it reads."""
 
 
+Net = tuple[Array, Array, bool, bool, bool, bool, Array]
+"""The parameters, and in a row per layer its inputs, its outputs and where its weight and bias begin among them, then
+where their gradients begin; whether weights are stored as (inputs, outputs) instead of (outputs, inputs); whether the
+activation is ReLU; whether there are few inputs, and few outputs; a buffer for the first weight's transpose."""
+
+
 class FusedMLP:
-    """An MLP with buffers for the outputs of `n` samples and, where `grads` is given, for gradients w.r.t. them."""
+    """An MLP with buffers for the outputs of `n` samples and, where `grads` is given, for gradients w.r.t. them.
+
+    All parameters are in one tensor, and so are all of `grads`.
+    """
 
     def __init__(
         self,
@@ -54,84 +62,39 @@ class FusedMLP:
         grads: Sequence[Layer] = (),
         n_back: int | None = None,
         narrow: int = NARROW,
+        *,
+        flipped: bool = False,
     ) -> None:
         """`n_back`: how many of the samples, the first ones, go through `backward`; None: all.
 
-        `narrow`: inputs or outputs of a layer up to which a loop takes the place of a matrix product.
+        `narrow`: inputs or outputs of a layer up to which a loop takes the place of a matrix product. `flipped`: weights
+        and their gradients are (inputs, outputs) instead of (outputs, inputs).
         """
-        self._layers = [(weight.detach(), bias.detach()) for weight, bias in layers]
-        widths = [len(bias) for _, bias in layers]
-        self._outputs = [torch.zeros(n, width) for width in widths]
-        self.out = self._outputs[-1].numpy()
-        self._is_relu = activation == "relu"
-        pairs = zip(self._layers, self._outputs, strict=True)
-        self._calls = [(w.t(), b, out, out.numpy(), b.numpy()) for (w, b), out in pairs]
-        n_inputs = layers[0][0].shape[1]
-        self._transposed = np.zeros((n_inputs, widths[0]), np.float32)
-        self._starts_narrow = n_inputs <= narrow
-        self._ends_narrow = len(widths) > 1 and widths[-1] <= narrow
-        self._first = self._layers[0][0].numpy(), self._transposed, self._outputs[0].numpy()
+        sizes = [weight.shape if flipped else weight.shape[::-1] for weight, _ in layers]
+        begins = [
+            [part.storage_offset() for pair in both for part in pair]
+            for both in zip(layers, grads or layers, strict=True)
+        ]
+        places = np.array([[*size, *begin] for size, begin in zip(sizes, begins, strict=True)])
+        few = sizes[0][0] <= narrow, len(sizes) > 1 and sizes[-1][1] <= narrow
+        buffer = np.zeros(sizes[0][0] * sizes[0][1], np.float32)
+        self.net: Net = (_whole(layers), places, flipped, activation == "relu", *few, buffer)
+        self.outputs, self.out = _buffers(n, sizes)
+        """Those of all layers one after another, and the last ones."""
         if not grads:
             return
-        n_back = n if n_back is None else n_back
-        self._param_grads = list(grads)
-        self._grads = [torch.zeros(n_back, width) for width in widths]
-        self._hidden = [out[:n_back] for out in self._outputs[:-1]]
-        self.grad = self._grads[-1].numpy()
-        """The loss's gradient w.r.t. the outputs, to be filled in before `backward`."""
-        self._ones = torch.ones(n_back)
-        is_activated = self._ends_narrow and len(widths) == 2
-        first = self._grads[0].numpy(), self._outputs[0][:n_back].numpy()
-        self._first_backward = *first, is_activated, self._is_relu, (self._transposed, *_arrays(grads[0]))
-        if self._ends_narrow:
-            last = self.grad, self._hidden[-1].numpy(), self._layers[-1][0].numpy(), self._is_relu
-            out = *_arrays(grads[-1]), self._grads[-2].numpy(), grads[-2][1].numpy()
-            self._last_backward = *last, out
+        self.param_grads = _whole(grads)
+        self.grads, self.grad = _buffers(n if n_back is None else n_back, sizes)
+        """The loss's gradient w.r.t. the outputs of all layers, and w.r.t. the last, to be filled in before `backward`."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Array) -> Array:
         """The outputs for these samples; valid until the next call."""
-        last = len(self._calls) - 1
-        for k, (weight, bias, out, hidden, shift) in enumerate(self._calls):
-            if k == last:
-                return torch.addmm(bias, x, weight, out=out)
-            if k == 0 and self._starts_narrow:
-                affine(x.numpy(), *self._first)
-            else:
-                torch.mm(x, weight, out=out)
-            activate(hidden, shift, self._is_relu)
-            x = out
-        raise AssertionError("there is at least one layer")
+        forward(x.reshape(-1), self.net, self.outputs)
+        return self.out
 
-    def backward(self, x: Tensor) -> None:
+    def backward(self, x: Array) -> None:
         """Fill in the parameters' gradients, for the samples that `forward` was given, or the first of them."""
-        grads, inputs = self._grads, [x, *self._hidden]
-        last = len(grads) - 1
-        for k in range(last, -1, -1):
-            weight_grad, bias_grad = self._param_grads[k]
-            if k == last and self._ends_narrow:
-                backward_narrow_output(*self._last_backward)
-            elif k == 0 and self._starts_narrow:
-                backward_narrow_input(x.numpy(), *self._first_backward)
-            else:
-                transposed = grads[k].t()
-                torch.mm(transposed, inputs[k], out=weight_grad)
-                if k < last - 1 or not self._ends_narrow:
-                    torch.mv(transposed, self._ones, out=bias_grad)
-                if k > 0:
-                    torch.mm(grads[k], self._layers[k][0], out=grads[k - 1])
-                if k > 1 or (k == 1 and not self._starts_narrow):
-                    self._activation_backward(grads[k - 1], inputs[k])
-
-    def _activation_backward(self, grad: Tensor, output: Tensor) -> None:
-        if self._is_relu:
-            if _relu_backward is None:
-                grad.masked_fill_(output <= 0, 0)
-            else:
-                _relu_backward(grad, output, 0, grad_input=grad)
-        elif _tanh_backward is None:
-            grad.mul_(1 - output * output)
-        else:
-            _tanh_backward(grad, output, grad_input=grad)
+        backward(x.reshape(-1), self.net, self.outputs, self.grads, self.param_grads)
 
 
 class FusedBackend(ABC, Generic[Batch]):
@@ -189,22 +152,28 @@ class FusedBackend(ABC, Generic[Batch]):
         index = self._model.obs.mask_index
         return NO_MASK if index is None else obs[index].numpy()
 
-    def _features(self, obs: Obs) -> Tensor:
+    def _features(self, obs: Obs) -> Array:
         """The first layer's input."""
         model, i = self._model, self._vector
         if i is None:
-            return model.features(obs)
+            return model.features(obs).detach().contiguous().numpy()
         x = obs[i].flatten(1)
-        if not model.normalizes:
-            return x
-        mean, scale = (model.get_buffer(f"obs_{name}_{i}").flatten() for name in ("mean", "scale"))
-        return ((x - mean) * scale).clamp_(-OBS_CLIP, OBS_CLIP)
+        if model.normalizes:
+            mean, scale = (model.get_buffer(f"obs_{name}_{i}").flatten() for name in ("mean", "scale"))
+            x = ((x - mean) * scale).clamp_(-OBS_CLIP, OBS_CLIP)
+        return x.contiguous().numpy()
 
 
 def is_plain(model: PolicyNet, device: torch.device) -> bool:
     """Whether all that this network learns is in plain layers after one another, on the CPU."""
     plain = model.is_plain and not model.layer_norm and model.activation in ACTIVATIONS
-    return plain and device.type == "cpu" and not any(spec.kind == "image" for spec in model.obs.specs)
+    wide = not IS_FAST and max(max(parameter.shape) for parameter in model.parameters()) > LOOPS_WIDTH
+    return (
+        plain
+        and not wide
+        and device.type == "cpu"
+        and not any(spec.kind == "image" for spec in model.obs.specs)
+    )
 
 
 def layers_in(
@@ -215,101 +184,182 @@ def layers_in(
     return [(places[id(weight)], places[id(bias)]) for weight, bias in layers]
 
 
-def _arrays(layer: Layer) -> tuple[Array, Array]:
-    weight, bias = layer
-    return weight.numpy(), bias.numpy()
+def _whole(layers: Sequence[Layer]) -> Array:
+    """All of the tensor that these layers are parts of."""
+    flat = layers[0][0].detach()
+    assert len({part.untyped_storage().data_ptr() for layer in layers for part in layer}) == 1
+    return torch.as_strided(flat, (flat.untyped_storage().nbytes() // 4,), (1,), 0).numpy()
+
+
+def _buffers(n: int, sizes: Sequence[Sequence[int]]) -> tuple[Array, Array]:
+    """Memory for the outputs of all layers for `n` samples, and the last layer's part of it."""
+    flat = np.zeros(n * sum(size for _, size in sizes), np.float32)
+    return flat, flat[len(flat) - n * sizes[-1][1] :].reshape(n, -1)
 
 
 @compiled
-def activate(y: Array, bias: Array, is_relu: bool) -> None:
-    """A hidden layer's bias and activation, in place; tanh at a tenth of what torch's costs."""
-    for b in range(len(y)):
-        row = y[b]
-        if is_relu:
-            for j in range(len(bias)):
-                size = row[j] + bias[j]
-                row[j] = _ZERO if size < 0 else size  # NaN stays NaN
+def forward(x: Array, net: Net, outputs: Array) -> None:
+    """Every layer's outputs. Matrices are in flat arrays here, so that there is one compiled function for all layers."""
+    params, places, flipped, is_relu, few_inputs, _, buffer = net
+    n, begin, before = len(x) // places[0, 0], 0, x
+    for k in range(len(places)):
+        n_inputs, n_outputs = places[k, 0], places[k, 1]
+        weight, bias = params[places[k, 2] :], params[places[k, 3] :]
+        out = outputs[begin : begin + n * n_outputs]
+        if k == 0 and few_inputs:
+            if not flipped:
+                _transpose(weight, n_outputs, n_inputs, buffer)
+            _affine(before, buffer if not flipped else weight, n_inputs, n_outputs, out)
         else:
-            for j in range(len(bias)):
-                row[j] = tanh(row[j] + bias[j])
+            product(n, n_outputs, n_inputs, before, False, weight, not flipped, out)
+        _activate(out, bias, n_outputs, k < len(places) - 1, is_relu)
+        before = out
+        begin += n * n_outputs
 
 
 @compiled
-def affine(x: Array, weight: Array, transposed: Array, out: Array) -> None:
-    """out = x Wᵀ for a layer of few inputs; `transposed` is a buffer for Wᵀ."""
-    n_inputs, n_outputs = transposed.shape
-    for k in range(n_inputs):
-        for j in range(n_outputs):
-            transposed[k, j] = weight[j, k]
-    for b in range(len(x)):
-        row = out[b]
+def backward(x: Array, net: Net, outputs: Array, grads: Array, param_grads: Array) -> None:
+    """Gradients of all parameters, from the one w.r.t. the last outputs; those w.r.t. hidden ones are before activation."""
+    params, places, flipped, is_relu, few_inputs, few_outputs, buffer = net
+    last, total = len(places) - 1, 0
+    for k in range(len(places)):
+        total += places[k, 1]
+    n_all, n = len(outputs) // total, len(grads) // total
+    total -= places[last, 1]
+    grad = grads[n * total :]
+    _add_up(grad, places[last, 1], param_grads[places[last, 5] :])
+    for k in range(last, -1, -1):
+        n_inputs, n_outputs = places[k, 0], places[k, 1]
+        weight, weight_out = params[places[k, 2] :], param_grads[places[k, 4] :]
+        before = grad_before = x
+        if k > 0:
+            total -= n_inputs
+            before = outputs[n_all * total :]
+            grad_before = grads[n * total : n * (total + n_inputs)]
+        if k == last and few_outputs:
+            _backward_few_outputs(grad, before, weight, n_outputs, flipped, weight_out, grad_before)
+        elif k == 0 and few_inputs:
+            _backward_few_inputs(before, grad, n_inputs, n_outputs, n, buffer if not flipped else weight_out)
+            if not flipped:
+                _transpose(buffer, n_inputs, n_outputs, weight_out)
+        else:
+            if flipped:
+                product(n_inputs, n_outputs, n, before, True, grad, False, weight_out)
+            else:
+                product(n_outputs, n_inputs, n, grad, True, before, False, weight_out)
+            if k > 0:
+                product(n, n_inputs, n_outputs, grad, False, weight, flipped, grad_before)
+        if k > 0:
+            _activation_backward(grad_before, before, is_relu)
+            _add_up(grad_before, n_inputs, param_grads[places[k - 1, 5] :])
+        grad = grad_before
+
+
+@compiled
+def _transpose(x: Array, n_rows: int, n_columns: int, out: Array) -> None:
+    for i in range(n_rows):
+        for j in range(n_columns):
+            out[j * n_rows + i] = x[i * n_columns + j]
+
+
+@compiled
+def _affine(x: Array, weight: Array, n_inputs: int, n_outputs: int, out: Array) -> None:
+    """out = x W for a layer of few inputs, W being (inputs, outputs)."""
+    for b in range(len(x) // n_inputs):
+        row = out[b * n_outputs : (b + 1) * n_outputs]
         for j in range(n_outputs):
             row[j] = _ZERO
         for k in range(n_inputs):
-            size, side = x[b, k], transposed[k]
+            size, side = x[b * n_inputs + k], weight[k * n_outputs : (k + 1) * n_outputs]
             for j in range(n_outputs):
                 row[j] += size * side[j]
 
 
 @compiled
-def _activation_backward(grad: Array, output: Array, is_relu: bool) -> None:
-    if is_relu:
-        for j in range(len(grad)):
-            grad[j] = grad[j] if output[j] > 0 else _ZERO
-    else:
-        for j in range(len(grad)):
-            grad[j] *= _ONE - output[j] * output[j]
+def _activate(y: Array, bias: Array, width: int, is_hidden: bool, is_relu: bool) -> None:
+    """A layer's bias and, of a hidden one, the activation, in place; tanh at a tenth of what torch's costs."""
+    for b in range(len(y) // width):
+        row = y[b * width : (b + 1) * width]
+        if not is_hidden:
+            for j in range(width):
+                row[j] += bias[j]
+        elif is_relu:
+            for j in range(width):
+                size = row[j] + bias[j]
+                row[j] = _ZERO if size < 0 else size  # NaN stays NaN
+        else:
+            for j in range(width):
+                row[j] = tanh(row[j] + bias[j])
 
 
 @compiled
-def backward_narrow_output(
-    grad: Array, hidden: Array, weight: Array, is_relu: bool, out: tuple[Array, ...]
+def _activation_backward(grad: Array, output: Array, is_relu: bool) -> None:
+    """Backward through an activation with this output, in place."""
+    if is_relu:
+        for i in range(len(grad)):
+            grad[i] = grad[i] if output[i] > 0 else _ZERO
+    else:
+        for i in range(len(grad)):
+            grad[i] *= _ONE - output[i] * output[i]
+
+
+@compiled
+def _add_up(rows: Array, width: int, out: Array) -> None:
+    for j in range(width):
+        out[j] = _ZERO
+    for b in range(len(rows) // width):
+        row = rows[b * width : (b + 1) * width]
+        for j in range(width):
+            out[j] += row[j]
+
+
+@compiled
+def _backward_few_outputs(
+    grad: Array,
+    hidden: Array,
+    weight: Array,
+    n_outputs: int,
+    flipped: bool,
+    weight_out: Array,
+    grad_out: Array,
 ) -> None:
-    """Backward through a last layer of few outputs, skipping zero gradients: the gradient of its parameters, the one
-    w.r.t. the previous layer before its activation, and the one of that layer's bias."""
-    weight_out, bias_out, grad_out, bias_before = out
-    weight_out[:] = 0
-    bias_out[:] = 0
-    bias_before[:] = 0
-    for b in range(len(grad)):
-        row, seen = grad_out[b], hidden[b]
-        row[:] = 0
-        for a in range(grad.shape[1]):
-            size = grad[b, a]
+    """Backward through a last layer of few outputs, skipping zero gradients: the gradient of its weight, and the one
+    w.r.t. the layer before."""
+    n = len(grad) // n_outputs
+    width = len(grad_out) // n
+    step, along = (n_outputs, 1) if flipped else (1, width)
+    for i in range(n_outputs * width):
+        weight_out[i] = _ZERO
+    for b in range(n):
+        row, seen = grad_out[b * width : (b + 1) * width], hidden[b * width : (b + 1) * width]
+        for j in range(width):
+            row[j] = _ZERO
+        for a in range(n_outputs):
+            size = grad[b * n_outputs + a]
             if size == 0:
                 continue
-            weight_row, along = weight_out[a], weight[a]
-            bias_out[a] += size
-            for j in range(len(row)):
-                weight_row[j] += size * seen[j]
-                row[j] += size * along[j]
-        _activation_backward(row, seen, is_relu)
-        for j in range(len(row)):
-            bias_before[j] += row[j]
+            if step == 1:  # the loop below, of which a vector at a time is computed
+                side, side_out = weight[a * along :], weight_out[a * along :]
+                for j in range(width):
+                    side_out[j] += size * seen[j]
+                    row[j] += size * side[j]
+            else:
+                for j in range(width):
+                    weight_out[a * along + j * step] += size * seen[j]
+                    row[j] += size * weight[a * along + j * step]
 
 
 @compiled
-def backward_narrow_input(
-    x: Array, grad: Array, hidden: Array, is_activated: bool, is_relu: bool, out: tuple[Array, ...]
-) -> None:
-    """Backward through a first layer of few inputs; `is_activated`: `grad` is already w.r.t. the activation's input."""
-    transposed, weight_out, bias_out = out
-    n_inputs, n_outputs = transposed.shape
-    transposed[:] = 0
-    bias_out[:] = 0
-    for b in range(len(x)):
-        row = grad[b]
-        if not is_activated:
-            _activation_backward(row, hidden[b], is_relu)
+def _backward_few_inputs(x: Array, grad: Array, n_inputs: int, n_outputs: int, n: int, out: Array) -> None:
+    """The gradient of a first layer's weight, (inputs, outputs), where there are few inputs."""
+    for i in range(n_inputs * n_outputs):
+        out[i] = _ZERO
+    for b in range(n):
+        row = grad[b * n_outputs : (b + 1) * n_outputs]
         for k in range(n_inputs):
-            size, side = x[b, k], transposed[k]
+            size, side = x[b * n_inputs + k], out[k * n_outputs : (k + 1) * n_outputs]
             for j in range(n_outputs):
                 side[j] += size * row[j]
-        for j in range(n_outputs):
-            bias_out[j] += row[j]
-    for j in range(n_outputs):
-        for k in range(n_inputs):
-            weight_out[j, k] = transposed[k, j]
 
 
 @compiled

@@ -124,7 +124,10 @@ class Guard:
         Not a redirect: after a click elsewhere, that would count as the other site's and come without the cookie.
         """
         path = quote(scope["path"]) if not scope["path"].startswith("//") else "/"
-        page = f'<!doctype html><title>flatout</title><meta http-equiv="refresh" content="0;url={path}">'
+        icon = '<link rel="icon" href="data:,">'  # else the browser asks for one
+        page = (
+            f'<!doctype html><title>flatout</title>{icon}<meta http-equiv="refresh" content="0;url={path}">'
+        )
         answer = HTMLResponse(page)
         answer.set_cookie(self.cookie, self._session, httponly=True, samesite="strict", path="/")
         return answer

@@ -80,18 +80,18 @@ class FusedDQN(FusedBackend[DQNMinibatch]):
     def target_q(self, batches: DQNMinibatch) -> Tensor:
         """The target network's Q-values of the next observations of several minibatches; valid until the next call."""
         network: FusedMLP = self._many_targets(len(batches))
-        return network.forward(self._features(batches.next_obs))
+        return torch.from_numpy(network.forward(self._features(batches.next_obs)))
 
     def differentiate(self, batch: DQNMinibatch) -> None:
         """Fill in the gradient, the TD errors and the means."""
         x_next = self._features(batch.next_obs)
-        target_q = self._target.forward(x_next) if batch.target_q is None else batch.target_q
+        target_q = self._target.forward(x_next) if batch.target_q is None else batch.target_q.numpy()
         online_q = self._online_next.forward(x_next) if self._config.double else target_q
         x = self._features(batch.obs)
         self._online.forward(x)
         rewards = batch.reward.numpy(), batch.discount.numpy()
         samples = batch.action.numpy(), *rewards, batch.weight.numpy()
-        q_values = self._online.out, target_q.numpy(), online_q.numpy()
+        q_values = self._online.out, target_q, online_q
         mask = self._mask(batch.next_obs)
         loss_gradient(self._config.loss == "mse", mask, samples, q_values, self._outputs)
         self._online.backward(x)

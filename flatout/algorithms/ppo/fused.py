@@ -179,7 +179,7 @@ class FusedPPO(FusedBackend[PPOMinibatch]):
         """Values of a whole rollout's observations."""
         x = self._features(obs)
         network: FusedMLP = self._all_values(len(x))
-        return network.forward(x).squeeze(1).clone()
+        return torch.from_numpy(network.forward(x)[:, 0].copy())
 
     def log_prob(self, obs: Obs, action: Tensor) -> Tensor:
         """Log-probabilities of a whole rollout's actions."""

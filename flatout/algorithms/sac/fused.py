@@ -20,10 +20,20 @@ from flatout.algorithms.sac.config import SACConfig
 from flatout.algorithms.sac.loss import SACMinibatch, TargetCritics, target_entropy
 from flatout.algorithms.sac.model import LOG_STD_MAX, LOG_STD_MIN, SACModel
 from flatout.algorithms.sac.noise import MIX1, MIX2, WEYL
+from flatout.device.blas import product
 from flatout.device.jit import compiled
 from flatout.device.machine import usable_cores
 from flatout.envs.spaces import Array
-from flatout.learning.fused import FusedBackend, FusedMLP, Layer, is_plain, layers_in
+from flatout.learning.fused import (
+    FusedBackend,
+    FusedMLP,
+    Layer,
+    Net,
+    backward,
+    forward,
+    is_plain,
+    layers_in,
+)
 from flatout.learning.update import Update
 from flatout.models.heads import LOG_SQRT_2PI
 from flatout.models.kernel import tanh
@@ -124,33 +134,6 @@ def sort_rows(q_1: Array, q_2: Array, rows: Array) -> tuple[int, float]:
 
 
 @compiled
-def output_gradient(rows: Array, hidden: Array, weight: Array, share: float, out: Array) -> None:
-    """The gradient of `share` times a critic's Q-value w.r.t. its last hidden layer before the activation."""
-    size = np.float32(share)
-    for i in range(len(rows)):
-        row, seen = out[i], hidden[rows[i]]
-        for j in range(len(row)):
-            row[j] = size * weight[0, j] if seen[j] > 0 else _ZERO
-
-
-@compiled
-def relu_gradient(rows: Array, hidden: Array, grad: Array) -> None:
-    """Backward through the activation of these rows' hidden layer, in place."""
-    for i in range(len(rows)):
-        row, seen = grad[i], hidden[rows[i]]
-        for j in range(len(row)):
-            row[j] = row[j] if seen[j] > 0 else _ZERO
-
-
-@compiled
-def put_rows(rows: Array, grad: Array, out: Array) -> None:
-    """out[rows] = grad."""
-    for i in range(len(rows)):
-        for j in range(out.shape[1]):
-            out[rows[i], j] = grad[i, j]
-
-
-@compiled
 def policy_gradient(
     raw: Array, noise: Array, squashed: Array, action: Array, action_grad: Array, share: float, out: Array
 ) -> None:
@@ -171,97 +154,137 @@ def policy_gradient(
             out[b, n + j] = grad * noise[b, j] * np.exp(log_std) - size if free else _ZERO
 
 
-class FusedCritic(FusedMLP):
-    """A critic of `n` taken actions, which it learns from, and of as many chosen actions in the rows after them."""
-
-    def __init__(self, layers: Sequence[Layer], n: int, grads: Sequence[Layer]) -> None:
-        super().__init__(layers, 2 * n, "relu", grads, n, NARROW)
-        self.taken, self.chosen = self.out[:n], self.out[n:]
-        self._chosen_hidden = [out[n:].numpy() for out in self._outputs[:-1]]
-        self._last_weight = self._layers[-1][0].numpy()
-
-    def action_gradient(self, rows: Array, share: float, out: Array) -> None:
-        """Write the gradient of `share` times these chosen actions' values w.r.t. the actions to the same rows of `out`.
-
-        It uses the buffers of `backward`, and comes after it.
-        """
-        layers, hidden, grads = self._layers, self._chosen_hidden, [x[: len(rows)] for x in self._grads[:-1]]
-        last = len(grads) - 1
-        output_gradient(rows, hidden[last], self._last_weight, share, grads[last].numpy())
-        for k in range(last, 0, -1):
-            torch.mm(grads[k], layers[k][0], out=grads[k - 1])
-            relu_gradient(rows, hidden[k - 1], grads[k - 1].numpy())
-        to_actions = torch.mm(grads[0], layers[0][0][:, -out.shape[1] :])
-        put_rows(rows, to_actions.numpy(), out)
+Network = tuple[Net, Array, Array]
+"""An MLP, its layers' outputs, and the last of them."""
+Learned = tuple[Net, Array, Array, Array, Array, Array]
+"""The same, and gradients w.r.t. the outputs, of the parameters, and w.r.t. the last outputs."""
 
 
-class FusedShare:
-    """Some rows of each minibatch: what they add to the gradient and the means.
+@compiled
+def action_gradient(
+    critic: Learned, rows: Array, n: int, share: float, to_actions: Array, out: Array
+) -> None:
+    """Write the gradient of `share` times the values of these chosen actions w.r.t. the actions to the same rows of `out`.
+
+    The chosen actions are a critic's samples from `n` on. It uses the buffers of `backward`, and comes after it.
+    """
+    net, outputs, _, grads, _, _ = critic
+    params, places = net[0], net[1]
+    last, count, size, total = len(places) - 2, len(rows), np.float32(share), 0
+    for k in range(last):
+        total += places[k, 1]
+    width, weight = places[last, 1], params[places[last + 1, 2] :]
+    grad, hidden = grads[n * total :], outputs[2 * n * total :]
+    for i in range(count):
+        row, seen = grad[i * width :], hidden[(n + rows[i]) * width :]
+        for j in range(width):
+            row[j] = size * weight[j] if seen[j] > 0 else _ZERO
+    for k in range(last, 0, -1):
+        before_width = places[k, 0]
+        total -= before_width
+        before, hidden = grads[n * total :], outputs[2 * n * total :]
+        product(count, before_width, width, grad, False, params[places[k, 2] :], True, before)
+        width = before_width
+        for i in range(count):
+            row, seen = before[i * width :], hidden[(n + rows[i]) * width :]
+            for j in range(width):
+                row[j] = row[j] if seen[j] > 0 else _ZERO
+        grad = before
+    n_actions = out.shape[1]
+    weight = params[places[0, 2] + (places[0, 0] - n_actions) * width :]
+    product(count, n_actions, width, grad, False, weight, True, to_actions)
+    for i in range(count):
+        for j in range(n_actions):
+            out[rows[i], j] = to_actions[i * n_actions + j]
+
+
+@compiled
+def differentiate(
+    samples: Samples,
+    actor: Learned,
+    critics: tuple[Learned, Learned],
+    targets: tuple[Network, Network],
+    buffers: tuple[Array, ...],
+    squashed: Array,
+    ent_coef: float,
+    share: float,
+    errors: Array,
+    sums: Array,
+) -> None:
+    """The gradient, the TD errors and the sums of some rows of a minibatch, each with this share in the mean.
 
     Observations and next observations go through the actor together, and so do taken and chosen actions through a critic.
     """
+    obs, next_obs, taken, reward, discount, weight, noise = samples
+    x, inputs, action, log_prob, order, action_grad, flat_x, flat_inputs, to_actions = buffers
+    (one, two), n, width = critics, len(obs), inputs.shape[1]
+    x[:n] = obs
+    x[n:] = next_obs
+    forward(flat_x, actor[0], actor[1])
+    raw = actor[2]
+    draw(raw, noise, squashed, action, log_prob)
+    put(x, taken, squashed, inputs[:n])
+    put(x, action, squashed, inputs[n:])
+    for critic in critics:
+        forward(flat_inputs[: 2 * n * width], critic[0], critic[1])
+    for target in targets:
+        forward(flat_inputs[2 * n * width :], target[0], target[1])
+    q_1, q_2 = one[2], two[2]
+    values = q_1[:n], q_2[:n], targets[0][2], targets[1][2]
+    out = one[5], two[5], errors, sums
+    td_gradient((reward, discount, weight), values, log_prob[n:], ent_coef, share, out)
+    for critic in critics:
+        backward(flat_inputs, critic[0], critic[1], critic[3], critic[4])
+    n_first, sums[4] = sort_rows(q_1[n:], q_2[n:], order)
+    action_gradient(one, order[:n_first], n, -share, to_actions, action_grad)
+    action_gradient(two, order[n_first:], n, -share, to_actions, action_grad)
+    policy_gradient(raw, noise, squashed, action, action_grad, ent_coef * share, actor[5])
+    backward(flat_x, actor[0], actor[1], actor[3], actor[4])
+    sums[3] = 0.0
+    for b in range(n):
+        sums[3] += np.float64(log_prob[b])
+
+
+class FusedShare:
+    """Some rows of each minibatch: what they add to the gradient and the means."""
 
     def __init__(
         self, networks: TargetCritics, params: FlatParams, gradient: Tensor, rows: slice, n_all: int
     ) -> None:
         """`gradient`: where theirs is written, in the order of `params`; `n_all`: rows of the whole minibatch."""
         model, n = networks.online, rows.stop - rows.start
-        self._rows, self._n, self._share = rows, n, 1 / n_all
-        self._size, self._squashed = model.action.size, model.action.bounded
+        self._rows, self._share, size = rows, 1 / n_all, model.action.size
         actor, own = model.acting_layers(), list(model.critics.parameters())
         places = {id(p): view for p, view in zip(params.tensors, params.views(gradient), strict=True)}
         grads, target = [places[id(p)] for p in own], networks.views(networks.target)
-        self._actor = FusedMLP(actor, 2 * n, "relu", layers_in(params, gradient, actor), n, NARROW)
-        self._critics = [FusedCritic(_critic(own, i), n, _critic(grads, i)) for i in range(2)]
-        self._next = [FusedMLP(_critic(target, i), n, "relu", narrow=NARROW) for i in range(2)]
-        n_features = actor[0][0].shape[1]
-        self._x = torch.zeros(2 * n, n_features)
-        """Inputs of the actor: observations, next observations."""
-        inputs = torch.zeros(3 * n, n_features + self._size)
-        self._taken, self._drawn = inputs[:n].numpy(), inputs[n:].numpy()
-        self._x_taken, self._x_both, self._x_next = inputs[:n], inputs[: 2 * n], inputs[2 * n :]
-        """Inputs of the critics: taken, chosen and next actions."""
-        self._action, self._log_prob = np.zeros((2 * n, self._size), np.float32), np.zeros(2 * n, np.float32)
-        self._order, self._action_grad = np.zeros(n, np.int64), np.zeros((n, self._size), np.float32)
+        acting = FusedMLP(actor, 2 * n, "relu", layers_in(params, gradient, actor), n, NARROW)
+        critics = [
+            FusedMLP(_critic(own, i), 2 * n, "relu", _critic(grads, i), n, NARROW, flipped=True)
+            for i in (0, 1)
+        ]
+        targets = [FusedMLP(_critic(target, i), n, "relu", narrow=NARROW, flipped=True) for i in (0, 1)]
+        n_features, real = actor[0][0].shape[1], np.float32
+        x = np.zeros((2 * n, n_features), real)  # inputs of the actor: observations, next observations
+        inputs = np.zeros((3 * n, n_features + size), real)  # of the critics: taken, chosen and next actions
+        action, log_prob = np.zeros((2 * n, size), real), np.zeros(2 * n, real)
+        order, grad, to_actions = np.zeros(n, np.int64), np.zeros((n, size), real), np.zeros(n * size, real)
+        buffers = x, inputs, action, log_prob, order, grad, x.reshape(-1), inputs.reshape(-1), to_actions
+        learned = [
+            (it.net, it.outputs, it.out, it.grads, it.param_grads, it.grad) for it in (acting, *critics)
+        ]
+        nexts = tuple([(it.net, it.outputs, it.out) for it in targets])
+        actor_parts, *critic_parts = learned
+        self._fixed: Any = actor_parts, tuple(critic_parts), nexts, buffers, model.action.bounded
         self.sums = np.zeros(5)
         """Of the critics' losses, values and TD errors, of log-probabilities and values of chosen actions."""
 
     def differentiate(self, samples: Samples, ent_coef: float, errors: Array) -> None:
         """Fill in the gradient, the sums and these rows of the TD errors."""
-        obs, next_obs, action, reward, discount, weight, noise = (x[self._rows] for x in samples)
-        self._forward(obs, next_obs, action, noise)
-        self._critics_backward((reward, discount, weight), ent_coef, errors[self._rows])
-        self._actor_backward(noise, ent_coef)
-
-    def _forward(self, obs: Array, next_obs: Array, action: Array, noise: Array) -> None:
-        x, n = self._x.numpy(), self._n
-        x[:n], x[n:] = obs, next_obs
-        self._actor.forward(self._x)
-        draw(self._actor.out, noise, self._squashed, self._action, self._log_prob)
-        put(x, action, self._squashed, self._taken)
-        put(x, self._action, self._squashed, self._drawn)
-        for critic in self._critics:
-            critic.forward(self._x_both)
-        for target in self._next:
-            target.forward(self._x_next)
-
-    def _critics_backward(self, rewards: tuple[Array, ...], ent_coef: float, errors: Array) -> None:
-        (one, two), (next_one, next_two) = self._critics, self._next
-        q_values = one.taken, two.taken, next_one.out, next_two.out
-        out = one.grad, two.grad, errors, self.sums
-        td_gradient(rewards, q_values, self._log_prob[self._n :], ent_coef, self._share, out)
-        for critic in self._critics:
-            critic.backward(self._x_taken)
-
-    def _actor_backward(self, noise: Array, ent_coef: float) -> None:
-        (one, two), actor, n = self._critics, self._actor, self._n
-        n_first, self.sums[4] = sort_rows(one.chosen, two.chosen, self._order)
-        for critic, rows in ((one, self._order[:n_first]), (two, self._order[n_first:])):
-            critic.action_gradient(rows, -self._share, self._action_grad)
-        how = self._squashed, self._action, self._action_grad, ent_coef * self._share
-        policy_gradient(actor.out, noise, *how, actor.grad)
-        actor.backward(self._x[:n])
-        self.sums[3] = self._log_prob[:n].sum(dtype=np.float64)
+        rows = self._rows
+        own = tuple([x[rows] for x in samples])
+        actor, critics, nexts, buffers, squashed = self._fixed
+        more = ent_coef, self._share, errors[rows], self.sums
+        differentiate(own, actor, critics, nexts, buffers, squashed, *more)
 
 
 class FusedSAC(FusedBackend[SACMinibatch]):
@@ -290,7 +313,7 @@ class FusedSAC(FusedBackend[SACMinibatch]):
         """Fill in the gradient, the TD errors and the means."""
         features = self._features(batch.obs), self._features(batch.next_obs)
         rest = batch.action, batch.reward, batch.discount, batch.weight, batch.noise
-        samples = tuple([x.numpy() for x in (*features, *rest)])
+        samples = (*features, *[x.numpy() for x in rest])
         ent_coef, errors = math.exp(self._log_ent_coef.item()), self._update.sample_output.numpy()
         first, *others = self._shares
         ends = [self._begin(partial(share.differentiate, samples, ent_coef, errors)) for share in others]
@@ -328,9 +351,12 @@ def _with_threads(n_threads: int, work: Callable[[], None]) -> None:
 
 
 def _critic(tensors: Sequence[Tensor], i: int) -> list[Layer]:
-    """The layers of one critic in tensors shaped like the critics' parameters; without images these are all."""
+    """The layers of one critic in tensors shaped like the critics' parameters; without images these are all.
+
+    Weights are (inputs, outputs).
+    """
     weights, biases = tensors[: len(tensors) // 2], tensors[len(tensors) // 2 :]
-    return [(weight[i].t(), bias[i].view(-1)) for weight, bias in zip(weights, biases, strict=True)]
+    return [(weight[i], bias[i].view(-1)) for weight, bias in zip(weights, biases, strict=True)]
 
 
 _U_WEYL, _U_MIX1, _U_MIX2 = (np.uint64(word % 2**64) for word in (WEYL, MIX1, MIX2))
