@@ -144,14 +144,14 @@ def test_parameters_stay_views_of_the_flat_tensor() -> None:
 
 
 def learned(n_rows: int, hit: OutOfMemoryAt | None = None, **options: Any) -> tuple[Tensor, Update[Inputs]]:
-    """Parameters after five steps in micro-batches of `n_rows`; `hit` interferes with the third."""
+    """Parameters after three steps in micro-batches of `n_rows`; `hit` interferes with the second."""
     model = net()
     update = make_update(model, **options)
     update.parts.n_rows = n_rows
     update.scale.clamp_(max=256.0)  # fits from the start
     update.begin(1e-2)
-    for i, x in enumerate(batches(5)):
-        with hit if hit is not None and i == 2 else nullcontext():
+    for i, x in enumerate(batches(3)):
+        with hit if hit is not None and i == 1 else nullcontext():
             update.step(Inputs(x))
     return params(model), update
 
@@ -188,7 +188,7 @@ def test_out_of_memory_at_any_operation_ends_in_the_same_parameters() -> None:
         torch.testing.assert_close(after, clean, rtol=1e-6, atol=1e-6)
         assert update.parts.n_backoffs == 1
         assert update.parts.n_rows == 8  # remembered
-        assert update.n_taken == 5
+        assert update.n_taken == 3
 
 
 def test_memory_too_small_for_one_sample_is_an_error() -> None:
