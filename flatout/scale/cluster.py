@@ -26,8 +26,6 @@ from flatout.scale.schedule import Running, Schedule
 
 MARK = ".cluster"
 """A file in the folder of the runs by which every machine shows that it sees that folder."""
-LOOK_SECONDS = 60.0
-"""How long the machines of a cluster may take to look for it."""
 LOCK_SECONDS = 60.0
 """How long to wait for a run's lock: a lost machine may end its processes later than the cluster notices."""
 LEAST_CPU = 0.05
@@ -43,30 +41,7 @@ class RayProcesses(Processes):
         self._ray = ray_module()
         self._started_here = connect(self._ray, address, usable_cores())
         self._folder, self._mark = folder, (str(folder / MARK), secrets.token_hex(8))
-        try:
-            Path(self._mark[0]).write_text(self._mark[1])
-            if not self._started_here:
-                self._look_everywhere()
-        except BaseException:
-            self.close()
-            raise
-
-    def _look_everywhere(self) -> None:
-        """Refuse a cluster with a machine that does not see the folder."""
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-        look = self._ray.remote(num_cpus=0, max_retries=0)(see)
-        asked = {}
-        for node in self._nodes():
-            where = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-            how = look.options(scheduling_strategy=where, runtime_env=_environment())
-            asked[node["NodeManagerAddress"]] = how.remote(*self._mark)
-        for machine, answer in asked.items():
-            try:
-                self._ray.get(answer, timeout=LOOK_SECONDS)
-            except self._ray.exceptions.RayError as error:
-                cause = getattr(error, "cause", error)
-                raise FlatoutError(f"--ray: {machine}: {one_line(cause)}") from None
+        Path(self._mark[0]).write_text(self._mark[1])
 
     def _nodes(self) -> list[dict[str, Any]]:
         return [node for node in self._ray.nodes() if node["Alive"]]

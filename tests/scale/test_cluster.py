@@ -83,7 +83,7 @@ def test_ctrl_c_stops_trials_that_go_on_later_and_ends_a_cluster_of_its_own(tmp_
 
 def test_a_folder_that_is_not_shared_is_refused(tmp_path: Path) -> None:
     (tmp_path / "mark").write_text("of another machine")
-    with pytest.raises(FlatoutError, match="does not see .*; --runs-dir must be a folder that all machines"):
+    with pytest.raises(FlatoutError, match=r"does not see .*; --runs-dir must be a folder that all machines"):
         see(str(tmp_path / "mark"), "of the driver")
 
 
