@@ -29,7 +29,7 @@ from flatout.perf.decide import duration as _time
 from flatout.perf.findings import UNFILLED, UNFILLED_CARD, diagnose, unfilled
 from flatout.perf.planner import UpdateProbe, copied_to_cpu
 from flatout.perf.roofline import on_card
-from flatout.perf.simulate import Forecast, ladder, simulate
+from flatout.perf.simulate import FEW_ENV_STEPS, Forecast, ladder, simulate
 from flatout.runlog.samples import Samples, read_samples
 
 BENCHMARK_SECONDS = 5.0
@@ -311,15 +311,9 @@ def across(costs: Costs, settings: Settings, timesteps: float, n_collectors: int
         request = Request(timesteps=timesteps, executor="ray", n_collectors=n)
         return decide(request, settings.in_one_process, costs).ways[0]
 
-    if n_collectors:
-        return way(n_collectors)
-    few, many = 1, settings.n_envs
-    enough = FED * max(simulate(costs, way(n)).steps_per_second for n in (*ladder(few, many), many))
-    while few < many:  # the smallest number that is enough
-        middle = (few + many) // 2
-        is_enough = simulate(costs, way(middle)).steps_per_second >= enough
-        few, many = (few, middle) if is_enough else (middle + 1, many)
-    return way(few)
+    numbers = [n_collectors] if n_collectors else [*ladder(1, settings.n_envs), settings.n_envs]
+    speeds = {it: simulate(costs, it, FEW_ENV_STEPS).steps_per_second for it in map(way, numbers)}
+    return next(it for it, speed in speeds.items() if speed >= FED * max(speeds.values()))
 
 
 def command(env: str, settings: dict[str, Any], findings: list[Finding]) -> str:

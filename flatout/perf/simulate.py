@@ -28,7 +28,7 @@ FEW_ENV_STEPS = 500
 """For comparing ways with one another: before a run begins, or hundreds of them."""
 CHUNKS = 8
 """Pieces that the learning of an iteration is cut into, so that it shares the cores fairly."""
-MAX_REMOTE = 16
+MAX_REMOTE = 8
 """Collectors on other machines that are simulated: none shares a core with another, so they are all alike."""
 N_ITERATIONS = 3
 """Simulated iterations that count, after one that fills the pipeline."""
