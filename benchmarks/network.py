@@ -94,23 +94,24 @@ def delayed(before: float, after: float) -> Any:
     return Delayed
 
 
-def store_seconds(ray: Any, n_collectors: int, param_bytes: int, rollout_bytes: int) -> float:
-    """Seconds of parameters and a rollout through the object store of this machine: the rest of Ray's own cost."""
+def store_seconds(ray: Any, n_collectors: int, param_bytes: int, rollout_bytes: int) -> tuple[float, float]:
+    """Parameters and a rollout through the object store of this machine, Ray's own cost: seconds, and those on the learner's core."""
 
     class Echo:
         def collect(self, values: Any, n_bytes: int) -> Any:
             return np.zeros(n_bytes, np.uint8)
 
     actors = [ray.remote(num_cpus=0.1)(Echo).remote() for _ in range(n_collectors)]
-    values, times = np.zeros(param_bytes, np.uint8), []
+    values, times, on_core = np.zeros(param_bytes, np.uint8), [], []
     for _ in range(12):
-        began = time.perf_counter()
+        began, worked = time.perf_counter(), time.process_time()
         stored = ray.put(values)
         ray.get([it.collect.remote(stored, rollout_bytes // n_collectors) for it in actors])
         times.append(time.perf_counter() - began)
+        on_core.append(time.process_time() - worked)
     for it in actors:
         ray.kill(it)
-    return statistics.median(times[2:])
+    return statistics.median(times[2:]), statistics.median(on_core[2:])
 
 
 def run(setting: Setting, ray: Any) -> dict[str, Any]:
@@ -132,7 +133,9 @@ def run(setting: Setting, ray: Any) -> dict[str, Any]:
     )
     costs = measure_costs(agent)
     total_batch = agent.config.total_batch
-    way = store_seconds(ray, setting.n_collectors, network.param_bytes, network.step_bytes * total_batch)
+    way, on_core = store_seconds(
+        ray, setting.n_collectors, network.param_bytes, network.step_bytes * total_batch
+    )
     actor = ray_actors.CollectorActor
     ray_actors.CollectorActor = delayed(  # type: ignore[misc]
         network.out_seconds(setting.n_collectors), network.back_seconds(total_batch)
@@ -162,6 +165,7 @@ def run(setting: Setting, ray: Any) -> dict[str, Any]:
         "predicted": forecast.steps_per_second,
         "measured": result.steps_per_second,
         "store_seconds": way,
+        "call_seconds": on_core / setting.n_collectors,
         "step_seconds": costs.step_seconds,
         "load": os.getloadavg()[0],
     }
@@ -190,7 +194,7 @@ def check() -> None:
         rows.append(row(setting, got))
         errors.append(abs(got["predicted"] / got["measured"] - 1))
         kept.append(asdict(setting) | got)
-        print(" | ".join(rows[-1]), f"load {got['load']:.0f}", flush=True)
+        print(" | ".join(rows[-1]), f"load {got['load']:.0f}, {got['call_seconds']:.2g} s a call", flush=True)
         RESULTS.write_text(json.dumps(kept, indent=1) + "\n")
     ray.shutdown()
     n_close = sum(error <= CLOSE for error in errors)
