@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 
@@ -10,6 +11,10 @@ from flatout.cli.main import run
 
 def main() -> None:
     """Run the command and leave with its exit code."""
+    if (lifeline := os.environ.pop("FLATOUT_LIFELINE", None)) is not None:
+        from flatout.executors.workers import die_with
+
+        die_with(int(lifeline))
     code = run(sys.argv[1:])
     # Everything is saved; an impatient Ctrl-C must not keep processes from being closed.
     signal.signal(signal.SIGINT, signal.SIG_IGN)

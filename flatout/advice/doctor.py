@@ -12,6 +12,7 @@ from typing import Any
 
 from flatout.advice.short_benchmark import TINY, measure
 from flatout.agent import Agent
+from flatout.buffers.rollout import Rollout
 from flatout.config.fields import flag
 from flatout.config.run_config import memory_needed
 from flatout.device.accelerator import choose_precision, device_memory_share, is_accelerator
@@ -20,20 +21,29 @@ from flatout.device.machine import usable_memory
 from flatout.envs.loader import Code
 from flatout.envs.make import EnvSource
 from flatout.errors import FlatoutError, did_you_mean
+from flatout.models.params import ParamBlock
 from flatout.perf.case import Case, Finding, peak_memory, throttling
-from flatout.perf.costs import NO_UPDATE, Settings, UpdateCost, update_seconds
-from flatout.perf.decide import describe
+from flatout.perf.costs import NO_UPDATE, Costs, Network, Settings, UpdateCost, update_seconds
+from flatout.perf.decide import Request, decide, describe
 from flatout.perf.decide import duration as _time
 from flatout.perf.findings import UNFILLED, UNFILLED_CARD, diagnose, unfilled
 from flatout.perf.planner import UpdateProbe, copied_to_cpu
 from flatout.perf.roofline import on_card
-from flatout.perf.simulate import Forecast, simulate
+from flatout.perf.simulate import FEW_ENV_STEPS, Forecast, ladder, simulate
 from flatout.runlog.samples import Samples, read_samples
 
 BENCHMARK_SECONDS = 5.0
 SMALLER = (256, 256)
 """The network that a big one is compared with."""
-WHAT_IFS = ("gpu", "cores", "n_envs", "n_steps", "batch_size", "n_epochs", "step_ms")
+NETWORK = {
+    "collectors": {"": 1.0},
+    "latency": {"us": 1e-6, "ms": 1e-3, "s": 1.0},
+    "bandwidth": {"Mbit": 1e6 / 8, "Gbit": 1e9 / 8},
+}
+"""Of collectors on other machines, with units in seconds and in bytes a second."""
+WHAT_IFS = ("gpu", "devices", "cores", "n_envs", "n_steps", "batch_size", "n_epochs", "step_ms", *NETWORK)
+FED = 0.95
+"""A learner that works for this share of its best speed is fed."""
 MAX_SHOWN = 4
 
 
@@ -98,6 +108,8 @@ class Diagnosis:
             words = ", ".join(f"{name} {value}" for name, value in wishes.items())
             speed = _speed(reply["steps_per_second"], reply["learner_busy"])
             source = " (the card from its data sheet, not measured)" if "gpu" in wishes else ""
+            if wishes.keys() & NETWORK.keys():
+                source += " (the network by its figures, not measured)"
             lines += ["", f"what if {words}: about {speed}, best with {reply['way']}{source}"]
             if "gpu" in wishes and reply["learner_busy"] <= UNFILLED:
                 lines.append("   " + ": ".join(unfilled(reply["learner_busy"], f"a {wishes['gpu']}")))
@@ -217,6 +229,8 @@ def parse_what_if(text: str) -> dict[str, str]:
             )
         if name == "gpu":
             card(value)
+        elif name in NETWORK:
+            _in_units(name, value)
         elif not _is_positive(value):
             raise FlatoutError(f"--what-if {name}={value}: it must be a number above 0")
         wishes[name] = value
@@ -228,6 +242,15 @@ def _is_positive(value: str) -> bool:
         return float(value) > 0
     except ValueError:
         return False
+
+
+def _in_units(name: str, value: str) -> float:
+    """`10Gbit`, `0.2ms` or `64` as a number."""
+    for unit, factor in NETWORK[name].items():
+        if value.endswith(unit) and _is_positive(value.removesuffix(unit)):
+            return float(value.removesuffix(unit)) * factor
+    units = " or ".join(f"10{unit}" for unit in NETWORK[name])
+    raise FlatoutError(f"--what-if {name}={value}: it must be a number above 0, such as {units}")
 
 
 def answer(case: Case, wishes: dict[str, str], agent: Agent) -> dict[str, Any]:
@@ -243,10 +266,15 @@ def answer(case: Case, wishes: dict[str, str], agent: Agent) -> dict[str, Any]:
     scale, known = case.steps_per_second / case.now.steps_per_second, costs
     if "gpu" in wishes:
         scale = 1.0  # what the run was off by is the learner's part, and that goes to the card
-        there = card(wishes["gpu"])
-        costs, settings = on_card(agent.config, agent.policy, costs, settings, there, agent.env_info())
+        one, n = card(wishes["gpu"]), int(float(wishes.get("devices", 1)))
+        costs, settings = on_card(agent.config, agent.policy, costs, settings, one, agent.env_info(), n)
         known = replace(costs, update=NO_UPDATE)  # `train` does not time updates on a card
-    way = replace(case, costs=known, settings=settings).decision("auto").ways[0]
+    if wishes.keys() & NETWORK.keys():
+        there = replace(settings, network=_network(wishes, agent, settings.n_cores))
+        n_collectors = _in_units("collectors", wishes["collectors"]) if "collectors" in wishes else 0
+        way = across(costs, there, case.timesteps, int(n_collectors))
+    else:
+        way = replace(case, costs=known, settings=settings).decision("auto").ways[0]
     forecast = simulate(costs, way)
     return {
         "wishes": wishes,
@@ -256,6 +284,36 @@ def answer(case: Case, wishes: dict[str, str], agent: Agent) -> dict[str, Any]:
         "learn_rate": forecast.learn_rate,
         "way": describe(way),
     }
+
+
+def _network(wishes: dict[str, str], agent: Agent, n_cores: int) -> Network:
+    """The network that is wished for, to machines with so many cores, and what this agent sends through it."""
+    return Network(
+        latency=_in_units("latency", wishes.get("latency", "0.2ms")),
+        bandwidth=_in_units("bandwidth", wishes.get("bandwidth", "10Gbit")),
+        cores=n_cores,
+        **sizes(agent),
+    )
+
+
+def sizes(agent: Agent) -> dict[str, int]:
+    """Bytes that a network carries for this agent: of its parameters, and of a transition."""
+    policy = agent.policy
+    step = Rollout.alloc(policy.obs, policy.action, 1, 1)
+    param_bytes = 4 * ParamBlock.size(policy.model)
+    return {"param_bytes": param_bytes, "step_bytes": sum(x.nbytes for x in step.by_name.values())}
+
+
+def across(costs: Costs, settings: Settings, timesteps: float, n_collectors: int = 0) -> Settings:
+    """The run with so many Ray actors on other machines; 0: with as few as feed the learner."""
+
+    def way(n: int) -> Settings:
+        request = Request(timesteps=timesteps, executor="ray", n_collectors=n)
+        return decide(request, settings.in_one_process, costs).ways[0]
+
+    numbers = [n_collectors] if n_collectors else [*ladder(1, settings.n_envs), settings.n_envs]
+    speeds = {it: simulate(costs, it, FEW_ENV_STEPS).steps_per_second for it in map(way, numbers)}
+    return next(it for it, speed in speeds.items() if speed >= FED * max(speeds.values()))
 
 
 def command(env: str, settings: dict[str, Any], findings: list[Finding]) -> str:

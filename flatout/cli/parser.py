@@ -70,6 +70,8 @@ def parse_settings(
     add_settings(parser, argv)
     args = parser.parse(argv)
     given = settings(args)
+    if getattr(args, "ray", False):
+        given.pop("ray_address", None)  # the cluster is that of the trials
     cores = usable_cores()
     config = resolve(args.env, given, device="cpu", n_cores=cores, file=args.config, trust=args.trust)
     env_factory(config.env)

@@ -6,7 +6,8 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -68,12 +69,34 @@ def sweep(argv: Sequence[str]) -> int:
     )
     parser.flag("--new-seeds", "seeds of each of them (3)", type=int, default=3, metavar="N")
     parser.flag("--at-once", "trials side by side (as many as pay)", type=int, metavar="N")
+    parser.flag(
+        "--ray",
+        "run trials on a Ray cluster: that of --ray-address, or one on this machine; --runs-dir must be a folder that all its "
+        "machines share",
+    )
     parser.flag("--quiet", "print only errors")
     parser.flag("--json", "print the result as JSON on the last line")
     args, config, given = cli.parse_settings(parser, argv)
+    if args.ray and config.executor == "ray":
+        raise FlatoutError("--ray runs whole trials on the cluster; leave out --executor ray")
+    if args.ray:  # other machines have other working folders
+        args.runs_dir = args.runs_dir.resolve()
     plan = _plan(args, config, _typed(given))
-    with quiet_optuna():
-        return _run(plan, args)
+    with quiet_optuna(), _place(args, plan) as place:
+        return _run(plan, args, place)
+
+
+@contextmanager
+def _place(args: argparse.Namespace, plan: SweepPlan) -> Iterator[dict[str, Any]]:
+    """Where trials run, for a Runner: on this machine or on a cluster."""
+    if not args.ray:
+        yield {"at_once": args.at_once}
+        return
+    from flatout.scale.cluster import RoomInCluster, on_cluster
+
+    plan.folder.mkdir(parents=True, exist_ok=True)
+    with on_cluster(getattr(args, "ray_address", None), plan.folder) as processes:
+        yield {"processes": processes, "schedule": RoomInCluster(processes, args.at_once)}
 
 
 def _typed(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -120,14 +143,14 @@ def _plan(args: argparse.Namespace, config: RunConfig, given: dict[str, Any]) ->
     )
 
 
-def _run(plan: SweepPlan, args: argparse.Namespace) -> int:
+def _run(plan: SweepPlan, args: argparse.Namespace, place: Mapping[str, Any]) -> int:
     began = perf_counter()
     plan.folder.mkdir(parents=True, exist_ok=True)
     logs = plan.folder / LOG_DIR
     logs.mkdir(exist_ok=True)
     trials = Trials(plan)
     with JobsDisplay(sys.stderr, quiet=args.quiet) as display:
-        searching = Runner(trials, logs, at_once=args.at_once, tell=display.note, show=lambda it: search(it))
+        searching = Runner(trials, logs, **place, tell=display.note, show=lambda it: search(it))
         told: set[int] = set()
 
         def search(runner: Runner) -> None:
@@ -149,7 +172,7 @@ def _run(plan: SweepPlan, args: argparse.Namespace) -> int:
             runner = Runner(
                 confirmed,
                 logs,
-                at_once=args.at_once,
+                **place,
                 tell=display.note,
                 show=lambda it: _show(display, it, "confirming"),
             )

@@ -50,7 +50,7 @@ def ray_module() -> Any:
     try:
         import ray
     except ImportError:
-        raise FlatoutError("--executor ray needs the package ray: pip install 'flatout[ray]'") from None
+        raise FlatoutError("Ray is not installed: pip install 'flatout[ray]'") from None
     return ray
 
 

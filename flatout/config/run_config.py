@@ -61,7 +61,7 @@ class RunConfig:
     executor: str = "auto"
     """How envs are stepped: auto, serial, process, thread, async, batched, ray, or your own as FILE.py:NAME."""
     ray_address: str | None = None
-    """Cluster of `--executor ray`, such as 10.0.0.1:6379 or auto; none: one on this machine for this run."""
+    """Cluster of `--executor ray` or `sweep --ray`, such as 10.0.0.1:6379 or auto; none: one on this machine for this run."""
     n_collectors: int = 0
     """Number of collectors in subprocesses or Ray actors; 0: chosen by measurement, possibly none."""
     n_workers: int = 0

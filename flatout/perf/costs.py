@@ -103,6 +103,8 @@ class Costs:
     handover: float = 150e-6
     """A message to a worker process and its answer, half of it in either process. CartPole with 32 envs on 4 workers
     took 772 µs a time step, of which stepping is 60 µs; 32 envs that wait 10 ms on 32 workers took 15.3 ms."""
+    ray_call: float = 2e-3
+    """A Ray actor's call and its answer, on the learner's core."""
     passing: float = THREAD_SECONDS
     """A step's way through a thread or an event loop."""
     hold: float = 0.025
@@ -130,6 +132,33 @@ class Costs:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Network:
+    """The way between the learner's machine and those on which Ray's actors collect, each on a core of its own."""
+
+    latency: float = 0.0
+    """Seconds of a message and its answer."""
+    bandwidth: float = float("inf")
+    """Bytes a second, in each direction, of the learner's machine."""
+    cores: int = 1
+    """Collectors on each machine, which gets the parameters once per version."""
+    param_bytes: int = 0
+    step_bytes: int = 0
+    """Of one transition in a rollout."""
+
+    def n_machines(self, n_collectors: int) -> int:
+        """Machines for so many collectors."""
+        return -(-n_collectors // self.cores)
+
+    def out_seconds(self, n_collectors: int) -> float:
+        """From the learner to the collectors: a call, then its parameters, which are asked for."""
+        return 1.5 * self.latency + self.n_machines(n_collectors) * self.param_bytes / self.bandwidth
+
+    def back_seconds(self, total_batch: int) -> float:
+        """The other way: an answer, then the rollout, which is asked for. All collectors share the link."""
+        return 1.5 * self.latency + total_batch * self.step_bytes / self.bandwidth
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
     """The settings of a run that decide its speed."""
 
@@ -150,6 +179,8 @@ class Settings:
     on_device: bool = False
     """Whether the learner computes on a GPU."""
     n_params: int = 0
+    network: Network | None = None
+    """None: collectors use this machine's cores."""
     extra_seconds: float = 0.0
     """Evaluation and checkpoints, per iteration."""
 

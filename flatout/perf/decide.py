@@ -272,7 +272,10 @@ def stepping(way: Settings) -> str:
 
 def describe(way: Settings) -> str:
     """How the run goes, in words."""
-    where = " in subprocesses" if way.in_subprocesses else ""
+    where = " in subprocesses" if way.in_subprocesses and way.executor != "ray" else ""
+    if way.network is not None:
+        n = way.network.n_machines(way.n_collectors)
+        where = f" on {n} other {'machine' if n == 1 else 'machines'} with {way.network.cores} cores"
     return f"{stepping(way)}{where}, overlap {'on' if way.overlap else 'off'}"
 
 

@@ -38,6 +38,9 @@ REPLAY_SECONDS = 20e-6
 """The host's part of launching a graph."""
 ACT_SECONDS = 35e-6
 """The host's part of acting on a card: writing observations, launching, reading actions."""
+REDUCE_SECONDS = 30e-6
+"""The shortest all-reduce between the cards of a machine; larger ones are taken at the speed of the link to the host,
+though NVLink, where there is one, is ten times as fast."""
 DRAW_KERNELS = {False: 9, True: 90}
 """Kernels of an update that take its minibatch, by whether they draw it by priority and set new priorities."""
 
@@ -86,16 +89,19 @@ def on_card(
     settings: Settings,
     card: Card,
     env: EnvInfo | None = None,
+    n_cards: int = 1,
 ) -> tuple[Costs, Settings]:
-    """The costs of the same run with a card to learn on, and its settings there."""
+    """The costs of the same run with a card to learn on, or several, and its settings there."""
     tf32 = config.precision == "tf32" or (config.precision == "auto" and card.tf32 > card.fp32)
     half = config.precision in ("bf16", "fp16") or (
         config.precision == "auto" and policy.n_params >= LARGE_NETWORK
     )
     timed = partial(seconds_on, card, tf32=tf32)
     learner = config.learner_spec(policy.obs, policy.action).make_learner("meta", "fp32")
-    batch = learner.example_batch(settings.batch_size)
+    batch = learner.example_batch(max(settings.batch_size // n_cards, 1))
     update = timed(lambda: learner.update.captured_step(batch), half=half)
+    if n_cards > 1:  # one all-reduce of the gradient per update, as a ring
+        update += REDUCE_SECONDS + 2 * 4 * policy.n_params / (1e9 * card.link)
     if half:  # the parameters are converted for each update
         update += KERNEL_SECONDS + 6 * policy.n_params / (1e9 * card.bandwidth)
     if settings.train_ratio is not None:

@@ -28,6 +28,8 @@ FEW_ENV_STEPS = 500
 """For comparing ways with one another: before a run begins, or hundreds of them."""
 CHUNKS = 8
 """Pieces that the learning of an iteration is cut into, so that it shares the cores fairly."""
+MAX_REMOTE = 8
+"""Collectors on other machines that are simulated: none shares a core with another, so they are all alike."""
 N_ITERATIONS = 3
 """Simulated iterations that count, after one that fills the pipeline."""
 EPSILON = 1e-12
@@ -92,7 +94,8 @@ class _Pipeline:
         self._rng = np.random.default_rng(0)
         # Env workers sleep between steps, so more of them than cores lose nothing.
         crowded = costs.crowded if settings.in_subprocesses else 1.0
-        self._cores = Cores(settings.n_cores, costs.busy, crowded)
+        n_remote = min(settings.n_collectors, MAX_REMOTE) if settings.network is not None else 0
+        self._cores = Cores(settings.n_cores + n_remote, costs.busy, crowded)
         self._waiting = settings.executor in ("thread", "async")
         most = max(max_env_steps // settings.n_envs, 4)
         if len(costs.wait) == 1 and not self._waiting:
@@ -168,9 +171,17 @@ class _Pipeline:
         if settings.executor == "process":
             yield from self._collect_with_workers()
         elif settings.in_subprocesses:
-            parts = enumerate(_split(settings.n_envs, settings.n_collectors), 1)
+            network, parts = settings.network, [*enumerate(_split(settings.n_envs, settings.n_collectors), 1)]
+            if network is not None:
+                parts = parts[-MAX_REMOTE:]
+                yield Wait(network.out_seconds(settings.n_collectors) * self._scale)
             yield from self._all([self._collect_in_turn(first, end, lock) for lock, (first, end) in parts])
-            yield Compute(costs.handover * self._scale)
+            if network is not None:
+                yield Wait(network.back_seconds(settings.total_batch) * self._scale)
+            handover = (
+                costs.ray_call * settings.n_collectors if settings.executor == "ray" else costs.handover
+            )
+            yield Compute(handover * self._scale)
         else:
             yield from self._collect_in_turn(0, settings.n_envs, MAIN)
         self._collected()

@@ -15,14 +15,34 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import psutil
+
+from flatout.config.run_config import RunConfig
+from flatout.device.accelerator import resolve_device
+from flatout.perf.demand import Demand, predict
 
 SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 POLL_SECONDS = 0.1
 FLATOUT = [sys.executable, "-m", "flatout"]
 """The command that starts flatout."""
+LIFELINE = "FLATOUT_LIFELINE"
+"""Environment variable with the read end of a pipe: a command ends when the write end is closed."""
+
+
+class Command(Protocol):
+    """A command that was started here, by another process, or on another machine."""
+
+    @property
+    def returncode(self) -> int | None:
+        """The exit code; None while it runs, and if it is not known."""
+
+    def poll(self) -> int | None:
+        """None while it runs."""
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, if it still runs."""
 
 
 class Found:
@@ -72,7 +92,7 @@ def find(known: Mapping[str, Any]) -> Found | None:
 class Processes:
     """Commands of flatout that run at the same time, by name."""
 
-    running: dict[str, subprocess.Popen[bytes] | Found] = field(default_factory=dict)
+    running: dict[str, Command] = field(default_factory=dict)
     stopped_by: signal.Signals | None = None
     """The first signal that came."""
 
@@ -84,10 +104,12 @@ class Processes:
         cores: Collection[int] = (),
         log: Path | None = None,
         env: Mapping[str, str] | None = None,
-    ) -> int:
-        """Run `flatout` with these words, on these cores if any are given; returns the process's id.
+        demand: Demand | None = None,  # noqa: ARG002
+        pass_fds: Collection[int] = (),
+    ) -> dict[str, Any]:
+        """Run `flatout` with these words, on these cores if any are given; returns the process's identity.
 
-        `log`: a file for what it prints; without one it prints here.
+        `log`: a file for what it prints; without one it prints here. `demand`: for a place that has to be found.
         """
         output = None if log is None else os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
         try:
@@ -100,6 +122,7 @@ class Processes:
                     stderr=output,
                     env={**os.environ, **(env or {})},
                     start_new_session=True,
+                    pass_fds=tuple(pass_fds),
                 )
         finally:
             if output is not None:
@@ -107,7 +130,12 @@ class Processes:
         self.running[name] = process
         if self.stopped_by is not None:  # the signal came while it was being started
             process.send_signal(self.stopped_by)
-        return process.pid
+        return identity(process.pid)
+
+    def demand(self, config: RunConfig) -> tuple[Demand, str]:
+        """What a run needs of this machine, and the device that it uses."""
+        device = resolve_device(config.device)
+        return predict(config, n_cores=1, on_device=device != "cpu"), device
 
     def ended(self) -> dict[str, int | None]:
         """Processes that have ended since the last call, with their exit codes; None if that is not known."""

@@ -7,6 +7,7 @@ a crash or the end of the machine, goes on from its run's checkpoint when it is 
 from __future__ import annotations
 
 import os
+import platform
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,9 +15,8 @@ from time import monotonic, sleep, time
 from typing import Any, Protocol
 
 from flatout.config.run_config import RunConfig, resolve
-from flatout.device.accelerator import resolve_device
 from flatout.device.machine import usable_cores
-from flatout.perf.demand import Demand, predict
+from flatout.perf.demand import Demand
 from flatout.runlog.files import number, read_json
 from flatout.runlog.folder import holder, is_locked
 from flatout.scale.processes import POLL_SECONDS, SIGNALS, Processes, as_flags, find, identity, last_line
@@ -108,12 +108,17 @@ class Runner:
         logs: Path,
         *,
         at_once: int | None = None,
+        processes: Processes | None = None,
+        schedule: Schedule | None = None,
         tell: Callable[[str], None] = lambda _: None,
         show: Callable[[Runner], None] = lambda _: None,
     ) -> None:
-        """`logs`: folder for what jobs print. `show` is called about once a second."""
+        """`logs`: folder for what jobs print. `processes`, `schedule`: where jobs run and when, unless on this machine.
+
+        `show` is called about once a second.
+        """
         self._work, self._logs, self._tell, self._show = work, logs, tell, show
-        self.processes, self.schedule = Processes(), Schedule(at_once)
+        self.processes, self.schedule = processes or Processes(), schedule or Schedule(at_once)
         self.jobs: dict[str, Job] = {}
         """Those that run."""
         self._runs: dict[str, Running] = {}
@@ -149,8 +154,8 @@ class Runner:
     def adopt(self, job: Job) -> bool:
         """Look after a job's process that an earlier runner started, if it still runs."""
         found = find(job.process)
-        if found is None and is_locked(job.run):
-            found = find(identity(holder(job.run).get("pid", 0)))
+        if found is None and is_locked(job.run) and (it := holder(job.run)).get("host") == platform.node():
+            found = find(identity(it.get("pid", 0)))
         if found is None:
             return False
         self.processes.running[job.name] = found
@@ -178,10 +183,10 @@ class Runner:
                 return True
             cores = self.schedule.cores_for(self._runs.values(), demand, len(waiting))
             log = self._logs / f"{job.name}.log"
-            pid = self.processes.start(
-                job.name, job.command(), cores=cores, log=log, env=_card_settings(device)
+            process = self.processes.start(
+                job.name, job.command(), cores=cores, log=log, env=_card_settings(device), demand=demand
             )
-            self._begun(job, identity(pid), cores)
+            self._begun(job, process, cores)
             self._note_mps(device)
         return False
 
@@ -234,10 +239,7 @@ class Runner:
         """What a job needs, and the device that it uses."""
         if job.name not in self._demands:
             try:
-                config = job.resolved()
-                device = resolve_device(config.device)
-                demand = predict(config, n_cores=1, on_device=device != "cpu")
-                self._demands[job.name] = demand, device
+                self._demands[job.name] = self.processes.demand(job.resolved())
             except ValueError:  # the run itself will say what is wrong
                 self._demands[job.name] = Demand(steps_per_second=1e9, cores=1.0), "cpu"
         return self._demands[job.name]

@@ -99,6 +99,7 @@ class Trials:
         self._pending: Job | None = None
         """A job that waits for room."""
         self._left = self._orphans()
+        """Jobs that were begun and have to be begun again."""
         self._rung: dict[str, int] = {}
         self.to_prune: set[str] = set()
         """Jobs that the runner is to stop."""
@@ -122,7 +123,7 @@ class Trials:
         if job is self._pending:
             self._pending = None
         if job.state == "waiting":
-            self._pending = job
+            self._left.insert(0, job)
         elif job.state == "running":
             trial.set_user_attr("process", {"host": platform.node(), **job.process})
         elif job.name in self.to_prune and job.state == "stopped":

@@ -34,7 +34,6 @@ from flatout.envs.spaces import Array
 from flatout.errors import FlatoutError
 from flatout.executors.base import Episode
 from flatout.executors.episodes import merge_snapshots, part_of_snapshot
-from flatout.executors.workers import die_with
 from flatout.learning.update import Batch, Update
 from flatout.models.policy import Policy, PolicyNet
 from flatout.runlog.recorder import Progress
@@ -66,8 +65,6 @@ def join() -> Ranks | None:
     if n == 1:
         return None
     timeout = timedelta(seconds=float(said.get(TIMEOUT, TIMEOUT_SECONDS)))
-    if "FLATOUT_LIFELINE" in said:
-        die_with(int(said["FLATOUT_LIFELINE"]))
     with _together("start"):
         meeting = said.get("FLATOUT_RENDEZVOUS", "env://")
         dist.init_process_group("gloo", meeting, timeout, world_size=n, rank=int(said["RANK"]))

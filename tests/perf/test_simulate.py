@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from flatout.perf.costs import Costs, Settings, UpdateCost, at
+from flatout.perf.costs import Costs, Network, Settings, UpdateCost, at
 from flatout.perf.simulate import (
     FEW_ENV_STEPS,
     MAX_ENV_STEPS,
@@ -103,6 +103,18 @@ def test_worker_processes_pay_for_every_message() -> None:
     got = simulate(costs(handover=1e-3), workers)
     step = 4 * 100e-6 + 0.5e-3 + 8 * 50e-6 + 2 * 0.5e-3
     assert got.collect_rate == pytest.approx(8 / step)
+
+
+def test_a_network_delays_every_rollout_and_overlap_hides_it_behind_learning() -> None:
+    network = Network(latency=10e-3, bandwidth=1e6, cores=4, param_bytes=2000, step_bytes=100)
+    remote = settings(executor="ray", in_subprocesses=True, n_collectors=8, network=network, on_device=True)
+    own = costs(act=((1, 0.0),), ray_call=1e-3)
+    collect = 32 * 100e-6 + 3 * 10e-3 + 2 * 2000 / 1e6 + 256 * 100 / 1e6 + 8 * 1e-3  # two machines, one link
+    got = simulate(own, remote)
+    assert got.collect_rate == pytest.approx(256 / collect)
+    assert got.steps_per_second == pytest.approx(256 / (collect + LEARN))
+    beside = simulate(own, replace(remote, overlap=True))
+    assert beside.steps_per_second == pytest.approx(256 / collect, rel=0.02)
 
 
 def test_long_rollouts_are_scaled_not_cut() -> None:
