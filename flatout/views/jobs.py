@@ -102,11 +102,11 @@ def _cells(row: JobRow) -> list[str | Text]:
     ]
 
 
-def console_for(stream: SafeStream) -> Console:
-    """A console of the stream's own size."""
+def console_for(stream: SafeStream, least_columns: int = 120) -> Console:
+    """A console of the stream's own size; one that is not a terminal is not narrow."""
     console = Console(file=cast(TextIO, stream), force_jupyter=False, highlight=False)
     width, height = stream.columns_and_lines()
-    console.size = ConsoleDimensions(width if stream.isatty() else max(width, 120), height)
+    console.size = ConsoleDimensions(width if stream.isatty() else max(width, least_columns), height)
     return console
 
 

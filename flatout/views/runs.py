@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ import numpy.typing as npt
 from flatout.runlog.files import number, read_json
 from flatout.runlog.folder import RunFolder
 from flatout.runlog.records import EVALUATED, RunRecords, read_metrics, run_status
-from flatout.views.report import plain
+from flatout.views.figures import plain
 
 CURVE_POINTS = 400
 RECORDS: tuple[str, ...] = (
@@ -145,6 +145,13 @@ class RunIndex:
         few["group"] = hashlib.sha256(text.encode()).hexdigest()[:12]
         self._configs[name] = written, few
         return few
+
+
+def newest_first(rows: Iterable[RunRow]) -> list[RunRow]:
+    """Running runs by name, so that they keep their places, then the others by when they last wrote."""
+    return sorted(
+        rows, key=lambda it: (it.status != "running", 0 if it.status == "running" else -it.time, it.name)
+    )
 
 
 def curve_of(folder: Path) -> dict[str, Any]:
