@@ -72,35 +72,36 @@ def play(argv: Sequence[str]) -> int:
 
 def _shots(
     agent: Agent, args: argparse.Namespace, n: int, modes: tuple[str, ...]
-) -> tuple[list[Iterator[Shot]], float]:
-    """Episodes, each in an env of its own, and the envs' frames per second."""
+) -> tuple[list[Iterator[Shot]], float, int]:
+    """Episodes, each in an env of its own, the envs' frames per second, and the steps from one frame to the next."""
     from flatout.training.play import Player, played, rendered
 
     factory = agent.playable(cli.settings(args).get("env_kwargs"))
-    episodes, fps = [], 0.0
+    episodes, fps, every = [], 0.0, 1
     for nth in range(n):
         env, fps = rendered(factory, modes)
-        player = Player(env, agent.policy, agent.predict, not args.stochastic)
+        every = args.every or max(1, round(fps / GIF_FPS))
+        player = Player(env, agent.policy, agent.predict, not args.stochastic, every=every)
         episodes.append(played(player, args.seed + nth, args.max_steps))
-    return episodes, fps
+    return episodes, fps, every
 
 
 def _write_film(agent: Agent, args: argparse.Namespace, out: Path) -> int:
     from flatout.training.play import together
-    from flatout.views.film import frame, write_film
+    from flatout.views.film import Grid, write_film
 
     n = args.episodes or 4
-    episodes, fps = _shots(agent, args, n, ("rgb_array", "ansi"))
-    every = args.every or max(1, round(fps / GIF_FPS))
+    episodes, fps, every = _shots(agent, args, n, ("rgb_array", "ansi"))
+    grid = Grid()
     last: list[Shot] = []
 
     def frames() -> Iterator[Picture]:
         for step, shots in enumerate(together(episodes)):
             last[:] = shots
             if step % every == 0:
-                yield frame(shots)
+                yield grid.frame(shots)
         if step % every:
-            yield frame(last)
+            yield grid.frame(last)
 
     n_frames = write_film(out, frames(), fps / every)
     returns = ", ".join(f"{shot.total_reward:,.5g}" for shot in last)
@@ -114,7 +115,8 @@ def _write_film(agent: Agent, args: argparse.Namespace, out: Path) -> int:
 def _write_text(agent: Agent, args: argparse.Namespace, out: Path) -> int:
     from flatout.views.film import without_codes
 
-    episodes, _ = _shots(agent, args, args.episodes or 1, ("ansi",))
+    args.every = args.every or 1
+    episodes, _, _ = _shots(agent, args, args.episodes or 1, ("ansi",))
     texts = [without_codes(_told(shot)) for episode in episodes for shot in episode]
     write_text(out, "\n\n".join(texts) + "\n")
     print(f"{out}: {plural(len(episodes), 'episode')}, {plural(len(texts), 'step')}")

@@ -34,6 +34,8 @@ class Player:
     deterministic: bool
     shows: bool = False
     """Whether the env draws in a window of its own."""
+    every: int = 1
+    """Only every so many steps, and the last, are rendered."""
 
     def episode(self, seed: int, max_steps: int) -> Iterator[Shot]:
         """The env after its reset and after every step."""
@@ -55,7 +57,8 @@ class Player:
                 return
 
     def _shot(self, step: int, total: float, **more: Any) -> Shot:
-        image: Any = self.env.render() if not self.shows else ""
+        is_skipped = step % self.every > 0 and not more.get("over")
+        image: Any = self.env.render() if not self.shows and not is_skipped else ""
         if isinstance(image, list):  # modes such as rgb_array_list
             image = image[-1]
         if image is None:

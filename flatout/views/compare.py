@@ -76,8 +76,8 @@ class Group:
     @cached_property
     def returns(self) -> Floats:
         """The return of each run that has one."""
-        values = np.array([run.return_at(self.at_steps) for run in self.runs])
-        return values[np.isfinite(values)]
+        values = [run.return_at(self.at_steps) for run in self.runs]
+        return np.array([value for value in values if np.isfinite(value)])
 
     @cached_property
     def interval(self) -> tuple[float, float] | None:

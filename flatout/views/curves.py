@@ -162,8 +162,8 @@ def _chart(
     parts = []
     step, marks = ticks(low, high, 6)
     for mark in marks:
-        y = f"{at_y(mark):.1f}"
-        parts.append(f'<line class="grid" x1="{LEFT}" x2="{CHART - RIGHT}" y1="{y}" y2="{y}"/>')
+        place = f"{at_y(mark):.1f}"
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{CHART - RIGHT}" y1="{place}" y2="{place}"/>')
         parts.append(
             f'<text x="{LEFT - 8}" y="{at_y(mark) + 4:.1f}" text-anchor="end">{_short(mark, step)}</text>'
         )

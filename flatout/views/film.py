@@ -6,21 +6,25 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageChops, ImageDraw, ImageFont
 
 from flatout.errors import FlatoutError
 
 Picture: TypeAlias = Image.Image
 CAPTION, PAPER, INK, SOFT, BAR, CHOSEN = 46, "#14171d", "#eceef2", "#9aa2b1", "#3f74d6", "#f59a56"
+GAP = "#2a2f38"
 GRID_WIDTH = 960
 """Of a GIF or MP4, at most; cells are not enlarged beyond MAX_CELL."""
 MIN_CELL, MAX_CELL = 240, 600
 MAX_BARS = 18
+VISIBLE, MAX_OFF = 28, 0.002
+"""A colour of a GIF may differ by this much of 255 from the env's; of more than this share of pixels it must not."""
 CODES, MARKED = re.compile(r"\x1b\[[0-9;]*m"), re.compile(r"\x1b\[4\dm(.*?)\x1b\[0m")
 
 
@@ -42,34 +46,42 @@ class Shot:
     """Such as the value that the agent expects."""
 
 
-def frame(shots: Sequence[Shot]) -> Picture:
-    """All envs at one step, as one picture of even width and height."""
-    columns = math.ceil(math.sqrt(len(shots)))
-    cells = [_cell(shot, _cell_width(shot, columns)) for shot in shots]
-    width, height = max(it.width for it in cells), max(it.height for it in cells)
-    rows = -(-len(cells) // columns)
-    whole = Image.new("RGB", (columns * width + (columns - 1) * 6, rows * height + (rows - 1) * 6), "#2a2f38")
-    for nth, cell in enumerate(cells):
-        whole.paste(cell, (nth % columns * (width + 6), nth // columns * (height + 6)))
-    return whole.crop((0, 0, whole.width // 2 * 2, whole.height // 2 * 2))
+class Grid:
+    """Draws all envs at one step as one picture; an env that has not changed is not drawn again."""
+
+    def __init__(self) -> None:
+        self._drawn: dict[int, tuple[Shot, Picture]] = {}
+
+    def frame(self, shots: Sequence[Shot]) -> Picture:
+        """The envs side by side, as one picture of even width and height."""
+        columns = math.ceil(math.sqrt(len(shots)))
+        cells = [self._cell(nth, shot, columns) for nth, shot in enumerate(shots)]
+        width, height = max(it.width for it in cells), max(it.height for it in cells)
+        rows = -(-len(cells) // columns)
+        size = columns * width + (columns - 1) * 6, rows * height + (rows - 1) * 6
+        whole = Image.new("RGB", (size[0] // 2 * 2, size[1] // 2 * 2), GAP)
+        for nth, cell in enumerate(cells):
+            whole.paste(cell, (nth % columns * (width + 6), nth // columns * (height + 6)))
+        return whole
+
+    def _cell(self, nth: int, shot: Shot, columns: int) -> Picture:
+        before = self._drawn.get(nth)
+        if before is None or before[0] is not shot:
+            self._drawn[nth] = before = shot, _cell(shot, GRID_WIDTH // columns)
+        return before[1]
 
 
-def _cell_width(shot: Shot, columns: int) -> int:
-    widest = GRID_WIDTH // columns
-    own = _picture(shot.image).width
-    return max(min(own, widest, MAX_CELL), min(MIN_CELL, widest))
-
-
-def _cell(shot: Shot, width: int) -> Picture:
+def _cell(shot: Shot, widest: int) -> Picture:
     """The env with its caption below."""
     image = _picture(shot.image)
-    how = Image.Resampling.NEAREST if image.width < width else Image.Resampling.LANCZOS
-    image = image.resize((width, max(1, round(image.height * width / image.width))), how)
+    width = max(min(image.width, widest, MAX_CELL), min(MIN_CELL, widest))
+    if image.width != width:
+        how = Image.Resampling.NEAREST if image.width < width else Image.Resampling.BILINEAR
+        image = image.resize((width, max(1, round(image.height * width / image.width))), how)
     cell = Image.new("RGB", (width, image.height + CAPTION), PAPER)
     cell.paste(image, (0, 0))
-    pen, top = ImageDraw.Draw(cell), image.height
+    pen, top, font = ImageDraw.Draw(cell), image.height, _font()
     words = f"return {shot.total_reward:,.5g}   step {shot.step:,}"
-    font = ImageFont.load_default(13)
     pen.text((8, top + 5), words, fill=INK, font=font)
     right = shot.over or shot.note
     length = pen.textlength(right, font)
@@ -77,6 +89,11 @@ def _cell(shot: Shot, width: int) -> Picture:
         pen.text((width - 8 - length, top + 5), right, fill=CHOSEN if shot.over else SOFT, font=font)
     _bars(pen, shot, width, top)
     return cell
+
+
+@cache
+def _font() -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
+    return ImageFont.load_default(13)
 
 
 def _bars(pen: ImageDraw.ImageDraw, shot: Shot, width: int, top: int) -> None:
@@ -129,8 +146,41 @@ def write_film(path: Path, frames: Iterator[Picture], fps: float) -> int:
     return n
 
 
+class Palette:
+    """Up to 256 colours for many frames; chosen anew only when a frame has others.
+
+    Choosing colours takes twenty times as long as using them, and frames that share colours take less room.
+    """
+
+    def __init__(self) -> None:
+        self._samples: list[Picture] = []
+        self._colours: Picture | None = None
+
+    def apply(self, frame: Picture) -> Picture:
+        """The frame in the palette's colours."""
+        sample = frame.resize((frame.width // 3, frame.height // 3), Image.Resampling.NEAREST)
+        if self._colours is None or _share_off(sample, self._reduced(sample)) > MAX_OFF:
+            self._samples = [*self._samples[-7:], sample]
+            several = Image.new("RGB", (sample.width, sample.height * len(self._samples)))
+            for nth, it in enumerate(self._samples):
+                several.paste(it, (0, nth * sample.height))
+            self._colours = several.quantize(256, method=Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE)
+        return self._reduced(frame)
+
+    def _reduced(self, image: Picture) -> Picture:
+        assert self._colours is not None
+        return image.quantize(palette=self._colours, dither=Image.Dither.NONE)
+
+
+def _share_off(image: Picture, reduced: Picture) -> float:
+    """The share of pixels whose colour has visibly changed."""
+    off = np.asarray(ImageChops.difference(image, reduced.convert("RGB"))).max(axis=-1) > VISIBLE
+    return float(off.mean())
+
+
 def _write_gif(path: Path, frames: Iterator[Picture], fps: float) -> int:
-    drawn = [it.quantize(96, method=Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE) for it in frames]
+    palette = Palette()
+    drawn = [palette.apply(it) for it in frames]
     times = [round(1000 / fps)] * (len(drawn) - 1) + [1500]  # the end stays for a moment
     drawn[0].save(path, "GIF", save_all=True, append_images=drawn[1:], duration=times, loop=0)
     return len(drawn)
