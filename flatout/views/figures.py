@@ -85,11 +85,6 @@ def share_done(done: float, total: float) -> float:
     return min(1.0, max(0.0, done / total)) if total > 0 else 0.0
 
 
-def seconds_left(done: float, total: float, per_second: float) -> float:
-    """Seconds until `total` at this rate; infinite while the rate is 0."""
-    return max(0.0, total - done) / per_second if per_second > 0 else math.inf
-
-
 def told(template: str, value: float | None, show: Callable[[float], str] = number) -> str:
     """The template with the value in place of {}; empty if the value is None."""
     return "" if value is None else template.format(show(value))

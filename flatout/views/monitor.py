@@ -18,7 +18,7 @@ from flatout.runlog.meters import GpuWatch
 from flatout.runlog.recorder import cell_value
 from flatout.runlog.records import is_running, run_status
 from flatout.runlog.spans import Floats, Lane, SpanFollower, idle_causes, lane_use, timeline
-from flatout.views.figures import printable, seconds_left
+from flatout.views.figures import printable
 from flatout.views.live import History
 from flatout.views.runs import RunIndex, RunRow, newest_first
 
@@ -126,13 +126,10 @@ class JobReader:
         known, runs = {**self._config, **record}, status == "running"
         executor, overlap = _mapping(record.get("executor")), _mapping(record.get("overlap"))
         figures = {name: number(record.get(name)) for name in _FIGURES}
-        steps, speed = figures["env_steps"], figures["steps_per_second"]
         total = figures["total_steps"] or number(self._config.get("timesteps"))
         updated = number(record.get("updated")) if runs else None
         silent = None if updated is None else max(0.0, time() - updated)
-        left = None
-        if runs and steps is not None and total and speed:
-            left = max(0.0, seconds_left(steps, total, speed) - (silent or 0.0))
+        left = number(record.get("seconds_left")) if runs else None
         return {
             **figures,
             "total_steps": total,
@@ -144,7 +141,7 @@ class JobReader:
             "collectors": number(executor.get("collectors")),
             "overlap": on if isinstance(on := overlap.get("on"), bool) else None,
             "seconds_silent": silent,
-            "seconds_left": left,
+            "seconds_left": None if left is None else max(0.0, left - (silent or 0.0)),
             "returns": self._curve.read(),
             "gpu": _mapping(record.get("gpu")) or None if runs else None,
         }
