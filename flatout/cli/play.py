@@ -88,7 +88,7 @@ def _shots(
 
 def _write_film(agent: Agent, args: argparse.Namespace, out: Path) -> int:
     from flatout.training.play import together
-    from flatout.views.film import Grid, write_film
+    from flatout.views.film import Grid, amount, write_film
 
     n = args.episodes or 4
     episodes, fps, every = _shots(agent, args, n, ("rgb_array", "ansi"))
@@ -104,7 +104,7 @@ def _write_film(agent: Agent, args: argparse.Namespace, out: Path) -> int:
             yield grid.frame(last)
 
     n_frames = write_film(out, frames(), fps / every)
-    returns = ", ".join(f"{shot.total_reward:,.5g}" for shot in last)
+    returns = ", ".join(amount(shot.total_reward) for shot in last)
     size = out.stat().st_size / 1e6
     print(f"{out}: {plural(n, 'episode')}, {plural(n_frames, 'frame')}, {size:.1f} MB; returns {returns}")
     if args.out is None:
@@ -124,13 +124,16 @@ def _write_text(agent: Agent, args: argparse.Namespace, out: Path) -> int:
 
 
 def _told(shot: Shot) -> str:
+    from flatout.views.film import amount
+
     end = f" · {shot.over}" if shot.over else ""
-    return f"step {shot.step} · return {shot.total_reward:,.5g}{end}\n{shot.image}"
+    return f"step {shot.step} · return {amount(shot.total_reward)}{end}\n{shot.image}"
 
 
 def _live(agent: Agent, args: argparse.Namespace) -> int:
     """Episodes one after another in the env's own window, or as text."""
     from flatout.training.play import Player, rendered
+    from flatout.views.film import amount
 
     env, fps = rendered(agent.playable(cli.settings(args).get("env_kwargs")), ("human", "ansi"))
     is_text = env.render_mode == "ansi"
@@ -141,6 +144,6 @@ def _live(agent: Agent, args: argparse.Namespace) -> int:
             if is_text:
                 print(_told(shot), end="\n\n", flush=True)
                 sleep(1 / fps)
-        print(f"episode {nth + 1}: return {shot.total_reward:,.5g} in {plural(shot.step, 'step')}")
+        print(f"episode {nth + 1}: return {amount(shot.total_reward)} in {plural(shot.step, 'step')}")
     env.close()
     return 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -15,6 +15,7 @@ import numpy.typing as npt
 from PIL import Image, ImageChops, ImageDraw, ImageFont
 
 from flatout.errors import FlatoutError
+from flatout.views.figures import number
 
 Picture: TypeAlias = Image.Image
 CAPTION, PAPER, INK, SOFT, BAR, CHOSEN = 46, "#14171d", "#eceef2", "#9aa2b1", "#3f74d6", "#f59a56"
@@ -22,7 +23,7 @@ GAP = "#2a2f38"
 GRID_WIDTH = 960
 """Of a GIF or MP4, at most; cells are not enlarged beyond MAX_CELL."""
 MIN_CELL, MAX_CELL = 240, 600
-MAX_BARS = 18
+MAX_BARS = 32
 VISIBLE, MAX_OFF = 28, 0.002
 """A colour of a GIF may differ by this much of 255 from the env's; of more than this share of pixels it must not."""
 CODES, MARKED = re.compile(r"\x1b\[[0-9;]*m"), re.compile(r"\x1b\[4\dm(.*?)\x1b\[0m")
@@ -39,9 +40,9 @@ class Shot:
     over: str = ""
     """Why the episode is over, if it is."""
     shares: Sequence[float] = ()
-    """A bar for each action, 0 to 1: probabilities, or values between their least and largest."""
-    chosen: int | None = None
-    """The action that was taken."""
+    """A bar for each action, 0 to 1: probabilities, values between their least and largest, or a continuous action itself."""
+    chosen: Collection[int] = ()
+    """Of the bars, the actions that were taken."""
     note: str = ""
     """Such as the value that the agent expects."""
 
@@ -80,8 +81,8 @@ def _cell(shot: Shot, widest: int) -> Picture:
         image = image.resize((width, max(1, round(image.height * width / image.width))), how)
     cell = Image.new("RGB", (width, image.height + CAPTION), PAPER)
     cell.paste(image, (0, 0))
-    pen, top, font = ImageDraw.Draw(cell), image.height, _font()
-    words = f"return {shot.total_reward:,.5g}   step {shot.step:,}"
+    pen, top, font = ImageDraw.Draw(cell), image.height, _font(13)
+    words = f"return {amount(shot.total_reward)}   step {shot.step:,}"
     pen.text((8, top + 5), words, fill=INK, font=font)
     right = shot.over or shot.note
     length = pen.textlength(right, font)
@@ -92,21 +93,29 @@ def _cell(shot: Shot, widest: int) -> Picture:
 
 
 @cache
-def _font() -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
-    return ImageFont.load_default(13)
+def _font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
+    return ImageFont.load_default(size)
+
+
+def amount(value: float) -> str:
+    """A return: whole numbers without decimals, and no rest of rounding such as 1e-16."""
+    value = round(value, 6) + 0.0
+    return f"{value:,.0f}" if value == int(value) else number(value)
 
 
 def _bars(pen: ImageDraw.ImageDraw, shot: Shot, width: int, top: int) -> None:
     shares = list(shot.shares)[:MAX_BARS]
     if not shares:
         return
-    room, base = (width - 16) / len(shares), top + CAPTION - 5
+    room, base, font = (width - 16) / len(shares), top + CAPTION - 5, _font(10)
     for nth, share in enumerate(shares):
         left = 8 + nth * room
         high = base - 17 * min(1.0, max(0.0, share))
         pen.rectangle((left, base - 17, left + room - 3, base), fill="#222732")
         if base - high >= 1:
-            pen.rectangle((left, high, left + room - 3, base), fill=CHOSEN if nth == shot.chosen else BAR)
+            pen.rectangle((left, high, left + room - 3, base), fill=CHOSEN if nth in shot.chosen else BAR)
+        if room >= 20:
+            pen.text((left + 4, base - 14), str(nth), fill=INK, font=font)
 
 
 def _picture(image: npt.NDArray[np.uint8] | str) -> Picture:
