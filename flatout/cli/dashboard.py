@@ -21,6 +21,7 @@ import psutil
 
 from flatout.cli.jobs import rows
 from flatout.cli.parser import Parser
+from flatout.cli.runs import folder_of_runs
 from flatout.errors import FlatoutError
 from flatout.runlog.folder import LOCK_FILE, holder, is_locked
 from flatout.runlog.records import run_status
@@ -59,12 +60,8 @@ def dashboard(argv: Sequence[str]) -> int:
     args = parser.parse(argv)
     if args.port is not None and not 0 <= args.port <= 65535:
         raise FlatoutError(f"--port is {args.port}; it must be from 0 to 65535")
-    if args.dir.exists() and not args.dir.is_dir():
-        raise FlatoutError(f"{args.dir} is a file; name the folder that contains the runs")
-    if (args.dir / "config.json").is_file():
-        raise FlatoutError(
-            f"{args.dir} is a run; name the folder that contains it: {args.dir.resolve().parent}"
-        )
+    if args.dir.exists():
+        folder_of_runs(args.dir)
     try:
         from flatout.views.dashboard import Actions, Dashboard, Guard
     except ImportError as error:

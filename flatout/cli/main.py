@@ -17,6 +17,8 @@ VERBS = {
     "play": ("play", "a GIF or MP4 of a trained agent"),
     "doctor": ("advise", "measure an env: where the time would go and what to change"),
     "tune": ("advise", "find and save the fastest settings for an env on this machine"),
+    "runs": ("runs", "the runs of a folder: status, steps, return, speed"),
+    "compare": ("compare", "learning curves of several runs, and what seeds say about their returns"),
     "report": ("report", "what a run learned and where its time went, as a page and as text"),
     "trace": ("report", "timeline of a run as a Perfetto/Chrome trace"),
     "sweep": ("sweep", "search for the best settings of an env with Optuna"),

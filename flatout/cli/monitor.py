@@ -1,4 +1,4 @@
-"""`flatout monitor [RUN ...]`."""
+"""`flatout monitor [RUN ... | DIR]`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import TextIO, cast
 
 from rich.console import Console, ConsoleDimensions
@@ -15,7 +16,7 @@ from rich.live import Live
 
 from flatout.cli.parser import Parser, add_runs_dir, run_path
 from flatout.errors import FlatoutError
-from flatout.runlog.folder import RunFolder
+from flatout.runlog.folder import LOCK_FILE, RunFolder
 from flatout.views.monitor import Monitor
 from flatout.views.screen import cells_for, screen
 from flatout.views.stream import SafeStream
@@ -27,7 +28,8 @@ def monitor(argv: Sequence[str]) -> int:
         "monitor",
         "Show this machine, its NVIDIA cards and the runs on it, live in the terminal. Ctrl-C ends the monitor, not the runs.",
     )
-    parser.flag("runs", "runs to show, also ended ones (all that are running)", nargs="*", metavar="RUN")
+    text = "runs to show, also ended ones, or a folder: a table of all its runs (all that are running, in detail)"
+    parser.flag("runs", text, nargs="*", metavar="RUN|DIR")
     add_runs_dir(parser)
     text = "time between updates of the screen (0.5); cards are sampled 5 times a second"
     parser.flag("--interval", text, type=float, default=0.5, metavar="SECONDS")
@@ -37,9 +39,12 @@ def monitor(argv: Sequence[str]) -> int:
     if not 0.05 <= args.interval <= 3600:
         raise FlatoutError(f"--interval is {args.interval:g}; it must be from 0.05 to 3600 seconds")
     paths = [run_path(name, args.runs_dir) for name in args.runs]
-    named = [path if path.is_dir() else RunFolder.open(path).path for path in paths]
+    folder = next((path for path in paths if _holds_runs(path)), None)
+    if folder is not None and len(paths) > 1:
+        raise FlatoutError(f"{folder} is a folder of runs; name it alone, or name runs")
+    named = [path if path.is_dir() else RunFolder.open(path).path for path in paths if path != folder]
     stream = SafeStream(sys.stdout)
-    watched = Monitor(args.runs_dir, named)
+    watched = Monitor(args.runs_dir, named, folder)
     if args.json:
         print(json.dumps(asdict(watched.read())))
     elif args.once or not stream.isatty():
@@ -49,6 +54,13 @@ def monitor(argv: Sequence[str]) -> int:
         _watch(watched, stream, args.interval)
     watched.close()
     return 0
+
+
+def _holds_runs(path: Path) -> bool:
+    """Whether a folder is not a run, begun or about to begin, but may contain some."""
+    return path.is_dir() and not any(
+        (path / name).exists() for name in ("config.json", "progress.json", LOCK_FILE)
+    )
 
 
 def _watch(monitor: Monitor, stream: SafeStream, interval: float) -> None:

@@ -103,9 +103,9 @@ def add_runs_dir(parser: Parser) -> None:
 
 
 def run_path(run: str, runs_dir: Path) -> Path:
-    """The folder of a run given by path or by name."""
-    path = Path(run)
-    return path if path.exists() or len(path.parts) > 1 else runs_dir / run
+    """The folder of a run given by path or by name, such as `first` or `group/seed-1`."""
+    path, named = Path(run), runs_dir / run
+    return path if path.exists() or (len(path.parts) > 1 and not named.exists()) else named
 
 
 def add_settings(parser: Parser, argv: Sequence[str], only: Collection[str] | None = None) -> None:

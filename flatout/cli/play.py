@@ -72,38 +72,39 @@ def play(argv: Sequence[str]) -> int:
 
 def _shots(
     agent: Agent, args: argparse.Namespace, n: int, modes: tuple[str, ...]
-) -> tuple[list[Iterator[Shot]], float]:
-    """Episodes, each in an env of its own, and the envs' frames per second."""
+) -> tuple[list[Iterator[Shot]], float, int]:
+    """Episodes, each in an env of its own, the envs' frames per second, and the steps from one frame to the next."""
     from flatout.training.play import Player, played, rendered
 
     factory = agent.playable(cli.settings(args).get("env_kwargs"))
-    episodes, fps = [], 0.0
+    episodes, fps, every = [], 0.0, 1
     for nth in range(n):
         env, fps = rendered(factory, modes)
-        player = Player(env, agent.policy, agent.predict, not args.stochastic)
+        every = args.every or max(1, round(fps / GIF_FPS))
+        player = Player(env, agent.policy, agent.predict, not args.stochastic, every=every)
         episodes.append(played(player, args.seed + nth, args.max_steps))
-    return episodes, fps
+    return episodes, fps, every
 
 
 def _write_film(agent: Agent, args: argparse.Namespace, out: Path) -> int:
     from flatout.training.play import together
-    from flatout.views.film import frame, write_film
+    from flatout.views.film import Grid, amount, write_film
 
     n = args.episodes or 4
-    episodes, fps = _shots(agent, args, n, ("rgb_array", "ansi"))
-    every = args.every or max(1, round(fps / GIF_FPS))
+    episodes, fps, every = _shots(agent, args, n, ("rgb_array", "ansi"))
+    grid = Grid()
     last: list[Shot] = []
 
     def frames() -> Iterator[Picture]:
         for step, shots in enumerate(together(episodes)):
             last[:] = shots
             if step % every == 0:
-                yield frame(shots)
+                yield grid.frame(shots)
         if step % every:
-            yield frame(last)
+            yield grid.frame(last)
 
     n_frames = write_film(out, frames(), fps / every)
-    returns = ", ".join(f"{shot.total_reward:,.5g}" for shot in last)
+    returns = ", ".join(amount(shot.total_reward) for shot in last)
     size = out.stat().st_size / 1e6
     print(f"{out}: {plural(n, 'episode')}, {plural(n_frames, 'frame')}, {size:.1f} MB; returns {returns}")
     if args.out is None:
@@ -114,7 +115,8 @@ def _write_film(agent: Agent, args: argparse.Namespace, out: Path) -> int:
 def _write_text(agent: Agent, args: argparse.Namespace, out: Path) -> int:
     from flatout.views.film import without_codes
 
-    episodes, _ = _shots(agent, args, args.episodes or 1, ("ansi",))
+    args.every = args.every or 1
+    episodes, _, _ = _shots(agent, args, args.episodes or 1, ("ansi",))
     texts = [without_codes(_told(shot)) for episode in episodes for shot in episode]
     write_text(out, "\n\n".join(texts) + "\n")
     print(f"{out}: {plural(len(episodes), 'episode')}, {plural(len(texts), 'step')}")
@@ -122,13 +124,16 @@ def _write_text(agent: Agent, args: argparse.Namespace, out: Path) -> int:
 
 
 def _told(shot: Shot) -> str:
+    from flatout.views.film import amount
+
     end = f" · {shot.over}" if shot.over else ""
-    return f"step {shot.step} · return {shot.total_reward:,.5g}{end}\n{shot.image}"
+    return f"step {shot.step} · return {amount(shot.total_reward)}{end}\n{shot.image}"
 
 
 def _live(agent: Agent, args: argparse.Namespace) -> int:
     """Episodes one after another in the env's own window, or as text."""
     from flatout.training.play import Player, rendered
+    from flatout.views.film import amount
 
     env, fps = rendered(agent.playable(cli.settings(args).get("env_kwargs")), ("human", "ansi"))
     is_text = env.render_mode == "ansi"
@@ -139,6 +144,6 @@ def _live(agent: Agent, args: argparse.Namespace) -> int:
             if is_text:
                 print(_told(shot), end="\n\n", flush=True)
                 sleep(1 / fps)
-        print(f"episode {nth + 1}: return {shot.total_reward:,.5g} in {plural(shot.step, 'step')}")
+        print(f"episode {nth + 1}: return {amount(shot.total_reward)} in {plural(shot.step, 'step')}")
     env.close()
     return 0

@@ -11,7 +11,7 @@ import platform
 import re
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
@@ -79,6 +79,35 @@ class Progress:
     """Seconds per phase of the learner."""
     learner_busy: float
     """Share of wall time, 0 to 1, in which the learner's device ran updates."""
+    seconds_left: float | None = None
+    """None until an estimate means something."""
+
+
+class TimeLeft:
+    """Estimates the seconds that a run still takes, at the speed of the last half of its time.
+
+    The first iterations measure, compile and fill caches: at the mean speed so far a run of a minute seems to take hours.
+    """
+
+    least_seconds = 5.0
+    """There is no estimate before so much time has passed since the first figures."""
+
+    def __init__(self) -> None:
+        self._began = math.inf
+        self._points: deque[tuple[float, float]] = deque()
+
+    def estimate(self, env_steps: float, total_steps: float, seconds: float) -> float | None:
+        """Seconds from now to the end."""
+        self._began = min(self._began, seconds)
+        passed = seconds - self._began
+        if not self._points or seconds - self._points[-1][0] >= passed / 100:
+            self._points.append((seconds, env_steps))
+        while len(self._points) > 2 and self._points[1][0] <= seconds - passed / 2:
+            self._points.popleft()
+        since, steps_then = self._points[0]
+        if passed < self.least_seconds or env_steps <= steps_then:
+            return None
+        return max(0.0, total_steps - env_steps) * (seconds - since) / (env_steps - steps_then)
 
 
 def scalars(progress: Progress) -> dict[str, float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import perf_counter
 from traceback import format_exception
 from typing import TypeAlias
@@ -13,7 +13,7 @@ import torch
 from flatout.collect.ragged import Interrupted
 from flatout.errors import one_line
 from flatout.executors.episodes import LastEpisodes
-from flatout.runlog.recorder import Progress, Recorder
+from flatout.runlog.recorder import Progress, Recorder, TimeLeft
 from flatout.timing import Phase, busy_seconds, run_phases
 from flatout.training.checkpoint import CheckpointFolder
 from flatout.training.evaluation import Evaluation
@@ -73,6 +73,7 @@ class _Loop:
     _began: float
     _n_cut: int = 0
     """Episodes that were cut in the last evaluation."""
+    _time_left: TimeLeft = field(default_factory=TimeLeft)
 
     def run(self, stop: StopRequest) -> str:
         """Iterate to the end; returns the run's status."""
@@ -143,6 +144,7 @@ class _Loop:
             metrics=metrics,
             phases=phases,
             learner_busy=busy_seconds(lanes) / wall,
+            seconds_left=self._time_left.estimate(state.env_steps, self._until, state.wall_seconds),
         )
 
     def _evaluate_if_due(self, steps_before: int, metrics: dict[str, float], stop: StopRequest) -> None:

@@ -34,6 +34,8 @@ class Player:
     deterministic: bool
     shows: bool = False
     """Whether the env draws in a window of its own."""
+    every: int = 1
+    """Only every so many steps, and the last, are rendered."""
 
     def episode(self, seed: int, max_steps: int) -> Iterator[Shot]:
         """The env after its reset and after every step."""
@@ -46,16 +48,16 @@ class Player:
             action, state = self.predict(obs, state, np.array([step == 1]), deterministic=self.deterministic)
             obs, reward, terminated, truncated, _ = self.env.step(action)
             total += float(reward)
-            over = "over" if terminated or truncated else "cut here" if step == max_steps else ""
-            if thoughts and np.ndim(action) == 0:
-                start = int(getattr(self.policy.action.space, "start", 0))
-                thoughts["chosen"] = int(action) - start
+            over = "terminated" if terminated else "truncated" if truncated else ""
+            over = over or ("cut here" if step == max_steps else "")
+            thoughts |= self._taken(action)
             yield self._shot(step, total, over=over, **thoughts)
             if over:
                 return
 
     def _shot(self, step: int, total: float, **more: Any) -> Shot:
-        image: Any = self.env.render() if not self.shows else ""
+        is_skipped = step % self.every > 0 and not more.get("over")
+        image: Any = self.env.render() if not self.shows and not is_skipped else ""
         if isinstance(image, list):  # modes such as rgb_array_list
             image = image[-1]
         if image is None:
@@ -63,9 +65,20 @@ class Player:
         image = image if isinstance(image, str) else np.asarray(image, np.uint8)
         return Shot(image=image, step=step, total_reward=total, **more)
 
+    def _taken(self, action: Any) -> dict[str, Any]:
+        """Which bars are those of the action; of a bounded continuous action, the bars themselves."""
+        space, nvec = self.policy.action.space, self.policy.action.nvec
+        if isinstance(space, gym.spaces.Box):
+            low, high = (np.ravel(bound).astype(float) for bound in (space.low, space.high))
+            known = np.isfinite(high - low).all() and (high > low).all()
+            return {"shares": ((np.ravel(action) - low) / (high - low)).tolist()} if known else {}
+        parts = (np.ravel(action) - np.ravel(getattr(space, "start", 0))).tolist()
+        offsets = [sum(nvec[:nth]) for nth in range(len(nvec))]
+        return {"chosen": tuple(offset + int(part) for offset, part in zip(offsets, parts, strict=False))}
+
     @torch.inference_mode()
     def _thoughts(self, obs: Any) -> dict[str, Any]:
-        """Probabilities or values of the actions, where there is one choice among a few."""
+        """Probabilities or values of discrete actions, and the return that the agent expects."""
         model, policy = self.policy.model, self.policy
         if model.state_size or (policy.obs.mask_index is not None and not isinstance(obs, dict)):
             return {}
@@ -73,9 +86,9 @@ class Player:
         thoughts: dict[str, Any] = {}
         if isinstance(model, ActorCritic):
             thoughts["note"] = f"expects {float(model.value(tensors)):,.4g}"
-        if isinstance(model.head, CategoricalHead) and len(policy.action.nvec) == 1:
-            shares = masked(model.policy(tensors), model.mask(tensors)).softmax(-1)[0]
-            thoughts["shares"] = shares.tolist()
+        if isinstance(model.head, CategoricalHead):
+            parts = masked(model.policy(tensors), model.mask(tensors))[0].split(policy.action.nvec)
+            thoughts["shares"] = torch.cat([part.softmax(-1) for part in parts]).tolist()
         elif isinstance(model.head, GreedyHead):
             values = model(tensors)[0]
             low, high = float(values.min()), float(values.max())

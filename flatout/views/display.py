@@ -90,6 +90,6 @@ def plain_line(progress: Progress) -> str:
     ]
     if "eval/mean_reward" in progress.metrics:
         fields.append(f"evaluated {fmt.number(progress.metrics['eval/mean_reward'])}")
-    if steps < total:
-        fields.append(f"{fmt.duration(fmt.seconds_left(steps, total, speed))} left")
+    if steps < total and progress.seconds_left is not None:
+        fields.append(f"{fmt.duration(progress.seconds_left)} left")
     return "  ".join(fields)

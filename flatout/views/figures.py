@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 NOTHING = "–"
 
@@ -67,19 +72,34 @@ def seconds_text(seconds: float) -> str:
     return f"{seconds:.1f} s" if seconds < 59.95 else duration(seconds)
 
 
+def age(seconds: float) -> str:
+    """A length of time in one unit: `22 s`, `3 min`, `2 h`, `4 d`."""
+    for unit, size, most in (("s", 1, 90), ("min", 60, 5400), ("h", 3600, 172_800)):
+        if seconds < most:
+            return f"{max(0.0, seconds) / size:.0f} {unit}"
+    return f"{seconds / 86_400:,.0f} d"
+
+
 def share_done(done: float, total: float) -> float:
     """`done` as a share of `total`, from 0 to 1."""
     return min(1.0, max(0.0, done / total)) if total > 0 else 0.0
 
 
-def seconds_left(done: float, total: float, per_second: float) -> float:
-    """Seconds until `total` at this rate; infinite while the rate is 0."""
-    return max(0.0, total - done) / per_second if per_second > 0 else math.inf
-
-
 def told(template: str, value: float | None, show: Callable[[float], str] = number) -> str:
     """The template with the value in place of {}; empty if the value is None."""
     return "" if value is None else template.format(show(value))
+
+
+def plain(values: npt.NDArray[np.floating[Any]], digits: int = 0) -> list[float | int | None]:
+    """Rounded numbers for JSON; None for NaN and infinity."""
+    rounded = [round(v, digits) if math.isfinite(v) else None for v in values.tolist()]
+    return [int(v) if v is not None and v == int(v) else v for v in rounded]
+
+
+def printable(value: object) -> str:
+    """Text without control characters."""
+    text = "" if value is None else str(value)
+    return "".join(character if character.isprintable() else " " for character in text)
 
 
 def joined(separator: str, *texts: str) -> str:

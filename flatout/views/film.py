@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageChops, ImageDraw, ImageFont
 
 from flatout.errors import FlatoutError
+from flatout.views.figures import number
 
 Picture: TypeAlias = Image.Image
 CAPTION, PAPER, INK, SOFT, BAR, CHOSEN = 46, "#14171d", "#eceef2", "#9aa2b1", "#3f74d6", "#f59a56"
+GAP = "#2a2f38"
 GRID_WIDTH = 960
 """Of a GIF or MP4, at most; cells are not enlarged beyond MAX_CELL."""
 MIN_CELL, MAX_CELL = 240, 600
-MAX_BARS = 18
+MAX_BARS = 32
+VISIBLE, MAX_OFF = 28, 0.002
+"""A colour of a GIF may differ by this much of 255 from the env's; of more than this share of pixels it must not."""
 CODES, MARKED = re.compile(r"\x1b\[[0-9;]*m"), re.compile(r"\x1b\[4\dm(.*?)\x1b\[0m")
 
 
@@ -35,41 +40,49 @@ class Shot:
     over: str = ""
     """Why the episode is over, if it is."""
     shares: Sequence[float] = ()
-    """A bar for each action, 0 to 1: probabilities, or values between their least and largest."""
-    chosen: int | None = None
-    """The action that was taken."""
+    """A bar for each action, 0 to 1: probabilities, values between their least and largest, or a continuous action itself."""
+    chosen: Collection[int] = ()
+    """Of the bars, the actions that were taken."""
     note: str = ""
     """Such as the value that the agent expects."""
 
 
-def frame(shots: Sequence[Shot]) -> Picture:
-    """All envs at one step, as one picture of even width and height."""
-    columns = math.ceil(math.sqrt(len(shots)))
-    cells = [_cell(shot, _cell_width(shot, columns)) for shot in shots]
-    width, height = max(it.width for it in cells), max(it.height for it in cells)
-    rows = -(-len(cells) // columns)
-    whole = Image.new("RGB", (columns * width + (columns - 1) * 6, rows * height + (rows - 1) * 6), "#2a2f38")
-    for nth, cell in enumerate(cells):
-        whole.paste(cell, (nth % columns * (width + 6), nth // columns * (height + 6)))
-    return whole.crop((0, 0, whole.width // 2 * 2, whole.height // 2 * 2))
+class Grid:
+    """Draws all envs at one step as one picture; an env that has not changed is not drawn again."""
+
+    def __init__(self) -> None:
+        self._drawn: dict[int, tuple[Shot, Picture]] = {}
+
+    def frame(self, shots: Sequence[Shot]) -> Picture:
+        """The envs side by side, as one picture of even width and height."""
+        columns = math.ceil(math.sqrt(len(shots)))
+        cells = [self._cell(nth, shot, columns) for nth, shot in enumerate(shots)]
+        width, height = max(it.width for it in cells), max(it.height for it in cells)
+        rows = -(-len(cells) // columns)
+        size = columns * width + (columns - 1) * 6, rows * height + (rows - 1) * 6
+        whole = Image.new("RGB", (size[0] // 2 * 2, size[1] // 2 * 2), GAP)
+        for nth, cell in enumerate(cells):
+            whole.paste(cell, (nth % columns * (width + 6), nth // columns * (height + 6)))
+        return whole
+
+    def _cell(self, nth: int, shot: Shot, columns: int) -> Picture:
+        before = self._drawn.get(nth)
+        if before is None or before[0] is not shot:
+            self._drawn[nth] = before = shot, _cell(shot, GRID_WIDTH // columns)
+        return before[1]
 
 
-def _cell_width(shot: Shot, columns: int) -> int:
-    widest = GRID_WIDTH // columns
-    own = _picture(shot.image).width
-    return max(min(own, widest, MAX_CELL), min(MIN_CELL, widest))
-
-
-def _cell(shot: Shot, width: int) -> Picture:
+def _cell(shot: Shot, widest: int) -> Picture:
     """The env with its caption below."""
     image = _picture(shot.image)
-    how = Image.Resampling.NEAREST if image.width < width else Image.Resampling.LANCZOS
-    image = image.resize((width, max(1, round(image.height * width / image.width))), how)
+    width = max(min(image.width, widest, MAX_CELL), min(MIN_CELL, widest))
+    if image.width != width:
+        how = Image.Resampling.NEAREST if image.width < width else Image.Resampling.BILINEAR
+        image = image.resize((width, max(1, round(image.height * width / image.width))), how)
     cell = Image.new("RGB", (width, image.height + CAPTION), PAPER)
     cell.paste(image, (0, 0))
-    pen, top = ImageDraw.Draw(cell), image.height
-    words = f"return {shot.total_reward:,.5g}   step {shot.step:,}"
-    font = ImageFont.load_default(13)
+    pen, top, font = ImageDraw.Draw(cell), image.height, _font(13)
+    words = f"return {amount(shot.total_reward)}   step {shot.step:,}"
     pen.text((8, top + 5), words, fill=INK, font=font)
     right = shot.over or shot.note
     length = pen.textlength(right, font)
@@ -79,17 +92,30 @@ def _cell(shot: Shot, width: int) -> Picture:
     return cell
 
 
+@cache
+def _font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
+    return ImageFont.load_default(size)
+
+
+def amount(value: float) -> str:
+    """A return: whole numbers without decimals, and no rest of rounding such as 1e-16."""
+    value = round(value, 6) + 0.0
+    return f"{value:,.0f}" if value == int(value) else number(value)
+
+
 def _bars(pen: ImageDraw.ImageDraw, shot: Shot, width: int, top: int) -> None:
     shares = list(shot.shares)[:MAX_BARS]
     if not shares:
         return
-    room, base = (width - 16) / len(shares), top + CAPTION - 5
+    room, base, font = (width - 16) / len(shares), top + CAPTION - 5, _font(10)
     for nth, share in enumerate(shares):
         left = 8 + nth * room
         high = base - 17 * min(1.0, max(0.0, share))
         pen.rectangle((left, base - 17, left + room - 3, base), fill="#222732")
         if base - high >= 1:
-            pen.rectangle((left, high, left + room - 3, base), fill=CHOSEN if nth == shot.chosen else BAR)
+            pen.rectangle((left, high, left + room - 3, base), fill=CHOSEN if nth in shot.chosen else BAR)
+        if room >= 20:
+            pen.text((left + 4, base - 14), str(nth), fill=INK, font=font)
 
 
 def _picture(image: npt.NDArray[np.uint8] | str) -> Picture:
@@ -129,8 +155,41 @@ def write_film(path: Path, frames: Iterator[Picture], fps: float) -> int:
     return n
 
 
+class Palette:
+    """Up to 256 colours for many frames; chosen anew only when a frame has others.
+
+    Choosing colours takes twenty times as long as using them, and frames that share colours take less room.
+    """
+
+    def __init__(self) -> None:
+        self._samples: list[Picture] = []
+        self._colours: Picture | None = None
+
+    def apply(self, frame: Picture) -> Picture:
+        """The frame in the palette's colours."""
+        sample = frame.resize((frame.width // 3, frame.height // 3), Image.Resampling.NEAREST)
+        if self._colours is None or _share_off(sample, self._reduced(sample)) > MAX_OFF:
+            self._samples = [*self._samples[-7:], sample]
+            several = Image.new("RGB", (sample.width, sample.height * len(self._samples)))
+            for nth, it in enumerate(self._samples):
+                several.paste(it, (0, nth * sample.height))
+            self._colours = several.quantize(256, method=Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE)
+        return self._reduced(frame)
+
+    def _reduced(self, image: Picture) -> Picture:
+        assert self._colours is not None
+        return image.quantize(palette=self._colours, dither=Image.Dither.NONE)
+
+
+def _share_off(image: Picture, reduced: Picture) -> float:
+    """The share of pixels whose colour has visibly changed."""
+    off = np.asarray(ImageChops.difference(image, reduced.convert("RGB"))).max(axis=-1) > VISIBLE
+    return float(off.mean())
+
+
 def _write_gif(path: Path, frames: Iterator[Picture], fps: float) -> int:
-    drawn = [it.quantize(96, method=Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE) for it in frames]
+    palette = Palette()
+    drawn = [palette.apply(it) for it in frames]
     times = [round(1000 / fps)] * (len(drawn) - 1) + [1500]  # the end stays for a moment
     drawn[0].save(path, "GIF", save_all=True, append_images=drawn[1:], duration=times, loop=0)
     return len(drawn)

@@ -37,6 +37,7 @@ class JobRow:
     return_mean: float | None = None
     return_std: float | None = None
     seconds: float | None = None
+    seconds_left: float | None = None
 
     @property
     def share(self) -> float:
@@ -53,8 +54,17 @@ def job_row(
     _, known = run_status(run) if state != "waiting" or run.exists() else ("", {})
     names = ("env_steps", "total_steps", "steps_per_second", "return_mean", "return_std")
     figures = {key: number(known.get(key)) for key in names}
-    seconds = number(known.get("wall_seconds"))
-    return JobRow(name=name, state=state, env=env, error=error, cores=cores, seconds=seconds, **figures)
+    seconds, left = number(known.get("wall_seconds")), number(known.get("seconds_left"))
+    return JobRow(
+        name=name,
+        state=state,
+        env=env,
+        error=error,
+        cores=cores,
+        seconds=seconds,
+        seconds_left=left,
+        **figures,
+    )
 
 
 def outcome(summary: Mapping[str, Any], code: int | None) -> str:
@@ -86,9 +96,7 @@ def job_table(rows: Sequence[JobRow], title: str = "") -> Group:
 
 
 def _cells(row: JobRow) -> list[str | Text]:
-    left = None
-    if row.state == "running" and row.env_steps is not None and row.total_steps and row.steps_per_second:
-        left = fmt.seconds_left(row.env_steps, row.total_steps, row.steps_per_second)
+    left = row.seconds_left if row.state == "running" else None
     return [
         row.name,
         row.env.rpartition("/")[2],
@@ -102,11 +110,11 @@ def _cells(row: JobRow) -> list[str | Text]:
     ]
 
 
-def console_for(stream: SafeStream) -> Console:
-    """A console of the stream's own size."""
+def console_for(stream: SafeStream, least_columns: int = 120) -> Console:
+    """A console of the stream's own size; one that is not a terminal is not narrow."""
     console = Console(file=cast(TextIO, stream), force_jupyter=False, highlight=False)
     width, height = stream.columns_and_lines()
-    console.size = ConsoleDimensions(width if stream.isatty() else max(width, 120), height)
+    console.size = ConsoleDimensions(width if stream.isatty() else max(width, least_columns), height)
     return console
 
 

@@ -119,7 +119,7 @@ class LiveDisplay:
         if progress is None:
             return [Text(f"{FIRST_ROLLOUT}: {fmt.duration(waited)}")]
         steps, total = progress.env_steps, progress.total_steps
-        left = fmt.seconds_left(steps, total, progress.steps_per_second) - waited
+        left = None if progress.seconds_left is None else progress.seconds_left - waited
         gap = "   " if width >= _ROOMY else "  "
         rows = {
             "return": self._return_figures(progress, width),
@@ -197,10 +197,9 @@ def steps_row(
     """The progress bar, and as many figures of time and steps as fit beside it."""
     share = fmt.share_done(steps, total)
     of_total = f" of {fmt.count(total)} ({fmt.percent(share)})" if total else " env steps"
-    known_left = left if left is not None and left < math.inf else None
     figures = [
         Text.assemble((fmt.count(steps), "bold"), of_total),
-        Text(fmt.told("{} left", known_left, fmt.duration)),
+        Text(fmt.told("{} left", left, fmt.duration)),
         Text(fmt.told("{} elapsed", elapsed, fmt.duration), "dim"),
     ]
     shown = fitting(figures, width - 10, gap)

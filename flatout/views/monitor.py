@@ -18,8 +18,9 @@ from flatout.runlog.meters import GpuWatch
 from flatout.runlog.recorder import cell_value
 from flatout.runlog.records import is_running, run_status
 from flatout.runlog.spans import Floats, Lane, SpanFollower, idle_causes, lane_use, timeline
-from flatout.views.figures import seconds_left
+from flatout.views.figures import printable
 from flatout.views.live import History
+from flatout.views.runs import RunIndex, RunRow, newest_first
 
 _FIRST_SECONDS = 0.2
 """The first load of the cores is measured over this time; later ones since the read before."""
@@ -92,7 +93,7 @@ class JobReader:
         self._curve = _Curve(path / "metrics.csv")
         self._config: dict[str, Any] = {}
         self._seen: tuple[str, int] | None = None
-        self._job = Job(name=_word(path.resolve().name), status="unknown")
+        self._job = Job(name=printable(path.resolve().name), status="unknown")
 
     def read(self, n_cells: int) -> Job:
         """The run now, each strip with `n_cells` cells."""
@@ -125,25 +126,22 @@ class JobReader:
         known, runs = {**self._config, **record}, status == "running"
         executor, overlap = _mapping(record.get("executor")), _mapping(record.get("overlap"))
         figures = {name: number(record.get(name)) for name in _FIGURES}
-        steps, speed = figures["env_steps"], figures["steps_per_second"]
         total = figures["total_steps"] or number(self._config.get("timesteps"))
         updated = number(record.get("updated")) if runs else None
         silent = None if updated is None else max(0.0, time() - updated)
-        left = None
-        if runs and steps is not None and total and speed:
-            left = max(0.0, seconds_left(steps, total, speed) - (silent or 0.0))
+        left = number(record.get("seconds_left")) if runs else None
         return {
             **figures,
             "total_steps": total,
-            "env": _word(known.get("env")),
-            "algo": _word(known.get("algo")),
-            "device": _word(record.get("device")),
-            "outcome": _word(record.get("status")) if status == "ended" else "",
-            "executor": _word(executor.get("kind")),
+            "env": printable(known.get("env")),
+            "algo": printable(known.get("algo")),
+            "device": printable(record.get("device")),
+            "outcome": printable(record.get("status")) if status == "ended" else "",
+            "executor": printable(executor.get("kind")),
             "collectors": number(executor.get("collectors")),
             "overlap": on if isinstance(on := overlap.get("on"), bool) else None,
             "seconds_silent": silent,
-            "seconds_left": left,
+            "seconds_left": None if left is None else max(0.0, left - (silent or 0.0)),
             "returns": self._curve.read(),
             "gpu": _mapping(record.get("gpu")) or None if runs else None,
         }
@@ -191,12 +189,6 @@ def _mapping(value: object) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _word(value: object) -> str:
-    """Text without control characters."""
-    text = "" if value is None else str(value)
-    return "".join(character if character.isprintable() else " " for character in text)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MonitorState:
     """The machine and its runs at one time."""
@@ -214,13 +206,16 @@ class MonitorState:
     """Running ones first."""
     note: str
     """A line for the user when no run is running."""
+    runs: list[RunRow] = field(default_factory=list)
+    """Of a folder: all its runs, as a table instead of jobs."""
 
 
 class Monitor:
-    """Watches the named runs or, if none is named, all running ones in `runs_dir`."""
+    """Watches the named runs, or all runs of `folder`, or all running ones in `runs_dir`."""
 
-    def __init__(self, runs_dir: Path, named: Sequence[Path] = ()) -> None:
-        self._runs_dir = runs_dir
+    def __init__(self, runs_dir: Path, named: Sequence[Path] = (), folder: Path | None = None) -> None:
+        self._runs_dir = folder or runs_dir
+        self._index = RunIndex(folder) if folder is not None else None
         self._is_named = bool(named)
         self._readers = {path: JobReader(path) for path in named}
         self._cards = GpuWatch()
@@ -228,7 +223,8 @@ class Monitor:
 
     def read(self, n_cells: int = 60) -> MonitorState:
         """The machine and its runs now, each strip with `n_cells` cells."""
-        if not self._is_named:
+        runs = newest_first(self._index.read().values()) if self._index is not None else []
+        if not self._is_named and self._index is None:
             self._find()
         jobs = [reader.read(n_cells) for reader in self._readers.values()]
         jobs.sort(key=lambda job: job.status != "running")
@@ -244,7 +240,10 @@ class Monitor:
             gpus=gpus,
             no_gpu="" if gpus else f"no NVIDIA GPU: {self._cards.reason or 'it does not answer any more'}",
             jobs=jobs,
-            note="" if any(job.status == "running" for job in jobs) else self._note(),
+            note=""
+            if "running" in [*(it.status for it in jobs), *(it.status for it in runs)]
+            else self._note(),
+            runs=runs,
         )
 
     def has_ended(self, state: MonitorState) -> bool:

@@ -22,7 +22,7 @@ from flatout.perf.case import Finding
 from flatout.runlog.files import plural, write_text
 from flatout.runlog.records import RunRecords, read_run
 from flatout.runlog.spans import Floats, Lane, Spans, is_idle, timeline
-from flatout.views.figures import joined, mean_and_std, percent, rate, seconds_text, told
+from flatout.views.figures import joined, mean_and_std, percent, plain, rate, seconds_text, told
 from flatout.views.text import busy_seconds, learner_wall, numbers, run_findings, summary_lines, verdict
 
 _TINY = 0.005
@@ -351,9 +351,3 @@ def _spread(indices: npt.NDArray[np.intp], most: int) -> npt.NDArray[np.intp]:
     """At most `most` of the indices, evenly spread, including the last."""
     chosen = np.linspace(0, len(indices) - 1, min(len(indices), most)).astype(int)
     return np.asarray(indices[chosen], np.intp)
-
-
-def plain(values: Floats, digits: int = 0) -> list[float | int | None]:
-    """Rounded numbers for JSON; None for NaN and infinity."""
-    rounded = [round(v, digits) if np.isfinite(v) else None for v in values.tolist()]
-    return [int(v) if v is not None and v == int(v) else v for v in rounded]

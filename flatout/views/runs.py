@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ import numpy.typing as npt
 from flatout.runlog.files import number, read_json
 from flatout.runlog.folder import RunFolder
 from flatout.runlog.records import EVALUATED, RunRecords, read_metrics, run_status
-from flatout.views.report import plain
+from flatout.views.figures import plain
 
 CURVE_POINTS = 400
 RECORDS: tuple[str, ...] = (
@@ -119,14 +119,15 @@ class RunIndex:
         known = {**config, **record}
         at = max((files[key][0] for key in RECORDS[:3] if key in files), default=0) / 1e9
         keys = ("seed", "env_steps", "return_mean", "return_std", "steps_per_second", "learner_busy")
-        gpu = record.get("gpu")
+        gpu, overlap = record.get("gpu"), record.get("overlap")
+        overlaps = isinstance(overlap, dict) and overlap.get("on") is True
         card = gpu.get("utilization") if isinstance(gpu, dict) else record.get("device_utilization")
         return RunRow(
             name=name,
             status=status,
             env=str(known.get("env") or ""),
             algo=str(known.get("algo") or ""),
-            group=config.get("group", ""),
+            group=f"{config['group']}{'-overlap' if overlaps else ''}",
             total_steps=number(record.get("total_steps")) or number(config.get("timesteps")),
             card_busy=number(card),
             wall_seconds=number(record.get("wall_seconds")),
@@ -139,12 +140,26 @@ class RunIndex:
         if (kept := self._configs.get(name)) is not None and kept[0] == written:
             return kept[1]
         config = read_json(path / "config.json")
-        rest = {key: value for key, value in config.items() if key not in ("seed", "signature")}
-        text = json.dumps([str(path.parent), rest], sort_keys=True, default=str)
+        # Of --seeds the first run decides whether to overlap, and the others are told: what they did counts.
+        rest = {key: value for key, value in config.items() if key not in ("seed", "signature", "overlap")}
+        text = json.dumps([str(path.parent.resolve()), rest], sort_keys=True, default=str)
         few = {key: config.get(key) for key in ("env", "algo", "seed", "timesteps")}
         few["group"] = hashlib.sha256(text.encode()).hexdigest()[:12]
         self._configs[name] = written, few
         return few
+
+
+def row_of(path: Path) -> RunRow | None:
+    """The row of one run; None if the folder is not a run."""
+    files = _files(path)
+    return RunIndex(path.parent)._row(path.name, path, files) if "config.json" in files else None
+
+
+def newest_first(rows: Iterable[RunRow]) -> list[RunRow]:
+    """Running runs by name, so that they keep their places, then the others by when they last wrote."""
+    return sorted(
+        rows, key=lambda it: (it.status != "running", 0 if it.status == "running" else -it.time, it.name)
+    )
 
 
 def curve_of(folder: Path) -> dict[str, Any]:

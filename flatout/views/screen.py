@@ -15,6 +15,7 @@ from flatout.timing import Phase
 from flatout.views import live
 from flatout.views.figures import count, duration, mean_and_std, percent, rate, share_done, told
 from flatout.views.monitor import Job, MonitorState, Strip
+from flatout.views.run_table import run_table
 from flatout.views.text import numbers
 
 WIDEST = 140
@@ -67,6 +68,10 @@ def screen(
     top = gauges(state, width)
     if state.note:
         top.append(Text(f"{state.note}{'; waiting' if waits else ''}", "bold"))
+    if state.runs:
+        # The heading and its line, and a line to spare for a long name.
+        room = None if lines is None else max(2, lines - len(top) - 3)
+        return Group(*top, Text(), run_table(state.runs, width, room))
     for most in _LANES:
         jobs = [_lines(job, _inner(columns), most) for job in state.jobs]
         if lines is None or len(top) + sum(len(job) + 2 for job in jobs) <= lines:

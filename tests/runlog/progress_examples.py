@@ -28,6 +28,7 @@ MIDWAY = Progress(
     },
     phases={"collect": 2.6, "learn": 4.1, "evaluate": 0.2},
     learner_busy=0.61,
+    seconds_left=20.6,
 )
 
 

@@ -7,7 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from flatout.runlog.recorder import COLUMNS, MetricsLog, scalars
+import pytest
+
+from flatout.runlog.recorder import COLUMNS, MetricsLog, TimeLeft, scalars
 from tests.runlog.progress_examples import progress
 
 
@@ -97,3 +99,14 @@ def test_a_new_log_does_not_keep_another_runs_rows(tmp_path: Path) -> None:
     path.write_text("left over\n")
     MetricsLog(path).close()
     assert rows(path) == []
+
+
+def test_the_time_left_is_not_told_by_a_slow_start() -> None:
+    left = TimeLeft()
+    # The first iteration compiles for 30 s; after it the run makes 1,000 steps a second, of 79,000.
+    told = {second: left.estimate(1000 + 1000 * second, 79_000, 30.0 + second) for second in range(79)}
+    assert all(told[second] is None for second in range(5))
+    assert [told[second] for second in (5, 20, 78)] == pytest.approx([73.0, 58.0, 0.0])
+    # Twice as slow from here on: what counts is the last half of the time.
+    later = [left.estimate(80_000 + 500 * n, 200_000, 108.0 + n) for n in range(200)]
+    assert later[-1] == pytest.approx((200_000 - 179_500) / 500, rel=0.05)

@@ -20,8 +20,10 @@ def test_a_line_has_all_figures() -> None:
 
 
 def test_unknown_figures_are_dashes() -> None:
-    early = progress(return_mean=None, return_std=None, steps_per_second=0.0, learner_busy=math.nan)
-    assert plain_line(early) == "  25 %  125,000 steps  0.0 steps/s  return –  learner busy –  – left"
+    early = progress(
+        return_mean=None, return_std=None, steps_per_second=0.0, learner_busy=math.nan, seconds_left=None
+    )
+    assert plain_line(early) == "  25 %  125,000 steps  0.0 steps/s  return –  learner busy –"
 
 
 def test_a_pipe_gets_plain_lines_header_first_and_the_end_always() -> None:

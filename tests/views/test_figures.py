@@ -54,7 +54,5 @@ def test_shares_rates_and_time_left() -> None:
     assert figures.percent(0.614) == "61 %"
     assert figures.percent(math.nan) == "–"
     assert (figures.rate(18_200.4), figures.rate(3.42), figures.rate(math.inf)) == ("18,200", "3.4", "–")
-    assert figures.seconds_left(100, 300, 10) == 20
-    assert figures.seconds_left(100, 300, 0) == math.inf
     assert figures.share_done(5, 0) == 0
     assert figures.share_done(7, 5) == 1

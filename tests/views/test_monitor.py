@@ -54,6 +54,7 @@ def make_run(path: Path, **progress: Any) -> Path:
         "episodes": 1204,
         "wall_seconds": 30.0,
         "steps_per_second": 5000.0,
+        "seconds_left": 75.0,
         "return_mean": 143.2,
         "return_std": 30.1,
         "learner_busy": 0.61,

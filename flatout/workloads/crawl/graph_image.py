@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from math import cos, pi, sin
 from typing import Any, TypeAlias
 
@@ -65,7 +66,7 @@ def image(exploration: Exploration, trail: Sequence[Visited], budget: int) -> ND
         (x, y), r = places[path[-1]], 12 * SCALE
         pen.ellipse([x - r, y - r, x + r, y + r], outline=INK, width=2 * SCALE)
     _panel(pen, exploration, path, budget)
-    return np.asarray(canvas.resize((WIDTH, HEIGHT), Image.Resampling.LANCZOS), np.uint8).copy()
+    return np.asarray(canvas.reduce(SCALE), np.uint8).copy()
 
 
 def _places(requested: Mapping[str, Link]) -> dict[str, tuple[float, float]]:
@@ -98,7 +99,7 @@ def _places(requested: Mapping[str, Link]) -> dict[str, tuple[float, float]]:
 
 def _panel(pen: ImageDraw.ImageDraw, exploration: Exploration, path: Sequence[str], budget: int) -> None:
     left, width = WIDTH - PANEL, PANEL - 32
-    big, small = (ImageFont.load_default(size * SCALE) for size in (30, 12))
+    big, small = (_font(size * SCALE) for size in (30, 12))
 
     def write(x: float, y: float, text: str, color: Color = INK, font: Any = small) -> None:
         pen.text(((left + 16 + x) * SCALE, y * SCALE), text, color, font)
@@ -120,3 +121,8 @@ def _panel(pen: ImageDraw.ImageDraw, exploration: Exploration, path: Sequence[st
         write(8 * i, 230 + 18 * i, f"/{token[:14]}")
     if exploration.n_faults:
         write(0, HEIGHT - 30, f"faults {exploration.n_faults}", RED)
+
+
+@cache
+def _font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
+    return ImageFont.load_default(size)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 from typing import TypeAlias
 
 import numpy as np
@@ -78,7 +78,7 @@ def draw(journal: Journal) -> Array:
     bottom.line(held, HELD)
     bottom.line(equity, EQUITY, 2.2)
     bottom.labels({"account": equity[-1], "all, held": held[-1]}, [EQUITY, HELD])
-    return np.asarray(image.resize((WIDTH, HEIGHT), Image.Resampling.LANCZOS)).copy()
+    return np.asarray(image.reduce(SCALE)).copy()
 
 
 def _span(values: Array) -> Span:
@@ -130,8 +130,7 @@ class _Panel:
             self._text(WIDTH - RIGHT + 8, at, f"{name} {value:.2f}", color, "lm", 12)
 
     def _text(self, x: float, y: float, text: str, color: str, anchor: str, size: int) -> None:
-        font = ImageFont.load_default(size * SCALE)
-        self._pen.text((x * SCALE, y * SCALE), text, color, font, anchor)
+        self._pen.text((x * SCALE, y * SCALE), text, color, _font(size * SCALE), anchor)
 
 
 def _ticks(low: float, high: float) -> list[float]:
@@ -140,3 +139,8 @@ def _ticks(low: float, high: float) -> list[float]:
     power = 10.0 ** np.floor(np.log10(rough))
     step = min((m * power for m in (1, 2, 5, 10)), key=lambda step: abs(step - rough))
     return [float(step * k) for k in range(int(np.ceil(low / step)), int(np.floor(high / step)) + 1)]
+
+
+@cache
+def _font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
+    return ImageFont.load_default(size)

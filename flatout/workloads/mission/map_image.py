@@ -57,7 +57,7 @@ def image(game: Game) -> NDArray[np.uint8]:
     top, left = bottom - (BAR - 2) * SCALE, 1.0 - game.time / game.scenario.time_limit
     draw.rectangle((0, top, width, bottom), _shade(colour, 0.35))
     draw.rectangle((0, top, width * left, bottom), colour)
-    small = image.resize((image.width // SCALE, image.height // SCALE), Image.Resampling.LANCZOS)
+    small = image.reduce(SCALE)
     return np.asarray(small, np.uint8).copy()
 
 

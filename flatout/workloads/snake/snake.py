@@ -122,4 +122,4 @@ def draw(games: SnakeGames) -> Array:
         eye_x, eye_y = 0.14 * right + eye * aside_right, 0.14 * down + eye * aside_down
         disc(x + side * eye_x, y + side * eye_y, 0.08, EYE)
     pen.rectangle((0, 0, image.width - 1, image.height - 1), outline=EDGE, width=side // 16)
-    return np.asarray(image.resize((width * small, height * small), Image.Resampling.BOX))
+    return np.asarray(image.reduce(FINE))
