@@ -34,6 +34,7 @@ from flatout.envs.spaces import ActionLayout, Array, ObsLayout, space_from_json
 from flatout.errors import FlatoutError, one_line
 from flatout.executors.base import RestartBudget
 from flatout.executors.episodes import LastEpisodes
+from flatout.integrations.loggers import LOGGERS, LoggerProcess, require_loggers
 from flatout.models.actor import env_actions
 from flatout.models.policy import Policy
 from flatout.perf.costs import Costs
@@ -68,8 +69,8 @@ class Agent:
     `env` is a Gymnasium id, `module:Id`, `file.py:factory`, `envpool:Task`, a gym.Env class, a function that makes an
     env, a gym.Env itself (for n_envs=1), or a batched env: a gymnasium.vector.VectorEnv, an object like it that works
     with tensors, or a function that makes one of those.
-    Settings are the flags of `flatout train --help`, with underscores. With `runs_dir` or `run_name`, learn() writes a
-    run folder.
+    Settings are the flags of `flatout train --help`, with underscores. With `runs_dir`, `run_name` or `log`, learn() writes
+    a run folder.
     """
 
     algo: str | None = None
@@ -121,7 +122,7 @@ class Agent:
         if info.batched == "tensor" and config.device == "auto":
             device = info.device
         self._run_name, self._runs_dir, self._overwrite = run_name, runs_dir, overwrite
-        self._wants_folder = bool(run_name or runs_dir)
+        self._wants_folder = bool(run_name or runs_dir or config.log)
         spaces = info.observation_space, info.action_space
         self._set_up(config, source, spaces, device, info.factory.mask_in_info, env=info)
         self._costs = costs
@@ -246,6 +247,7 @@ class Agent:
     @gc_frozen()
     def run(self, total_timesteps: int | None, callback: Callback | None, progress_bar: bool) -> None:
         """The same as `learn`, but a signal that stops it is kept in `stop_signal` and not raised."""
+        require_loggers(self.config.log)
         use_device(self.policy.device)  # another agent may have used another one
         progress_bar = progress_bar and self.is_first
         early: list[tuple[str, str]] = []
@@ -266,12 +268,15 @@ class Agent:
         sinks: list[Sink] = [display] if display is not None else []
         if (ranks := trainer.ranks) is not None and not ranks.is_first:
             sinks = [ranks.notes]
+        resume_at, folder = trainer.state.env_steps or None, self._folder
+        kinds = [kind for kind in LOGGERS if kind in self.config.log]
         recorder = Recorder(
-            self._folder,
+            folder,
             sinks,
             about=trainer.describe(),
-            resume_at=trainer.state.env_steps or None,
+            resume_at=resume_at,
             columns=self.config.descriptor.metrics,
+            loggers=[LoggerProcess(kind, folder, resume_at) for kind in kinds] if folder is not None else (),
         )
         for fault in early:
             recorder.fault(*fault, is_known=True)
@@ -576,6 +581,11 @@ class Agent:
             return
         self.summary["error"] = self.summary["error"] or lost
         self.is_saved = not _try_to_save(lambda: folder.end(self.summary)) and not lost
+        for note in recorder.end_loggers(self.summary):
+            PlainDisplay(SafeStream(sys.stderr)).note(f"note: {note}")
+        if recorder.figures()["records_lost"] != self.summary["records_lost"]:
+            self.summary |= recorder.figures()
+            _try_to_save(lambda: folder.end(self.summary))
         _try_to_save(lambda: write_report(folder.path))
         folder.settle()
         folder.lock.release()
