@@ -135,19 +135,24 @@ class LoggerProcess:
 
     def _listen(self, process: subprocess.Popen[bytes]) -> None:
         """Take what the process says, line by line, to its end."""
-        assert process.stdout is not None
-        for line in process.stdout:
-            said = json_object(line) or {}
-            self._n_sent += said.get("sent", 0)
-            self._after = said.get("step", self._after)
-            if "note" in said:
-                self._notes.append(f"{self.name}: {said['note']}")
-            if "sent" in said:
-                self.problem = None
-            if "problem" in said:
-                self.problem = f"cannot log to {self.name}: {said['problem']}"
+        assert process.stdin is not None and process.stdout is not None
+        with process.stdout:
+            for line in process.stdout:
+                self._take(json_object(line) or {})
+        with suppress(OSError):  # what was not read any more
+            process.stdin.close()
         if process.wait() and self.problem is None:
             self.problem = f"cannot log to {self.name}: its process ended with {process.returncode}"
+
+    def _take(self, said: Mapping[str, Any]) -> None:
+        self._n_sent += said.get("sent", 0)
+        self._after = said.get("step", self._after)
+        if "note" in said:
+            self._notes.append(f"{self.name}: {said['note']}")
+        if "sent" in said:
+            self.problem = None
+        if "problem" in said:
+            self.problem = f"cannot log to {self.name}: {said['problem']}"
 
     def _end(self, process: subprocess.Popen[bytes]) -> None:
         """End the process and those that it has started; nothing happens if they have ended."""
