@@ -43,12 +43,13 @@ from flatout.perf.trial import try_out
 from flatout.runlog.files import write_json
 from flatout.runlog.folder import RunFolder, default_run_name
 from flatout.runlog.recorder import Recorder, Sink
+from flatout.training.callbacks import CallbackList, Callbacks
 from flatout.training.checkpoint import Checkpoint, CheckpointFolder
 from flatout.training.checkpoint import read as read_checkpoint
 from flatout.training.checkpoint import write as write_checkpoint
 from flatout.training.distributed import LostRankError, Unwritten, join
 from flatout.training.evaluation import Evaluation, eval_executor, evaluate
-from flatout.training.loop import Callback, train
+from flatout.training.loop import train
 from flatout.training.stop import StopRequest
 from flatout.training.summary import summarize
 from flatout.training.trainer import EVAL_SEED, MAX_EVAL_ENVS, Trainer
@@ -230,11 +231,15 @@ class Agent:
         return agent
 
     def learn(
-        self, total_timesteps: int | None = None, callback: Callback | None = None, progress_bar: bool = False
+        self,
+        total_timesteps: int | None = None,
+        callback: Callbacks | None = None,
+        progress_bar: bool = False,
     ) -> Self:
         """Learn for `total_timesteps` more env steps, or up to the configured total; returns the agent.
 
-        `callback(progress)` is called after each iteration; returning False stops. A signal stops after the current
+        `callback` is a function, a flatout.Callback, or a list of them. A function is called with the progress after each
+        iteration; returning False stops. A signal stops after the current
         iteration, saves everything, and is then raised.
         """
         self.run(total_timesteps, callback, progress_bar)
@@ -245,8 +250,9 @@ class Agent:
         return self
 
     @gc_frozen()
-    def run(self, total_timesteps: int | None, callback: Callback | None, progress_bar: bool) -> None:
+    def run(self, total_timesteps: int | None, callback: Callbacks | None, progress_bar: bool) -> None:
         """The same as `learn`, but a signal that stops it is kept in `stop_signal` and not raised."""
+        hooks = CallbackList(callback)
         require_loggers(self.config.log)
         use_device(self.policy.device)  # another agent may have used another one
         progress_bar = progress_bar and self.is_first
@@ -288,12 +294,13 @@ class Agent:
         startup = time() - self.began_at
         with stop.listening():
             try:
+                hooks.on_begin(self)
                 status = train(
                     trainer,
                     until=until,
                     recorder=recorder,
                     checkpoints=self._checkpoints(),
-                    callback=callback,
+                    callback=hooks.on_iteration if hooks else None,
                     stop=stop,
                 )
             except BaseException as error:
@@ -302,8 +309,10 @@ class Agent:
                 self._finish(
                     trainer, recorder, status, startup, " ".join(str(error).split()), save=not is_lost
                 )
+                hooks.on_end(self)
                 raise
             self._finish(trainer, recorder, status, startup, None)
+            hooks.on_end(self)
         self.began_at = time()
         self.stop_signal = stop.signal
 

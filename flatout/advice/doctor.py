@@ -132,7 +132,7 @@ def doctor(
     """Measure an env with these settings on this machine and find what would hold a run back."""
     wishes = parse_what_if(what_if) if what_if else None
     with tempfile.TemporaryDirectory() as folder:
-        agent = Agent(env, runs_dir=folder, run_name="probe", **settings)
+        agent = Agent(env, runs_dir=folder, run_name="probe", **settings | {"log": ()})
         case = measure(agent, BENCHMARK_SECONDS, tell)
         samples = read_samples(Path(folder, "probe", "samples.jsonl"))
         memory = _memory_share(agent, samples)

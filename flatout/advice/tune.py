@@ -107,7 +107,7 @@ def tune(
         tell(what, min((perf_counter() - began) / budget, 1.0))
 
     told("measuring env, policy and learner")
-    agent = Agent(env, **settings)
+    agent = Agent(env, **settings | {"log": ()})
     case = measure(agent, TRIAL_SECONDS, told)
     agent.close()
     now = replace(case.settings, extra_seconds=0.0)

@@ -135,7 +135,8 @@ class LoggerProcess:
 
     def _listen(self, process: subprocess.Popen[bytes]) -> None:
         """Take what the process says, line by line, to its end."""
-        assert process.stdin is not None and process.stdout is not None
+        assert process.stdin is not None
+        assert process.stdout is not None
         with process.stdout:
             for line in process.stdout:
                 self._take(json_object(line) or {})
