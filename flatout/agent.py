@@ -54,9 +54,10 @@ from flatout.training.stop import StopRequest
 from flatout.training.summary import summarize
 from flatout.training.trainer import EVAL_SEED, MAX_EVAL_ENVS, Trainer
 from flatout.views.display import PlainDisplay, make_display
+from flatout.views.notebook import Curve, HtmlText, Plot, table_html
 from flatout.views.report import write_report
 from flatout.views.stream import SafeStream
-from flatout.views.text import report_text, summary_text
+from flatout.views.text import report_text, summary_lines, summary_text
 
 ROUNDED = 1.1
 """A run that takes more than this times the env steps that were asked for says so."""
@@ -161,6 +162,9 @@ class Agent:
         self._trainer: Trainer | None = None
         self._folder: RunFolder | None = None
         self._resume_notes: list[str] = []
+        self._curve = Curve()
+        self._trained_in: Path | None = None
+        """The folder of the run that a loaded agent comes from."""
         self._n_predictions = 0
 
     def _measure_batch_size(self) -> None:
@@ -271,9 +275,10 @@ class Agent:
         )
         self._open_folder()
         display = make_display(phase=lambda: trainer.clock.current) if progress_bar else None
-        sinks: list[Sink] = [display] if display is not None else []
+        self._learned_curve().cut(trainer.state.env_steps)
+        sinks: list[Sink] = [self._curve, *([display] if display is not None else [])]
         if (ranks := trainer.ranks) is not None and not ranks.is_first:
-            sinks = [ranks.notes]
+            sinks = [self._curve, ranks.notes]
         resume_at, folder = trainer.state.env_steps or None, self._folder
         kinds = [kind for kind in LOGGERS if kind in self.config.log]
         recorder = Recorder(
@@ -401,11 +406,29 @@ class Agent:
             self._trainer.close()
 
     def report(self) -> str:
-        """Where the time of the last learn() went, in a few lines."""
+        """Where the time of the last learn() went, in a few lines; a table in a notebook."""
         if not self.summary:
             return "nothing learned yet: call learn() first"
         folder = self._folder if self.is_saved else None
-        return summary_text(self.summary) if folder is None else report_text(folder.path)
+        return HtmlText(summary_text(self.summary) if folder is None else report_text(folder.path))
+
+    def plot(self) -> Plot:
+        """The learning curve: a notebook shows it, `plot().save("curve.svg")` writes it."""
+        return Plot(self._learned_curve(), f"{self.config.env}, {self.config.descriptor.title}")
+
+    def _learned_curve(self) -> Curve:
+        """The curve of what was learned so far, by an earlier process too if there is a run folder."""
+        if not self._curve.returns and self._trained_in is not None:
+            self._curve = Curve.read(self._trained_in / "metrics.csv")
+        return self._curve
+
+    def _repr_html_(self) -> str:
+        config, curve = self.config, self._learned_curve()
+        rows = [("settings", config.arithmetic()), ("device", f"{self.device}, seed {config.seed}")]
+        if self.summary:
+            rows += [(label, text) for label, text in summary_lines(self.summary) if label != "run"]
+        title = f"{config.descriptor.title} on {config.env}"
+        return table_html(title, rows, self.plot().svg if curve.returns else "")
 
     def header(self) -> list[str]:
         """Lines that describe the run before it begins."""
@@ -530,6 +553,7 @@ class Agent:
         None: another rank has the folder.
         """
         self._folder, self._resume_notes, self._wants_folder = folder, notes, True
+        self._trained_in = folder.path if folder is not None else None
 
     @property
     def is_first(self) -> bool:
@@ -673,7 +697,9 @@ def load(path: str | Path, env: EnvSource | None = None, *, trust: bool = False,
             warnings.warn(f"{line}; using {used.name}", stacklevel=2)
     else:
         checkpoint = read_checkpoint(path)
-    return Agent.from_checkpoint(checkpoint, env, trust=trust, code=code)
+    agent = Agent.from_checkpoint(checkpoint, env, trust=trust, code=code)
+    agent._trained_in = path if path.is_dir() else None
+    return agent
 
 
 def _with_code(config: Any, code: Mapping[str, Code]) -> Any:

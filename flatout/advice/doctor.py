@@ -29,6 +29,7 @@ from flatout.perf.planner import UpdateProbe, copied_to_cpu
 from flatout.perf.roofline import on_card
 from flatout.perf.simulate import Forecast, simulate
 from flatout.runlog.samples import Samples, read_samples
+from flatout.views.notebook import text_html
 
 BENCHMARK_SECONDS = 5.0
 SMALLER = (256, 256)
@@ -66,6 +67,9 @@ class Diagnosis:
     def to_json(self) -> dict[str, Any]:
         """The same as plain data."""
         return asdict(self)
+
+    def _repr_html_(self) -> str:
+        return text_html(str(self))
 
     def __str__(self) -> str:
         settings, forecast = self.settings, self.forecast

@@ -22,6 +22,7 @@ from flatout.perf.costs import START_SECONDS, Costs, Settings
 from flatout.perf.decide import candidates, describe
 from flatout.perf.simulate import FEW_ENV_STEPS, ladder, simulate
 from flatout.runlog.files import write_json
+from flatout.views.notebook import text_html
 
 TRIAL_SECONDS = 3.0
 MOST_ENVS = 512
@@ -80,6 +81,9 @@ class Tuned:
     config: RunConfig
     seconds: float
     n_considered: int
+
+    def _repr_html_(self) -> str:
+        return text_html(str(self))
 
     def __str__(self) -> str:
         after = f"{self.best}\ngain    {self.best.measured / self.before.measured:.2f} ×"
