@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from flatout.agent import DQN, PPO, PQN, SAC, Agent, RecurrentPPO, load
     from flatout.algorithms.base import Algorithm, AlgorithmConfig, choose_batch_size, register_algorithm
     from flatout.errors import EnvError, FlatoutError
+    from flatout.training.callbacks import Callback
     from flatout.vector import make_vec
 
 import flatout.workloads  # noqa: F401  # registers flatout/Snake-v0 and the others with Gymnasium
@@ -26,6 +27,7 @@ __all__ = [
     "Agent",
     "Algorithm",
     "AlgorithmConfig",
+    "Callback",
     "EnvError",
     "FlatoutError",
     "RecurrentPPO",
@@ -50,6 +52,7 @@ _HOMES = {
     "register_algorithm": "algorithms.base",
     "choose_batch_size": "algorithms.base",
     "make_vec": "vector",
+    "Callback": "training.callbacks",
     "doctor": "advice.doctor",
     "tune": "advice.tune",
     "EnvError": "errors",

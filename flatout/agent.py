@@ -34,6 +34,7 @@ from flatout.envs.spaces import ActionLayout, Array, ObsLayout, space_from_json
 from flatout.errors import FlatoutError, one_line
 from flatout.executors.base import RestartBudget
 from flatout.executors.episodes import LastEpisodes
+from flatout.integrations.loggers import LOGGERS, LoggerProcess, require_loggers
 from flatout.models.actor import env_actions
 from flatout.models.policy import Policy
 from flatout.perf.costs import Costs
@@ -42,19 +43,21 @@ from flatout.perf.trial import try_out
 from flatout.runlog.files import write_json
 from flatout.runlog.folder import RunFolder, default_run_name
 from flatout.runlog.recorder import Recorder, Sink
+from flatout.training.callbacks import CallbackList, Callbacks
 from flatout.training.checkpoint import Checkpoint, CheckpointFolder
 from flatout.training.checkpoint import read as read_checkpoint
 from flatout.training.checkpoint import write as write_checkpoint
 from flatout.training.distributed import LostRankError, Unwritten, join
 from flatout.training.evaluation import Evaluation, eval_executor, evaluate
-from flatout.training.loop import Callback, train
+from flatout.training.loop import train
 from flatout.training.stop import StopRequest
 from flatout.training.summary import summarize
 from flatout.training.trainer import EVAL_SEED, MAX_EVAL_ENVS, Trainer
 from flatout.views.display import PlainDisplay, make_display
+from flatout.views.notebook import Curve, HtmlText, Plot, table_html
 from flatout.views.report import write_report
 from flatout.views.stream import SafeStream
-from flatout.views.text import report_text, summary_text
+from flatout.views.text import report_text, summary_lines, summary_text
 
 ROUNDED = 1.1
 """A run that takes more than this times the env steps that were asked for says so."""
@@ -68,8 +71,8 @@ class Agent:
     `env` is a Gymnasium id, `module:Id`, `file.py:factory`, `envpool:Task`, a gym.Env class, a function that makes an
     env, a gym.Env itself (for n_envs=1), or a batched env: a gymnasium.vector.VectorEnv, an object like it that works
     with tensors, or a function that makes one of those.
-    Settings are the flags of `flatout train --help`, with underscores. With `runs_dir` or `run_name`, learn() writes a
-    run folder.
+    Settings are the flags of `flatout train --help`, with underscores. With `runs_dir`, `run_name` or `log`, learn() writes
+    a run folder.
     """
 
     algo: str | None = None
@@ -121,7 +124,7 @@ class Agent:
         if info.batched == "tensor" and config.device == "auto":
             device = info.device
         self._run_name, self._runs_dir, self._overwrite = run_name, runs_dir, overwrite
-        self._wants_folder = bool(run_name or runs_dir)
+        self._wants_folder = bool(run_name or runs_dir or config.log)
         spaces = info.observation_space, info.action_space
         self._set_up(config, source, spaces, device, info.factory.mask_in_info, env=info)
         self._costs = costs
@@ -159,6 +162,9 @@ class Agent:
         self._trainer: Trainer | None = None
         self._folder: RunFolder | None = None
         self._resume_notes: list[str] = []
+        self._curve = Curve()
+        self._trained_in: Path | None = None
+        """The folder of the run that a loaded agent comes from."""
         self._n_predictions = 0
 
     def _measure_batch_size(self) -> None:
@@ -229,11 +235,15 @@ class Agent:
         return agent
 
     def learn(
-        self, total_timesteps: int | None = None, callback: Callback | None = None, progress_bar: bool = False
+        self,
+        total_timesteps: int | None = None,
+        callback: Callbacks | None = None,
+        progress_bar: bool = False,
     ) -> Self:
         """Learn for `total_timesteps` more env steps, or up to the configured total; returns the agent.
 
-        `callback(progress)` is called after each iteration; returning False stops. A signal stops after the current
+        `callback` is a function, a flatout.Callback, or a list of them. A function is called with the progress after each
+        iteration; returning False stops. A signal stops after the current
         iteration, saves everything, and is then raised.
         """
         self.run(total_timesteps, callback, progress_bar)
@@ -244,8 +254,10 @@ class Agent:
         return self
 
     @gc_frozen()
-    def run(self, total_timesteps: int | None, callback: Callback | None, progress_bar: bool) -> None:
+    def run(self, total_timesteps: int | None, callback: Callbacks | None, progress_bar: bool) -> None:
         """The same as `learn`, but a signal that stops it is kept in `stop_signal` and not raised."""
+        hooks = CallbackList(callback)
+        require_loggers(self.config.log)
         use_device(self.policy.device)  # another agent may have used another one
         progress_bar = progress_bar and self.is_first
         early: list[tuple[str, str]] = []
@@ -263,15 +275,19 @@ class Agent:
         )
         self._open_folder()
         display = make_display(phase=lambda: trainer.clock.current) if progress_bar else None
-        sinks: list[Sink] = [display] if display is not None else []
+        self._learned_curve().cut(trainer.state.env_steps)
+        sinks: list[Sink] = [self._curve, *([display] if display is not None else [])]
         if (ranks := trainer.ranks) is not None and not ranks.is_first:
-            sinks = [ranks.notes]
+            sinks = [self._curve, ranks.notes]
+        resume_at, folder = trainer.state.env_steps or None, self._folder
+        kinds = [kind for kind in LOGGERS if kind in self.config.log]
         recorder = Recorder(
-            self._folder,
+            folder,
             sinks,
             about=trainer.describe(),
-            resume_at=trainer.state.env_steps or None,
+            resume_at=resume_at,
             columns=self.config.descriptor.metrics,
+            loggers=[LoggerProcess(kind, folder, resume_at) for kind in kinds] if folder is not None else (),
         )
         for fault in early:
             recorder.fault(*fault, is_known=True)
@@ -283,12 +299,13 @@ class Agent:
         startup = time() - self.began_at
         with stop.listening():
             try:
+                hooks.on_begin(self)
                 status = train(
                     trainer,
                     until=until,
                     recorder=recorder,
                     checkpoints=self._checkpoints(),
-                    callback=callback,
+                    callback=hooks.on_iteration if hooks else None,
                     stop=stop,
                 )
             except BaseException as error:
@@ -297,8 +314,10 @@ class Agent:
                 self._finish(
                     trainer, recorder, status, startup, " ".join(str(error).split()), save=not is_lost
                 )
+                hooks.on_end(self)
                 raise
             self._finish(trainer, recorder, status, startup, None)
+            hooks.on_end(self)
         self.began_at = time()
         self.stop_signal = stop.signal
 
@@ -387,11 +406,29 @@ class Agent:
             self._trainer.close()
 
     def report(self) -> str:
-        """Where the time of the last learn() went, in a few lines."""
+        """Where the time of the last learn() went, in a few lines; a table in a notebook."""
         if not self.summary:
             return "nothing learned yet: call learn() first"
         folder = self._folder if self.is_saved else None
-        return summary_text(self.summary) if folder is None else report_text(folder.path)
+        return HtmlText(summary_text(self.summary) if folder is None else report_text(folder.path))
+
+    def plot(self) -> Plot:
+        """The learning curve: a notebook shows it, `plot().save("curve.svg")` writes it."""
+        return Plot(self._learned_curve(), f"{self.config.env}, {self.config.descriptor.title}")
+
+    def _learned_curve(self) -> Curve:
+        """The curve of what was learned so far, by an earlier process too if there is a run folder."""
+        if not self._curve.returns and self._trained_in is not None:
+            self._curve = Curve.read(self._trained_in / "metrics.csv")
+        return self._curve
+
+    def _repr_html_(self) -> str:
+        config, curve = self.config, self._learned_curve()
+        rows = [("settings", config.arithmetic()), ("device", f"{self.device}, seed {config.seed}")]
+        if self.summary:
+            rows += [(label, text) for label, text in summary_lines(self.summary) if label != "run"]
+        title = f"{config.descriptor.title} on {config.env}"
+        return table_html(title, rows, self.plot().svg if curve.returns else "")
 
     def header(self) -> list[str]:
         """Lines that describe the run before it begins."""
@@ -516,6 +553,7 @@ class Agent:
         None: another rank has the folder.
         """
         self._folder, self._resume_notes, self._wants_folder = folder, notes, True
+        self._trained_in = folder.path if folder is not None else None
 
     @property
     def is_first(self) -> bool:
@@ -576,6 +614,11 @@ class Agent:
             return
         self.summary["error"] = self.summary["error"] or lost
         self.is_saved = not _try_to_save(lambda: folder.end(self.summary)) and not lost
+        for note in recorder.end_loggers(self.summary):
+            PlainDisplay(SafeStream(sys.stderr)).note(f"note: {note}")
+        if recorder.figures()["records_lost"] != self.summary["records_lost"]:
+            self.summary |= recorder.figures()
+            _try_to_save(lambda: folder.end(self.summary))
         _try_to_save(lambda: write_report(folder.path))
         folder.settle()
         folder.lock.release()
@@ -654,7 +697,9 @@ def load(path: str | Path, env: EnvSource | None = None, *, trust: bool = False,
             warnings.warn(f"{line}; using {used.name}", stacklevel=2)
     else:
         checkpoint = read_checkpoint(path)
-    return Agent.from_checkpoint(checkpoint, env, trust=trust, code=code)
+    agent = Agent.from_checkpoint(checkpoint, env, trust=trust, code=code)
+    agent._trained_in = path if path.is_dir() else None
+    return agent
 
 
 def _with_code(config: Any, code: Mapping[str, Code]) -> Any:

@@ -145,6 +145,39 @@ def test_a_callback_sees_progress_and_may_stop() -> None:
     assert agent.summary["status"] == "stopped"
 
 
+class Watch(flatout.Callback):
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def on_begin(self, agent: Any) -> None:
+        self.seen.append((agent.config.env, agent.summary))
+
+    def on_iteration(self, progress: Progress) -> None:
+        self.seen.append(progress.env_steps)
+
+    def on_end(self, agent: Any) -> None:
+        self.seen.append(agent.summary["status"])
+
+
+def test_callbacks_are_called_at_the_beginning_after_iterations_and_at_the_end() -> None:
+    watch, begun = Watch(), ("CartPole-v1", {})
+    agent = flatout.PPO("CartPole-v1", seed=1, **SMALL)
+    agent.learn(10_000, callback=[lambda p: p.env_steps < 256, watch])
+    assert watch.seen == [begun, 128, 256, "stopped"]
+
+    def fails(progress: Progress) -> None:
+        raise ValueError("mine")
+
+    watch = Watch()
+    with pytest.raises(ValueError, match="mine"):
+        agent.learn(10_000, callback=[watch, fails])
+    assert watch.seen[1:] == [384, "failed"]
+    with pytest.raises(
+        flatout.FlatoutError, match=r"must be a function, a flatout\.Callback, or a list of them"
+    ):
+        agent.learn(10_000, callback=Watch)  # type: ignore[arg-type]
+
+
 def test_a_target_return_ends_the_run() -> None:
     settings = SMALL | {"gamma": 0.0, "learning_rate": 3e-3, "n_epochs": 4}
     agent = flatout.PPO(partial(Match), seed=1, target_return=6.0, timesteps=100_000, **settings)

@@ -31,6 +31,7 @@ from flatout.perf.planner import UpdateProbe, copied_to_cpu
 from flatout.perf.roofline import on_card
 from flatout.perf.simulate import FEW_ENV_STEPS, Forecast, ladder, simulate
 from flatout.runlog.samples import Samples, read_samples
+from flatout.views.notebook import text_html
 
 BENCHMARK_SECONDS = 5.0
 SMALLER = (256, 256)
@@ -76,6 +77,9 @@ class Diagnosis:
     def to_json(self) -> dict[str, Any]:
         """The same as plain data."""
         return asdict(self)
+
+    def _repr_html_(self) -> str:
+        return text_html(str(self))
 
     def __str__(self) -> str:
         settings, forecast = self.settings, self.forecast
@@ -144,7 +148,7 @@ def doctor(
     """Measure an env with these settings on this machine and find what would hold a run back."""
     wishes = parse_what_if(what_if) if what_if else None
     with tempfile.TemporaryDirectory() as folder:
-        agent = Agent(env, runs_dir=folder, run_name="probe", **settings)
+        agent = Agent(env, runs_dir=folder, run_name="probe", **settings | {"log": ()})
         case = measure(agent, BENCHMARK_SECONDS, tell)
         samples = read_samples(Path(folder, "probe", "samples.jsonl"))
         memory = _memory_share(agent, samples)

@@ -22,6 +22,7 @@ from flatout.perf.costs import START_SECONDS, Costs, Settings
 from flatout.perf.decide import candidates, describe
 from flatout.perf.simulate import FEW_ENV_STEPS, ladder, simulate
 from flatout.runlog.files import write_json
+from flatout.views.notebook import text_html
 
 TRIAL_SECONDS = 3.0
 MOST_ENVS = 512
@@ -81,6 +82,9 @@ class Tuned:
     seconds: float
     n_considered: int
 
+    def _repr_html_(self) -> str:
+        return text_html(str(self))
+
     def __str__(self) -> str:
         after = f"{self.best}\ngain    {self.best.measured / self.before.measured:.2f} ×"
         if self.best is self.before:
@@ -107,7 +111,7 @@ def tune(
         tell(what, min((perf_counter() - began) / budget, 1.0))
 
     told("measuring env, policy and learner")
-    agent = Agent(env, **settings)
+    agent = Agent(env, **settings | {"log": ()})
     case = measure(agent, TRIAL_SECONDS, told)
     agent.close()
     now = replace(case.settings, extra_seconds=0.0)

@@ -24,6 +24,7 @@ RESUMABLE = (
     "eval_episodes",
     "eval_max_steps",
     "checkpoint_every",
+    "log",
 )
 """Settings that may change when a run is resumed."""
 
@@ -168,7 +169,12 @@ def _add_flag(group: argparse._ArgumentGroup, field: Field) -> None:
 
 
 def _metavar(field: Field) -> str:
-    special = {"batch_size": "N|auto", "buffer_size": "N|50GB", "memory": "lstm:N|gru:N"}
+    special = {
+        "batch_size": "N|auto",
+        "buffer_size": "N|50GB",
+        "memory": "lstm:N|gru:N",
+        "log": "wandb,mlflow",
+    }
     if field.name in special:
         return special[field.name]
     if field.name == "algo":

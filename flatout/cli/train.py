@@ -17,6 +17,7 @@ import psutil
 from flatout.cli import devices
 from flatout.cli import parser as cli
 from flatout.errors import FlatoutError
+from flatout.integrations.loggers import require_loggers
 from flatout.runlog.files import plural
 from flatout.runlog.folder import RunFolder, default_run_name
 
@@ -49,6 +50,7 @@ def train(argv: Sequence[str]) -> int:
     _add_devices(parser)
     _add_output_flags(parser)
     args, config, given = cli.parse_settings(parser, argv)
+    require_loggers(config.log)
     if args.resume and args.overwrite:
         raise FlatoutError("--resume and --overwrite exclude each other; pass one of them")
     if args.resume and not args.run_name:

@@ -88,6 +88,8 @@ class RunConfig:
     """Steps after which an episode of an evaluation is cut; it counts with its return so far."""
     checkpoint_every: int = 100_000
     """Env steps between checkpoints; 0: only at the end."""
+    log: tuple[Literal["wandb", "mlflow", "tensorboard"], ...] = ()
+    """Where metrics, config and summary go too: wandb, mlflow, with commas between; TensorBoard's events are always written."""
     algorithm: AlgorithmConfig
     """The algorithm's settings."""
     network: NetworkConfig

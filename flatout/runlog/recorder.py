@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 from time import perf_counter
-from typing import Protocol
+from typing import Any, Protocol
 
 from flatout.errors import FlatoutError
 from flatout.runlog.files import AppendedFile, write_json
@@ -140,6 +140,25 @@ class Sink(Protocol):
         """Flush and end; a second call does nothing."""
 
 
+class Logger(Protocol):
+    """Passes the rows of metrics.csv on to another program; never raises."""
+
+    name: str
+    problem: str | None
+    """Why it sends nothing at the moment."""
+    n_lost: int
+    """Rows that were not sent; known after `close`."""
+
+    def keep_running(self) -> None:
+        """Called after each row."""
+
+    def take_notes(self) -> list[str]:
+        """Lines for the user."""
+
+    def close(self, summary: Mapping[str, Any], n_rows: int) -> None:
+        """Pass the run's summary on, after all rows, and end."""
+
+
 class Recorder:
     """Feeds the sinks and, if the run has a folder, its files. A file that cannot be written does not end the run."""
 
@@ -151,6 +170,7 @@ class Recorder:
         about: Mapping[str, object] | None = None,
         resume_at: int | None = None,
         columns: Sequence[str] = (),
+        loggers: Sequence[Logger] = (),
     ) -> None:
         """`about`: what progress.json says beside the progress. `columns`: of metrics.csv, besides COLUMNS."""
         self._folder, self._sinks = folder, sinks
@@ -165,6 +185,7 @@ class Recorder:
         self._progress_problem: str | None = None
         self._troubles: set[str] = set()
         self._logs: list[MetricsLog | TensorBoardLog] = []
+        self._loggers, self._n_rows = loggers, 0
         self._faults: AppendedFile | None = None
         self._files: list[AppendedFile] = []
         if folder is not None:
@@ -191,7 +212,7 @@ class Recorder:
     def figures(self) -> dict[str, object]:
         """Figures of the samples and of the records, for summary.json."""
         figures = self._sampler.figures() if self._sampler is not None else Figures()
-        return {**asdict(figures), "records_lost": sum(file.n_lost for file in self._files)}
+        return {**asdict(figures), "records_lost": sum(it.n_lost for it in (*self._files, *self._loggers))}
 
     def is_due(self) -> bool:
         """Whether the last write is long enough ago for another."""
@@ -209,6 +230,10 @@ class Recorder:
         if self._folder is not None:
             problems = [self._write_progress(progress, self._folder), *(file.problem for file in self._files)]
             self._tell("records", next(filter(None, problems), None))
+        for logger in self._loggers:
+            self._tell(logger.name, logger.problem)
+            for note in logger.take_notes():
+                self.note(note)
 
     def _write_row(self) -> None:
         if self._unwritten is not None:
@@ -216,6 +241,9 @@ class Recorder:
             for log in self._logs:
                 log.write(log.row(self._unwritten))
             self._unwritten = None
+            self._n_rows += 1
+            for logger in self._loggers:
+                logger.keep_running()
 
     def _write_progress(self, progress: Progress, folder: RunFolder) -> str | None:
         """Write progress.json if it is due; returns why it could not be written the last time."""
@@ -286,6 +314,12 @@ class Recorder:
             self.note(self._sampler.problem)
         for sink in self._sinks:
             sink.close()
+
+    def end_loggers(self, summary: Mapping[str, Any]) -> list[str]:
+        """After `close`: pass the summary on to the loggers and end them; returns what the user should know."""
+        for logger in self._loggers:
+            logger.close(summary, self._n_rows)
+        return [note for logger in self._loggers for note in logger.take_notes()]
 
 
 class SpanFile:

@@ -20,6 +20,9 @@ from flatout.executors.episodes import EpisodeStatistics
 from flatout.models.actor import env_actions
 from flatout.models.policy import Policy
 from flatout.perf.costs import Settings
+from flatout.runlog.files import plural
+from flatout.views.figures import mean_and_std, number
+from flatout.views.notebook import table_html
 
 ISOLATED = ("process", "thread")
 """Executors whose envs may die or hang without harm; evaluation uses them where training does."""
@@ -49,6 +52,18 @@ class Evaluation:
     def length_mean(self) -> float:
         """Mean episode length in env steps."""
         return float(np.mean(self.lengths))
+
+    def _repr_html_(self) -> str:
+        low, high = min(self.returns), max(self.returns)
+        rows = [
+            (
+                "return",
+                f"{mean_and_std(self.return_mean, self.return_std)}, from {number(low)} to {number(high)}",
+            ),
+            ("episodes", f"{plural(len(self.returns), 'episode')}, {number(self.length_mean)} steps each"),
+            ("cut", f"{self.n_cut} at the step limit" if self.n_cut else ""),
+        ]
+        return table_html("evaluation", rows)
 
 
 def eval_executor(

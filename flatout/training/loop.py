@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import perf_counter
 from traceback import format_exception
-from typing import TypeAlias
 
 import torch
 
@@ -15,13 +13,11 @@ from flatout.errors import one_line
 from flatout.executors.episodes import LastEpisodes
 from flatout.runlog.recorder import Progress, Recorder, TimeLeft
 from flatout.timing import Phase, busy_seconds, run_phases
+from flatout.training.callbacks import OnIteration
 from flatout.training.checkpoint import CheckpointFolder
 from flatout.training.evaluation import Evaluation
 from flatout.training.stop import StopRequest
 from flatout.training.trainer import Trainer
-
-Callback: TypeAlias = Callable[[Progress], bool | None]
-"""Sees the progress after each iteration; returning False stops the run."""
 
 ENDLESS_STEPS = 5000
 """Steps of each env without the end of an episode that are worth a warning; most envs have a limit of 1,000 or fewer."""
@@ -38,7 +34,7 @@ def train(
     recorder: Recorder,
     stop: StopRequest,
     checkpoints: CheckpointFolder | None = None,
-    callback: Callback | None = None,
+    callback: OnIteration | None = None,
 ) -> str:
     """Iterate to `until` env steps, the target return or a stop; returns the run's status."""
     n_threads, already = torch.get_num_threads(), trainer.state.wall_seconds
@@ -69,7 +65,7 @@ class _Loop:
     _until: int
     _recorder: Recorder
     _checkpoints: CheckpointFolder | None
-    _callback: Callback | None
+    _callback: OnIteration | None
     _began: float
     _n_cut: int = 0
     """Episodes that were cut in the last evaluation."""
