@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: install train test test-gpu check browser card format walk chaos bench clean
+.PHONY: install train test test-gpu check browser card format walk wheel site chaos bench clean
 
 install: $(VENV)/.installed
 
@@ -57,6 +57,16 @@ test-gpu: install
 walk: install
 	@$(BIN)/python tools/walk.py
 
+# The wheel and the sdist in dist/; then a training with the wheel alone, in a new environment and an empty folder.
+wheel:
+	@rm -rf build dist; set -e; new=$$(mktemp -d); trap 'rm -rf "$$new"' EXIT; \
+	$(PYTHON) -m venv "$$new/build"; "$$new/build/bin/python" -m pip install --quiet --disable-pip-version-check build; \
+	"$$new/build/bin/python" -m build --outdir dist . >/dev/null; rm -rf build *.egg-info; \
+	$(PYTHON) -m venv "$$new/clean"; echo "flatout: installing $$(ls dist/*.whl) into a clean environment"; \
+	"$$new/clean/bin/python" -m pip install --quiet --disable-pip-version-check -c constraints.txt dist/*.whl; \
+	mkdir "$$new/empty"; cd "$$new/empty"; "$$new/clean/bin/flatout" train snake --timesteps 20000; \
+	"$$new/clean/bin/flatout" report runs/* >/dev/null; "$$new/clean/bin/flatout" list >/dev/null
+
 # Short trainings with seeded faults of every kind; a failure prints the seed that repeats it.
 SECONDS ?= 600
 SEED ?= 1
@@ -71,4 +81,4 @@ bench: $(VENV)/.installed-bench
 	@$(BIN)/python -m benchmarks.stepping
 
 clean:
-	rm -rf $(VENV) build *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import gymnasium as gym
+import gymnasium.wrappers.vector as vector_wrappers
 import numpy as np
 import pytest
 from gymnasium import spaces
@@ -88,10 +89,10 @@ KINDS = ("serial", "process", "thread")
 
 
 def peers(
-    make: Callable[[], gym.Env[Any, Any]], kind: str = "auto"
+    make: Callable[[], gym.Env[Any, Any]], kind: str = "auto", mode: AutoresetMode = AutoresetMode.SAME_STEP
 ) -> tuple[VecEnv, SyncVectorEnv[Any, Any]]:
-    theirs = SyncVectorEnv([make] * N, autoreset_mode=AutoresetMode.SAME_STEP)
-    return flatout.make_vec(make, N, kind), theirs
+    theirs = SyncVectorEnv([make] * N, autoreset_mode=mode)
+    return flatout.make_vec(make, N, kind, autoreset_mode=mode), theirs
 
 
 CASES: dict[str, Callable[[], gym.Env[Any, Any]]] = {
@@ -128,6 +129,46 @@ def test_every_step_equals_gymnasiums_own(case: str, kind: str) -> None:
             assert same(got, want)
             assert got[0] in ours.observation_space
     ours.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("case", ["CartPole", "taciturn"])
+def test_with_next_step_too(case: str, kind: str) -> None:
+    ours, theirs = peers(CASES[case], kind, AutoresetMode.NEXT_STEP)
+    ours.action_space.seed(0)
+    n_ended = 0
+    for seed in (7, None):  # the second reset comes right after an end in some envs
+        assert same(ours.reset(seed=seed), theirs.reset(seed=seed))
+        for _ in range(48):
+            actions = ours.action_space.sample()
+            got, want = ours.step(actions), theirs.step(actions)
+            assert same(got, want)
+            n_ended += int((got[2] | got[3]).sum())
+    assert n_ended > N
+    ours.close()
+
+
+WRAPPERS: dict[str, Callable[[Any], Any]] = {
+    "statistics": vector_wrappers.RecordEpisodeStatistics,
+    "normalized observations": vector_wrappers.NormalizeObservation,
+    "normalized rewards": vector_wrappers.NormalizeReward,
+    "flat": vector_wrappers.FlattenObservation,
+    "infos as a list": vector_wrappers.DictInfoToList,
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_gymnasiums_vector_wrappers_work(wrapper: str) -> None:
+    pair = peers(CASES["CartPole"], "serial", AutoresetMode.NEXT_STEP)
+    ours, theirs = (WRAPPERS[wrapper](envs) for envs in pair)
+    assert same(ours.reset(seed=1), theirs.reset(seed=1))
+    for _ in range(60):
+        got, want = (list(envs.step(np.ones(N, np.int64))) for envs in (ours, theirs))
+        for result in (got, want):
+            if wrapper == "statistics" and "episode" in result[-1]:
+                del result[-1]["episode"]["t"]  # the time
+        assert same(tuple(got[:4]), tuple(want[:4]))
+        assert got[4] == want[4] if wrapper == "infos as a list" else same(got[4], want[4])
 
 
 @pytest.mark.parametrize("case", ["CartPole", "talkative"])
@@ -257,6 +298,11 @@ def test_a_lost_env_is_a_truncated_episode(monkeypatch: pytest.MonkeyPatch) -> N
             "executor is 'seriel'; it must be one of auto, serial, .* did you mean 'serial'",
         ),
         ({"n_envs": 0}, "n_envs must be at least 1, got 0"),
+        ({"n_envs": 2, "num_envs": 3}, "n_envs is 2 and num_envs 3; both mean the same, so give one"),
+        (
+            {"autoreset_mode": "Disabled"},
+            "autoreset_mode is 'Disabled'; it must be 'SAME_STEP' or 'NEXT_STEP'",
+        ),
         ({"n_workers": 3}, "executor 'auto' takes no option 'n_workers'"),
         ({"executor": "process", "n_worker": 3}, "'process' takes no option 'n_worker'; did you mean"),
         ({"executor": "process", "n_workers": 0}, "n_workers must be at least 1, got 0"),
@@ -282,3 +328,104 @@ def test_wrong_seeds_masks_and_spaces_are_one_line() -> None:
 
     with pytest.raises(EnvError, match="action_space is a Text"):
         flatout.make_vec(Chatty)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_wrong_actions_are_one_line_and_step_nothing(kind: str) -> None:
+    envs = flatout.make_vec("CartPole-v1", num_envs=N, executor=kind)
+    assert envs.num_envs == N
+    envs.reset(seed=1)
+    for actions, message in (
+        ([0, 1], r"^2 actions for 3 envs; give an array of shape \(3,\)$"),
+        ([0, 1, 0, 1], "^4 actions for 3 envs"),
+        ([[0], [1], [0]], r"^actions of shape \(3, 1\) for 3 envs"),
+        (1, r"^actions of shape \(\) for 3 envs"),
+        ([0.0, 1.0, 0.0], r"^actions are float64; the action space Discrete\(2\) takes integers$"),
+        ([0, 1, 2], r"^action 2 of env 2 is outside the action space Discrete\(2\)$"),
+    ):
+        with pytest.raises(FlatoutError, match=message):
+            envs.step(actions)
+    with pytest.raises(FlatoutError, match=r"rows must be env indices from 0 to 2, got \[0, 1, 3\]"):
+        envs.send([0, 0, 0], np.array([0, 1, 3]))
+    fresh = flatout.make_vec("CartPole-v1", N, "serial")
+    fresh.reset(seed=1)
+    assert same(envs.step([0, 1, 1]), fresh.step([0, 1, 1]))
+    envs.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_closed_envs_refuse_everything(kind: str) -> None:
+    envs = flatout.make_vec("CartPole-v1", N, kind)
+    envs.reset()
+    envs.close()
+    envs.close()
+    actions = np.zeros(N, np.int64)
+    calls: list[Callable[[], Any]] = [
+        envs.reset, envs.recv, envs.render, partial(envs.step, actions), partial(envs.send, actions),
+        partial(envs.get_attr, "spec"), partial(envs.set_attr, "x", 1),
+    ]  # fmt: skip
+    for call in calls:
+        with pytest.raises(
+            FlatoutError, match=r"^the envs are closed; make new ones with flatout\.make_vec$"
+        ):
+            call()
+
+
+class Odd(gym.Env[Any, Any]):
+    """Its second observation is the one that it is given."""
+
+    action_space = spaces.Discrete(2)
+
+    def __init__(self, space: gym.Space[Any], odd: Any) -> None:
+        self.observation_space, self._odd = space, odd
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        return self.observation_space.sample(), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        return self._odd, 0.0, False, False, {}
+
+
+BOX = spaces.Box(-1, 1, (3,), np.float32)
+
+
+@pytest.mark.parametrize("kind", ["serial", "thread"])
+@pytest.mark.parametrize(
+    ("space", "odd", "message"),
+    [
+        (
+            BOX,
+            np.zeros(2, np.float32),
+            r"observation is float32 of shape \(2,\); its space is a Box of shape",
+        ),
+        (BOX, np.float32(0.5), r"observation is float32 of shape \(\); its space is a Box"),
+        (BOX, None, "observation is a NoneType; its space is a Box"),
+        (spaces.Discrete(3), 9, r"observation is 9, outside Discrete\(3\)"),
+        (spaces.Discrete(3), 1.5, r"observation is a float; its space is Discrete\(3\)"),
+        (
+            spaces.Box(0, 255, (3,), np.uint8),
+            np.full(3, 300),
+            r"observation is array\(\[300, 300, 300\]\), outside",
+        ),
+        (spaces.Dict(a=BOX, b=BOX), {"a": np.zeros(3, np.float32)}, "observation lacks 'b'"),
+    ],
+)
+def test_an_observation_out_of_its_space_is_named(
+    space: gym.Space[Any], odd: Any, message: str, kind: str
+) -> None:
+    envs = flatout.make_vec(partial(Odd, space, odd), 1, kind)
+    envs.reset()
+    with pytest.raises(EnvError, match=f"^env 0 at step 1: {message}") as caught:
+        envs.step([0])
+    assert "\n" not in str(caught.value)
+    envs.close()
+
+
+def test_an_observation_out_of_its_bounds_is_noted_once() -> None:
+    envs = flatout.make_vec(partial(Odd, spaces.Dict(x=BOX), {"x": np.full(3, 7, np.float32)}), N, "serial")
+    envs.reset()
+    for _ in range(3):
+        envs.step(np.zeros(N, np.int64))
+    assert envs.notes == ["env 0: observation['x'] is outside the bounds that its space declares"]

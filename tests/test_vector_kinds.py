@@ -75,6 +75,15 @@ def test_an_async_env_gives_the_same_steps_as_the_blocking_one(awaits: Any, bloc
     envs.close()
 
 
+def test_async_envs_can_reset_at_the_next_step() -> None:
+    awaits, blocks = (
+        flatout.make_vec(env, N, autoreset_mode="NEXT_STEP") for env in (AsyncTalkative, Talkative)
+    )
+    assert same(awaits.reset(seed=5), blocks.reset(seed=5))
+    assert_same_steps(awaits, blocks, 30)
+    awaits.close()
+
+
 def test_methods_of_async_envs_run_on_their_event_loop() -> None:
     envs = flatout.make_vec(AsyncTalkative, N, "async")
     envs.reset()
@@ -160,6 +169,24 @@ def test_a_lost_env_ends_its_episode_with_its_last_observation(kind: str) -> Non
     after, *_, infos = envs.step(np.zeros(N, np.int64))
     assert (after[:, 1] == obs[:, 1] + 1).all()
     assert infos == {}
+    envs.close()
+
+
+@pytest.mark.parametrize("kind", ["process", "thread"])
+def test_with_next_step_a_lost_env_begins_its_new_episode_one_step_later(kind: str) -> None:
+    envs = flatout.make_vec(Doomed, N, kind, autoreset_mode="NEXT_STEP")
+    envs.reset(seed=0)
+    for _ in range(3):
+        before, *_ = envs.step(np.zeros(N, np.int64))
+    envs.set_attr("doomed", [False, False, True])
+    obs, rewards, _, truncations, infos = envs.step(np.zeros(N, np.int64))
+    assert truncations.tolist() == infos["restarted"].tolist() == [False, False, True]
+    assert obs[2].tolist() == before[2].tolist()
+    obs, rewards, _, truncations, infos = envs.step(np.zeros(N, np.int64))
+    assert (obs[:, 1].tolist(), rewards[2], truncations.any()) == ([5, 5, 0], 0.0, False)
+    assert envs.step(np.zeros(N, np.int64))[0][:, 1].tolist() == [6, 6, 1]
+    with pytest.raises(FlatoutError, match="send and recv are for autoreset_mode 'SAME_STEP'"):
+        envs.send(np.zeros(N, np.int64))
     envs.close()
 
 

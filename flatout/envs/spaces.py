@@ -96,7 +96,7 @@ class ObsLayout:
         for spec, array in zip(self.specs, arrays, strict=True):
             batch = array[None] if single else array
             if batch.shape[1:] != spec.shape:
-                name = f"observation{_brackets(spec.path)}"
+                name = f"observation{brackets(spec.path)}"
                 raise FlatoutError(f"{name} has shape {array.shape}; the agent was trained with {spec.shape}")
             out.append(np.ascontiguousarray(batch, dtype=spec.dtype))
         return tuple(out), single
@@ -185,7 +185,7 @@ def _array_specs(space: gym.Space[Any], path: Path) -> Iterator[ArraySpec]:
         yield _box_spec(space, path)
     elif not is_text(space) or not path:
         raise FlatoutError(
-            f"observation space{_brackets(path)} {space} is not supported; supported are Box, Discrete, "
+            f"observation space{brackets(path)} {space} is not supported; supported are Box, Discrete, "
             "MultiDiscrete, MultiBinary, and Dict and Tuple of those"
         )
 
@@ -201,7 +201,8 @@ def _box_spec(space: spaces.Box, path: Path) -> ArraySpec:
     return ArraySpec(path, "image", shape, dtype, channels_last=last)
 
 
-def _brackets(path: Path) -> str:
+def brackets(path: Path) -> str:
+    """`['camera'][0]`: a path in a space as it is written in Python."""
     return "".join(f"[{key!r}]" for key in path)
 
 

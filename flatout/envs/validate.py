@@ -27,6 +27,11 @@ def nan_message(what: str, env_index: int, step: int, kind: str = "a NaN") -> st
     return f"env {env_index} gave {kind} {what} at step {step}"
 
 
+def broke_api(env_index: int, doing: str, step: int, error: EnvError) -> str:
+    """`env 3 at step 117: observation is …`."""
+    return f"env {env_index} {f'at step {step}' if doing == 'step' else f'in {doing}'}: {error}"
+
+
 WRAPPERS = {
     "Text": "text must become numbers: encode it to a Box or MultiDiscrete of fixed length with "
     "gymnasium.wrappers.TransformObservation",
@@ -68,19 +73,42 @@ def validate_spaces(env: gym.Env[Any, Any] | BatchedEnvs, prefix: str = "", *, t
 def validate_obs(space: gym.Space[Any], obs: object, step: int = 0) -> list[str]:
     """Warnings about an observation; raises EnvError if it does not fit its space."""
     notes = []
-    for part, value, path in simple_parts(space, obs, "observation", step):
-        array = _as_declared(part, value, path, step)
+    for part, value, path, array in fitting_parts(space, obs, step):
         if array.dtype.kind == "f" and not np.isfinite(array).all():
             kind = "a NaN" if np.isnan(array).any() else "an infinite"
             raise EnvError(nan_message(path, 0, step, kind))
-        low, high = _bounds(part)
-        if np.any(array < low) or np.any(array > high):
-            # A discrete value out of range has no one-hot code; a Box value is only badly scaled.
-            if not isinstance(part, spaces.Box):
-                raise EnvError(f"{path} at step {step} is {_shorten(value)}, outside {_describe(part)}")
-            notes.append(f"{path} is outside the bounds that its space declares")
+        if is_outside(part, array).any():
+            notes.append(OUTSIDE.format(path))
         notes += _cast_note(part, value, array, path)
     return notes
+
+
+OUTSIDE = "{} is outside the bounds that its space declares"
+
+
+def fitting_parts(
+    space: gym.Space[Any], obs: object, step: int | None = None
+) -> Iterator[tuple[gym.Space[Any], Any, str, NDArray[Any]]]:
+    """What `simple_parts` gives, and each part as an array; raises EnvError if one does not fit its space."""
+    for part, value, path in simple_parts(space, obs, "observation", step):
+        array = _as_declared(part, value, path, step)
+        # A discrete value out of range has no one-hot code; a Box value is only badly scaled, if its dtype can hold it.
+        is_box = isinstance(part, spaces.Box)
+        outside = array.astype(part.dtype) != array if is_box else is_outside(part, array)
+        if outside.any() and array.dtype.kind != "f":
+            raise EnvError(f"{path}{_at(step)} is {_shorten(value)}, outside {_describe(part)}")
+        yield part, value, path, array
+
+
+def is_outside(space: gym.Space[Any], values: NDArray[Any]) -> NDArray[np.bool_]:
+    """Which elements of a simple space's values, or of a batch of them, are out of its bounds."""
+    low, high = bounds(space)
+    outside: NDArray[np.bool_] = (values < low) | (values > high)
+    return outside
+
+
+def _at(step: int | None) -> str:
+    return "" if step is None else f" at step {step}"
 
 
 def validate_reward(reward: object, step: int) -> None:
@@ -182,7 +210,7 @@ def _children(space: spaces.Dict | spaces.Tuple[Any]) -> dict[Any, gym.Space[Any
 
 
 def simple_parts(
-    space: gym.Space[Any], value: Any, path: str, step: int
+    space: gym.Space[Any], value: Any, path: str, step: int | None
 ) -> Iterator[tuple[gym.Space[Any], Any, str]]:
     """Each simple space in `space`, its part of the observation, and the name of that part; text is left out."""
     if not isinstance(space, spaces.Dict | spaces.Tuple):
@@ -192,34 +220,35 @@ def simple_parts(
     container = Mapping if isinstance(space, spaces.Dict) else (tuple, list)
     if not isinstance(value, container):
         raise EnvError(
-            f"{path} at step {step} is a {type(value).__name__}; its space is a {type(space).__name__}"
+            f"{path}{_at(step)} is a {type(value).__name__}; its space is a {type(space).__name__}"
         )
     children = _children(space)
     keys = set(value) if isinstance(value, Mapping) else set(range(len(value)))
     if isinstance(space, spaces.Tuple) and len(keys) != len(children):
-        raise EnvError(f"{path} at step {step} has {len(keys)} parts; its Tuple space has {len(children)}")
+        raise EnvError(f"{path}{_at(step)} has {len(keys)} parts; its Tuple space has {len(children)}")
     for what, odd in (("lacks", set(children) - keys), ("has the undeclared", keys - set(children))):
         if odd:
-            raise EnvError(f"{path} at step {step} {what} {', '.join(sorted(map(repr, odd)))}")
+            raise EnvError(f"{path}{_at(step)} {what} {', '.join(sorted(map(repr, odd)))}")
     for key, child in children.items():
         yield from simple_parts(child, value[key], f"{path}[{key!r}]", step)
 
 
-def _as_declared(space: gym.Space[Any], value: object, path: str, step: int) -> NDArray[Any]:
+def _as_declared(space: gym.Space[Any], value: object, path: str, step: int | None) -> NDArray[Any]:
     try:
         array = np.asarray(value)
     except Exception as error:
-        raise EnvError(f"{path} at step {step} is not an array: {one_line(error)}") from error
+        raise EnvError(f"{path}{_at(step)} is not an array: {one_line(error)}") from error
     width = KIND_WIDTH.get(array.dtype.kind)
     if width is None or width > KIND_WIDTH[np.dtype(space.dtype).kind] or array.shape != space.shape:
         kind = {"O": "objects", "U": "strings", "S": "bytes"}.get(array.dtype.kind, array.dtype.name)
         is_array = isinstance(value, np.ndarray | np.generic | list | tuple)
         got = f"{kind} of shape {array.shape}" if is_array else f"a {type(value).__name__}"
-        raise EnvError(f"{path} at step {step} is {got}; its space is {_describe(space)}")
+        raise EnvError(f"{path}{_at(step)} is {got}; its space is {_describe(space)}")
     return array
 
 
-def _bounds(space: gym.Space[Any]) -> tuple[Any, Any]:
+def bounds(space: gym.Space[Any]) -> tuple[Any, Any]:
+    """The least and the greatest value of each element of a simple space."""
     match space:
         case spaces.Box():
             return space.low, space.high

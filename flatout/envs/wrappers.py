@@ -1,4 +1,4 @@
-"""Env wrappers: action masks from `info`, a time limit for async envs, and async envs as blocking ones.
+"""Env wrappers: action masks from `info`, NEXT_STEP autoreset, a time limit for async envs, async envs as blocking ones.
 
 Gymnasium's own wrappers unpack what `step` returns and so fail on a coroutine; the async ones here await it.
 """
@@ -71,6 +71,54 @@ class MaskFromInfo(gym.Wrapper[Any, Any, Any, Any]):
                 f"the action space has {self._n_logits} choices"
             )
         return flat.astype(np.int8)
+
+
+class NextStepReset(gym.Wrapper[Any, Any, Any, Any]):
+    """NEXT_STEP autoreset in an executor, which resets an env as soon as its episode ends.
+
+    That reset is put off: it returns the episode's last observation, and the next step resets instead of stepping.
+    """
+
+    def __init__(self, env: gym.Env[Any, Any]) -> None:
+        super().__init__(env)
+        self._last: tuple[Any, dict[str, Any]] | None = None
+        """Observation and info at the end of an episode, until the executor's reset."""
+        self._is_due = False
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        """Reset, or put it off if the episode has just ended. Awaitable if the env is async."""
+        last, self._last = self._last, None
+        self._is_due = last is not None
+        if last is None:
+            return self.env.reset(seed=seed, options=options)
+        return _at_once(last) if inspect.iscoroutinefunction(self.unwrapped.reset) else last
+
+    def step(self, action: Any) -> Any:
+        """Step, or reset if the step before ended an episode. Awaitable if the env is async."""
+        is_reset, self._is_due = self._is_due, False
+        return self._noted(self.env.reset() if is_reset else self.env.step(action), is_reset)
+
+    def reset_at_next_step(self) -> None:
+        """Reset at the next step, whatever happened before."""
+        self._is_due = True
+
+    def _noted(self, result: Any, is_reset: bool) -> Any:
+        if inspect.isawaitable(result):
+            return self._awaited(result, is_reset)
+        if is_reset:
+            obs, info = result
+            return obs, 0.0, False, False, info
+        obs, _, terminated, truncated, info = result
+        if terminated or truncated:
+            self._last = obs, info
+        return result
+
+    async def _awaited(self, result: Any, is_reset: bool) -> Any:
+        return self._noted(await result, is_reset)
+
+
+async def _at_once(value: T) -> T:
+    return value
 
 
 class KeptOpen(gym.Wrapper[Any, Any, Any, Any]):

@@ -13,6 +13,7 @@ import numpy as np
 
 from flatout.envs import spaces
 from flatout.envs.spaces import Array, fast_contains
+from flatout.envs.validate import broke_api
 from flatout.errors import EnvError, one_line
 from flatout.executors.base import (
     NOT_IN_ENV,
@@ -201,6 +202,8 @@ class SerialExecutor(Executor):
             for obs, final in zip(self.current.obs, self.current.final_obs, strict=True):
                 final[i] = obs[i]
         while True:
+            if isinstance(error, EnvError):  # it broke Gymnasium's API, as a new env would
+                raise EnvError(broke_api(int(self.env_ids[i]), doing, self._n_steps + 1, error)) from None
             what = f"env {self.env_ids[i]} raised in {doing} at step {self._n_steps + 1}: {one_line(error)}"
             if _is_ours(error):  # its observation does not fit its space; a new env would do the same
                 raise EnvError(what.replace("raised", "gave what does not fit its spaces")) from None

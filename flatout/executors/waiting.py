@@ -18,7 +18,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from flatout.envs.spaces import Array
-from flatout.envs.validate import nan_message
+from flatout.envs.validate import broke_api, nan_message
 from flatout.errors import EnvError, FlatoutError, one_line
 from flatout.executors.base import (
     EnvCall,
@@ -301,6 +301,8 @@ class WaitingExecutor(Executor):
     def _failure(self, i: int, doing: Doing, error: BaseException) -> EnvError:
         if doing == "constructor" and isinstance(error, FlatoutError):
             return EnvError(str(error))
+        if doing != "constructor" and isinstance(error, EnvError):
+            return EnvError(broke_api(int(self.env_ids[i]), doing, self._n_steps[i] + 1, error))
         when = "" if doing == "constructor" else f" at step {self._n_steps[i] + 1}"
         return EnvError(f"env {self.env_ids[i]} raised in {doing}{when}: {one_line(error)}")
 

@@ -257,7 +257,7 @@ def test_a_hanging_step_is_abandoned_and_its_late_result_ignored(kind: Kind) -> 
         ((np.full(1, np.inf), 0.0, False, False, {}), "gave a NaN observation at step 3"),
         ((np.full(1, np.nan), 0.0, True, False, {}), "gave a NaN observation at step 3"),
         ((np.zeros(3), 0.0, False, False, {}), "raised in step at step 3: ValueError: could not broadcast"),
-        ((np.zeros(3), 0.0, True, False, {}), "raised in step at step 3: ValueError: could not broadcast"),
+        ((np.zeros(3), 0.0, True, False, {}), "env . at step 3: ValueError: could not broadcast"),
         ((np.zeros(1), "much", False, False, {}), "raised in step at step 3: ValueError: could not convert"),
     ],
 )

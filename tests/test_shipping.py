@@ -1,0 +1,36 @@
+"""What `python -m build` packs: the whole package and nothing else."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_the_wheel_and_the_sdist_hold_the_package_and_nothing_else(tmp_path: Path) -> None:
+    tree = tmp_path / "tree"
+    for folder in ("flatout", "tests/views", "simcard"):
+        shutil.copytree(ROOT / folder, tree / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for file in ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "tests/test_imports.py"):
+        shutil.copy(ROOT / file, tree / file)
+    build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(tmp_path)]
+    subprocess.run([*build, str(tree)], check=True, capture_output=True)  # the wheel is built from the sdist
+
+    package = {str(file.relative_to(tree)) for file in (tree / "flatout").rglob("*") if file.is_file()}
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as packed:
+        names = set(packed.namelist())
+    info = f"{wheel.name.partition('-py3')[0]}.dist-info/"
+    assert {name for name in names if not name.startswith(info)} == package
+    assert {"flatout/py.typed", "flatout/views/page.css", "flatout/cli/template/env.py.txt"} <= package
+    assert {f"{info}licenses/LICENSE", f"{info}entry_points.txt"} <= names
+
+    (sdist,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(sdist) as unpacked:
+        inside = [name.partition("/")[2] for name in unpacked.getnames()]
+    assert not [name for name in inside if name.startswith(("tests", "simcard"))]
