@@ -160,7 +160,8 @@ class Watch(flatout.Callback):
 
 
 def test_callbacks_are_called_at_the_beginning_after_iterations_and_at_the_end() -> None:
-    watch, begun = Watch(), ("CartPole-v1", {})
+    watch = Watch()
+    begun: tuple[str, dict[str, Any]] = ("CartPole-v1", {})
     agent = flatout.PPO("CartPole-v1", seed=1, **SMALL)
     agent.learn(10_000, callback=[lambda p: p.env_steps < 256, watch])
     assert watch.seen == [begun, 128, 256, "stopped"]

@@ -183,7 +183,7 @@ def test_with_next_step_a_lost_env_begins_its_new_episode_one_step_later(kind: s
     assert truncations.tolist() == infos["restarted"].tolist() == [False, False, True]
     assert obs[2].tolist() == before[2].tolist()
     obs, rewards, _, truncations, infos = envs.step(np.zeros(N, np.int64))
-    assert (obs[:, 1].tolist(), rewards[2], truncations.any()) == ([5, 5, 0], 0.0, False)
+    assert (obs[:, 1].tolist(), float(rewards[2]), bool(truncations.any())) == ([5, 5, 0], 0.0, False)
     assert envs.step(np.zeros(N, np.int64))[0][:, 1].tolist() == [6, 6, 1]
     with pytest.raises(FlatoutError, match="send and recv are for autoreset_mode 'SAME_STEP'"):
         envs.send(np.zeros(N, np.int64))

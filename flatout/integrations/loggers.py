@@ -180,7 +180,7 @@ class Wandb:
         import wandb
 
         record = folder.path / "wandb.json"
-        own = {"dir": str(folder.path)} if "WANDB_DIR" not in os.environ else {}
+        own: dict[str, Any] = {"dir": str(folder.path)} if "WANDB_DIR" not in os.environ else {}
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", PROJECT),
             name=os.environ.get("WANDB_NAME", folder.path.name),

@@ -154,7 +154,8 @@ class NotebookDisplay:
             if self._output is None:
                 from IPython.display import display
 
-                self._output = display(data, raw=True, display_id=True)
+                show: Any = display
+                self._output = show(data, raw=True, display_id=True)
             else:
                 self._output.update(data, raw=True)
         except Exception:  # a display problem must not end a run

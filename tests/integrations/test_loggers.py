@@ -48,7 +48,7 @@ def wandb_records(file: Path) -> Iterator[Any]:
         parts += data[at + 7 : at + 7 + size]
         at += 7 + size
         if kind in (1, 4):  # a whole record, or the last part of one
-            record = wandb_internal_pb2.Record()
+            record: Any = getattr(wandb_internal_pb2, "Record")()  # noqa: B009
             record.ParseFromString(parts)
             parts = b""
             yield record
@@ -84,7 +84,7 @@ def test_a_run_is_in_wandb_and_mlflow(tmp_path: Path) -> None:
     assert (begun.project, begun.display_name) == ("flatout", "a")
     config = items(begun.config.update)
     assert (config["env"], config["seed"], config["ppo"]["n_epochs"]) == ("CartPole-v1", 3, 2)
-    summary = {}
+    summary: dict[str, Any] = {}
     for record in records:
         if record.HasField("summary"):
             summary |= items(record.summary.update)
