@@ -123,7 +123,11 @@ def run(setting: Setting, ray: Any) -> dict[str, Any]:
     from flatout.perf.costs import Network, UpdateCost, update_seconds
     from flatout.perf.simulate import simulate
 
-    how = {"executor": "ray", "n_collectors": setting.n_collectors, "overlap": setting.overlap}
+    how: dict[str, Any] = {
+        "executor": "ray",
+        "n_collectors": setting.n_collectors,
+        "overlap": setting.overlap,
+    }
     agent = flatout.PPO(env_of(setting.step_ms), **COMMON, **how)
     network = Network(
         latency=setting.latency_ms / 1e3,
@@ -150,7 +154,7 @@ def run(setting: Setting, ray: Any) -> dict[str, Any]:
             time.sleep(setting.learn_ms / 1e3)
             return metrics
 
-        trainer.learner.learn = learn_on_a_card
+        trainer.learner.learn = learn_on_a_card  # type: ignore[method-assign]
         update = update_seconds(costs, settings)
         on_card = setting.learn_ms / 1e3 / settings.n_updates / costs.learn_overhead
         points = ((settings.batch_size, update + on_card),)
@@ -241,7 +245,7 @@ def paper() -> None:
     rows = []
     for learner, (name, n_cards, n_envs, batch_size) in CLUSTERS.items():
         for arch in ((256, 256), (1024, 512, 256)):
-            how = {
+            how: dict[str, Any] = {
                 "n_envs": n_envs,
                 "n_steps": N_STEPS,
                 "batch_size": batch_size,
