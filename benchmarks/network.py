@@ -224,16 +224,15 @@ def check() -> None:
     write_section("network", text)
 
 
-CLUSTERS = {
-    "one A100": ("a100", 1, 4096, 8192),
-    "eight H100s": ("h100", 8, 16384, 65536),
-}
-"""Card, how many, envs and batch size."""
-N_STEPS, CORES, LATENCY = 32, 32, 0.2e-3
+CLUSTERS = {"one A100": ("a100", 1, 4096, 8192, 10), "eight H100s": ("h100", 8, 16384, 65536, 100)}
+"""Card, how many, envs, batch size, and the link in Gbit/s."""
+PAPER: dict[str, Any] = {"n_steps": 128, "n_epochs": 10, "network_arch": (1024, 512, 256), "preset": "auto"}
+CORES, LATENCY = 32, 0.2e-3
+"""Of each machine that collects, and to it."""
 
 
 def paper() -> None:
-    """How many collectors feed a learner, for envs of three costs, two networks, and links of 10 and 100 Gbit/s."""
+    """How many collectors feed a learner, for envs of three costs."""
     import flatout
     from flatout.advice.doctor import across, sizes
     from flatout.device.cards import card
@@ -243,59 +242,27 @@ def paper() -> None:
     from flatout.perf.simulate import simulate
 
     rows = []
-    for learner, (name, n_cards, n_envs, batch_size) in CLUSTERS.items():
-        for arch in ((256, 256), (1024, 512, 256)):
-            how: dict[str, Any] = {
-                "n_envs": n_envs,
-                "n_steps": N_STEPS,
-                "batch_size": batch_size,
-                "n_epochs": 4,
-                "network_arch": arch,
-            }
-            agent = flatout.PPO(Wait, **how, preset="auto", device="cpu", executor="serial", overlap="off")
-            act = acting_times(agent.policy, (1, 8, 32, 128))
-            for step in (10e-6, 1e-3, 100e-3):
-                costs = Costs(wait=(0.0,), compute=(step,), act=act)
-                settings = settings_of(agent.config, agent.policy, CORES)
-                costs, settings = on_card(
-                    agent.config, agent.policy, costs, settings, card(name), None, n_cards
-                )
-                for gbit in (10, 100):
-                    network = Network(latency=LATENCY, bandwidth=gbit * 1e9 / 8, cores=CORES, **sizes(agent))
-                    way = across(costs, replace(settings, network=network), 1e9)
-                    got = simulate(costs, way)
-                    traffic = got.steps_per_second * network.step_bytes * 8 / 1e9
-                    cells = [f"{way.n_collectors:,}", f"{network.n_machines(way.n_collectors):,}"]
-                    cells += [
-                        f"{got.learn_rate:,.0f}",
-                        f"{got.steps_per_second:,.0f}",
-                        f"{100 * got.learner_busy:.0f} %",
-                    ]
-                    env = f"{step * 1e3:g} ms" if step >= 1e-3 else f"{step * 1e6:g} µs"
-                    rows.append(
-                        [
-                            learner,
-                            "-".join(map(str, arch)),
-                            env,
-                            f"{gbit} Gbit/s",
-                            *cells,
-                            f"{traffic:.1f} Gbit/s",
-                        ]
-                    )
-                    print(" | ".join(rows[-1]), flush=True)
-    header = [
-        "learner",
-        "network",
-        "env step",
-        "link",
-        "collectors",
-        "machines",
-        "learn rate",
-        "steps/s",
-        "learner busy",
-        "traffic",
-    ]
-    print(table(header, rows))
+    for learner, (name, n_cards, n_envs, batch_size, gbit) in CLUSTERS.items():
+        agent = flatout.PPO(Wait, n_envs=n_envs, batch_size=batch_size, device="cpu", **PAPER)
+        act = acting_times(agent.policy, (1, 8, 32, 128))
+        network = Network(latency=LATENCY, bandwidth=gbit * 1e9 / 8, cores=CORES, **sizes(agent))
+        for step in (10e-6, 1e-3, 100e-3):
+            costs = Costs(wait=(0.0,), compute=(step,), act=act)
+            settings = replace(settings_of(agent.config, agent.policy, CORES), network=network)
+            costs, settings = on_card(
+                agent.config, agent.policy, costs, settings, card(name), n_cards=n_cards
+            )
+            way = across(costs, settings, 1e9)
+            got = simulate(costs, way)
+            traffic = got.steps_per_second * network.step_bytes * 8 / 1e9
+            env = f"{step * 1e3:g} ms" if step >= 1e-3 else f"{step * 1e6:g} µs"
+            cells = [f"{way.n_collectors:,}", f"{network.n_machines(way.n_collectors):,}"]
+            cells += [f"{got.steps_per_second:,.0f}", f"{got.learn_rate:,.0f}"]
+            cells += [f"{100 * got.learner_busy:.0f} %", f"{traffic:.1f} of {gbit} Gbit/s"]
+            rows.append([learner, env, *cells])
+    header = ["learner", "env step", "collectors", f"machines of {CORES} cores", "steps/s"]
+    print(table([*header, "learn rate", "learner busy", "traffic"], rows))
+    print(f"acting: {act}; {network}")
 
 
 def main() -> None:

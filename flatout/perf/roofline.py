@@ -102,6 +102,7 @@ def on_card(
     update = timed(lambda: learner.update.captured_step(batch), half=half)
     if n_cards > 1:  # one all-reduce of the gradient per update, as a ring
         update += REDUCE_SECONDS + 2 * 4 * policy.n_params / (1e9 * card.link)
+        costs = replace(costs, ray_call=costs.ray_call / n_cards)  # each rank asks its own actors
     if half:  # the parameters are converted for each update
         update += KERNEL_SECONDS + 6 * policy.n_params / (1e9 * card.bandwidth)
     if settings.train_ratio is not None:
