@@ -66,6 +66,8 @@ def play(argv: Sequence[str]) -> int:
         if args.live:
             return _live(agent, args)
         os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # pygame draws into memory and looks for no screen
+        if sys.platform == "linux" and "DISPLAY" not in os.environ:
+            os.environ.setdefault("MUJOCO_GL", "egl")
         out = args.out or (path if path.is_dir() else Path()) / "agent.gif"
         return _write_text(agent, args, out) if out.suffix == ".txt" else _write_film(agent, args, out)
 
