@@ -27,14 +27,16 @@ def doctor(argv: Sequence[str]) -> int:
     parser.flag("--json", "print the diagnosis as JSON")
     env, given, args = _parse(parser, argv)
 
+    def tell(what: str) -> None:
+        if sys.stderr.isatty():
+            print(f"\r\x1b[K{what}", end="", file=sys.stderr, flush=True)
+
+    tell("doctor: starting …")
+
     from flatout.advice.doctor import doctor, parse_what_if
 
     if args.what_if:
         parse_what_if(args.what_if)
-
-    def tell(what: str) -> None:
-        if sys.stderr.isatty():
-            print(f"\r\x1b[K{what}", end="", file=sys.stderr, flush=True)
 
     found = doctor(env, what_if=args.what_if, tell=lambda what: tell(f"doctor: {what} …"), **given)
     tell("")

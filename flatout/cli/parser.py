@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
@@ -107,6 +108,12 @@ def run_path(run: str, runs_dir: Path) -> Path:
     """The folder of a run given by path or by name, such as `first` or `group/seed-1`."""
     path, named = Path(run), runs_dir / run
     return path if path.exists() or (len(path.parts) > 1 and not named.exists()) else named
+
+
+def say_loading(path: Path, *, quiet: bool = False) -> None:
+    """The first line of a command that reads an agent, before torch is loaded; nothing if there is none."""
+    if not quiet and path.exists():
+        print(f"loading {path} …", file=sys.stderr, flush=True)
 
 
 def add_settings(parser: Parser, argv: Sequence[str], only: Collection[str] | None = None) -> None:

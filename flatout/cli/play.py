@@ -56,6 +56,7 @@ def play(argv: Sequence[str]) -> int:
         raise FlatoutError(f"--episodes is {args.episodes}; {MOST_EPISODES} fit side by side")
     path = cli.run_path(args.run, args.runs_dir)
     best = path / "checkpoints" / "best.flatout"
+    cli.say_loading(path)
 
     from flatout.agent import load
 
@@ -66,6 +67,8 @@ def play(argv: Sequence[str]) -> int:
         if args.live:
             return _live(agent, args)
         os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # pygame draws into memory and looks for no screen
+        if sys.platform == "linux" and "DISPLAY" not in os.environ:
+            os.environ.setdefault("MUJOCO_GL", "egl")
         out = args.out or (path if path.is_dir() else Path()) / "agent.gif"
         return _write_text(agent, args, out) if out.suffix == ".txt" else _write_film(agent, args, out)
 
@@ -137,6 +140,11 @@ def _live(agent: Agent, args: argparse.Namespace) -> int:
 
     env, fps = rendered(agent.playable(cli.settings(args).get("env_kwargs")), ("human", "ansi"))
     is_text = env.render_mode == "ansi"
+    screens = ("DISPLAY", "WAYLAND_DISPLAY", "SDL_VIDEODRIVER")
+    if not is_text and sys.platform == "linux" and not any(name in os.environ for name in screens):
+        raise FlatoutError(
+            "--live opens a window, and this machine has no screen; write a file instead: --out agent.gif"
+        )
     player = Player(env, agent.policy, agent.predict, not args.stochastic)
     player.shows = not is_text
     for nth in range(args.episodes or 1):

@@ -73,6 +73,7 @@ def train(argv: Sequence[str]) -> int:
         and _exists(args.runs_dir / args.run_name, is_restarted)
     ):
         return _resume(args.runs_dir / args.run_name, given, args)
+    _say_first(f"starting {config.env} with {config.descriptor.title}", args)
 
     from flatout.agent import Agent
 
@@ -175,8 +176,17 @@ def _resume(path: Path, given: dict[str, Any], args: argparse.Namespace) -> int:
         folder.lock.release()
 
 
+def _say_first(text: str, args: argparse.Namespace) -> None:
+    """The first line, before torch is loaded."""
+    if not args.quiet and not devices.is_rank():
+        print(f"{text} …", file=sys.stderr, flush=True)
+
+
 def _resumed(folder: RunFolder | None, given: dict[str, Any], args: argparse.Namespace) -> Agent:
     """The agent of a run's newest checkpoint, which goes on in the run's folder; None: rank 0 has it."""
+    if folder is not None:
+        _say_first(f"resuming {folder.path}", args)
+
     from flatout.agent import Agent
     from flatout.config.fields import replace
     from flatout.training.checkpoint import Checkpoint, CheckpointFolder
@@ -260,6 +270,7 @@ def evaluate(argv: Sequence[str]) -> int:
     path = cli.run_path(args.run, args.runs_dir)
     if args.best:
         path = path / "checkpoints" / "best.flatout"
+    cli.say_loading(path, quiet=args.json)
 
     from flatout.agent import load
 

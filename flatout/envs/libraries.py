@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -27,6 +29,24 @@ def import_library(env_id: str) -> None:
     for ids, package, extra in LIBRARIES:
         if re.match(ids, env_id):
             _imported(package, extra, env_id)
+
+
+def hush_mujoco() -> None:
+    """Print each of MuJoCo's warnings once; it repeats them for every env, and in a file in the current folder."""
+    mujoco: Any = sys.modules.get("mujoco")
+    with suppress(AttributeError):  # not imported, or another version
+        if mujoco.get_mju_user_warning() is None:
+            mujoco.set_mju_user_warning(_tell_once)
+
+
+def _tell_once(text: str) -> None:
+    kind = re.sub(r"[\d.]+", "", text)
+    if kind not in _told:
+        _told.add(kind)
+        print(f"note: MuJoCo: {text}", file=sys.stderr, flush=True)
+
+
+_told: set[str] = set()
 
 
 def envpool_creator(task: str) -> Callable[..., EnvPool]:

@@ -19,6 +19,7 @@ from gymnasium.error import DependencyNotInstalled
 from gymnasium.vector import VectorEnv
 from gymnasium.wrappers import HumanRendering, RenderCollection, TimeLimit
 
+from flatout.envs.libraries import hush_mujoco
 from flatout.envs.loader import (
     absolute,
     importable,
@@ -316,6 +317,7 @@ def _create(
             creator: Any = target.entry_point
             if isinstance(creator, str):
                 creator = load_env_creator(creator)
+            hush_mujoco()
             # A registered class may name forms of itself that train faster.
             if n_envs is not None and hasattr(creator, "batched_form"):
                 return _create(creator.batched_form, {**target.kwargs, **kwargs}, name, n_envs, device)
@@ -330,6 +332,7 @@ def _create(
                     kwargs = {**kwargs, "device": device}
                 kwargs = {**kwargs, "num_envs": n_envs}
             _refuse_bad_kwargs(target, kwargs, name)
+            hush_mujoco()
             env = target(**kwargs)
     except FlatoutError:
         raise

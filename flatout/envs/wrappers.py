@@ -5,7 +5,6 @@ Gymnasium's own wrappers unpack what `step` returns and so fail on a coroutine; 
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import sys
 import threading
@@ -204,13 +203,17 @@ class LoopThread:
     """An event loop in a daemon thread; also works where a loop already runs, as in notebooks."""
 
     def __init__(self, name: str) -> None:
+        import asyncio  # as late as here: with it every command begins noticeably later
+
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the loop and wait for its result."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result()
+        from asyncio import run_coroutine_threadsafe
+
+        return run_coroutine_threadsafe(coroutine, self.loop).result()
 
     def blocked_at(self, seconds: float = 1.0) -> str | None:
         """`file.py:40` of the code that has blocked the loop for longer than this; None if the loop responds."""
@@ -232,6 +235,8 @@ class LoopThread:
             self._thread.join(1.5 * CLOSE_SECONDS)
 
     def _run(self) -> None:
+        import asyncio
+
         loop = self.loop
         asyncio.set_event_loop(loop)
         try:

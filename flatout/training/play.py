@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ import torch
 
 from flatout.envs.make import EnvFactory
 from flatout.envs.wrappers import run_blocking
-from flatout.errors import FlatoutError
+from flatout.errors import FlatoutError, one_line
 from flatout.models.heads import CategoricalHead, GreedyHead, masked
 from flatout.models.policy import ActorCritic, Policy
 from flatout.views.film import Shot
@@ -57,7 +58,10 @@ class Player:
 
     def _shot(self, step: int, total: float, **more: Any) -> Shot:
         is_skipped = step % self.every > 0 and not more.get("over")
-        image: Any = self.env.render() if not self.shows and not is_skipped else ""
+        try:
+            image: Any = self.env.render() if not self.shows and not is_skipped else ""
+        except Exception as error:
+            raise FlatoutError(f"this env could not be rendered: {one_line(error)}{_gl_hint()}") from error
         if isinstance(image, list):  # modes such as rgb_array_list
             image = image[-1]
         if image is None:
@@ -149,6 +153,13 @@ def together(episodes: list[Iterator[Shot]]) -> Iterator[list[Shot]]:
             return
         now = [new or old for new, old in zip(after, now, strict=True)]
         yield now
+
+
+def _gl_hint() -> str:
+    """What helps where MuJoCo finds no OpenGL."""
+    if "mujoco" not in sys.modules:
+        return ""
+    return "; MuJoCo draws with MUJOCO_GL=egl (needs libegl1) or MUJOCO_GL=osmesa (needs libosmesa6)"
 
 
 def _close(env: gym.Env[Any, Any]) -> None:

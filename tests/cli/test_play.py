@@ -1,0 +1,150 @@
+"""`flatout play`: pictures that open, with the frames and the size that the episodes give, and text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from PIL import Image
+
+import flatout
+from flatout.cli.main import run
+from flatout.views.film import Palette, amount
+
+TINY = {"n_envs": 2, "n_steps": 16, "batch_size": 32, "n_epochs": 1, "executor": "serial", "device": "cpu"}
+COUNTER = """
+import gymnasium as gym
+import numpy as np
+
+class Counter(gym.Env):
+    metadata = {"render_modes": ["ansi"], "render_fps": 5}
+    observation_space = gym.spaces.Box(0, 9, (1,))
+    action_space = gym.spaces.MultiDiscrete([2, 3])
+
+    def __init__(self, render_mode=None):
+        self.render_mode = render_mode
+
+    def reset(self, *, seed=None, options=None):
+        self.n = 0
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action):
+        self.n += 1
+        return np.full(1, self.n, np.float32), 0.1, self.n == 4, False, {}
+
+    def render(self):
+        return f"count \\x1b[41m{self.n}\\x1b[0m of 4"
+
+class Blind(Counter):
+    metadata = {"render_modes": []}
+"""
+
+
+@pytest.fixture(scope="module")
+def agents(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Agents that have hardly learned: of CartPole, and of envs of one's own."""
+    folder = tmp_path_factory.mktemp("agents")
+    (folder / "envs.py").write_text(COUNTER)
+    for name, env in (
+        ("cart", "CartPole-v1"),
+        ("text", f"{folder}/envs.py:Counter"),
+        ("blind", f"{folder}/envs.py:Blind"),
+    ):
+        agent = flatout.PPO(env, seed=1, **TINY)
+        agent.learn(total_timesteps=32)
+        agent.save(folder / f"{name}.flatout")
+    return folder
+
+
+def frames_of(path: Path) -> list[np.ndarray]:
+    with Image.open(path) as image:
+        return [np.asarray(image.convert("RGB")) for _ in _each(image)]
+
+
+def _each(image: Image.Image):
+    for nth in range(image.n_frames):
+        image.seek(nth)
+        yield image
+
+
+def test_a_gif_has_a_frame_for_every_second_step_and_a_cell_for_every_episode(
+    agents: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "cart.gif"
+    assert (
+        run(["play", str(agents / "cart.flatout"), "--out", str(out), "--episodes", "2", "--max-steps", "6"])
+        == 0
+    )
+    assert "2 episodes, 4 frames" in capsys.readouterr().out
+    frames = frames_of(out)
+    # Steps 0, 2, 4 and 6 at CartPole's 50 steps a second; two cells of 480 × 320 with captions.
+    assert [frame.shape for frame in frames] == [(366, 966, 3)] * 4
+    env = gym.make("CartPole-v1", render_mode="rgb_array")
+    env.reset(seed=20_000)
+    shown = np.asarray(Image.fromarray(env.render()).resize((480, 320), Image.Resampling.BILINEAR))
+    off = np.abs(frames[0][:320, :480].astype(int) - shown).max(axis=-1)
+    assert (off > 30).mean() < 0.005
+    env.close()
+
+
+def test_the_last_frame_of_a_text_env_as_a_picture_and_all_of_it_as_text(
+    agents: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    agent, text, picture = str(agents / "text.flatout"), tmp_path / "a.txt", tmp_path / "a.png"
+    assert run(["play", agent, "--out", str(text)]) == 0
+    assert text.read_text().split("\n\n")[4].strip() == "step 4 · return 0.400 · terminated\ncount [4] of 4"
+    assert run(["play", agent, "--out", str(picture), "--episodes", "1"]) == 0
+    assert frames_of(picture)[0].std() > 10
+    assert run(["play", agent, "--live", "--max-steps", "2"]) == 0
+    assert "episode 1: return 0.200 in 2 steps" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("cart.flatout --out a.avi", "a.avi: name a .gif, .mp4, .png or .txt file"),
+        ("cart.flatout --live", "this machine has no screen; write a file instead: --out agent.gif"),
+        ("cart.flatout --episodes 0", "--episodes is 0; it must be at least 1"),
+        ("blind.flatout", "cannot be rendered: its metadata['render_modes'] has neither of rgb_array, ansi"),
+        ("nothing.flatout", "nothing.flatout' does not exist"),
+    ],
+)
+def test_what_cannot_be_shown_is_refused_in_one_line(
+    words: str,
+    message: str,
+    agents: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(agents)
+    for name in ("DISPLAY", "WAYLAND_DISPLAY", "SDL_VIDEODRIVER"):
+        monkeypatch.delenv(name, raising=False)
+    before = set(agents.iterdir())
+    assert run(["play", *words.split()]) == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("loading ")]
+    assert len(lines) == 1
+    assert message in lines[0]
+    assert {path for path in agents.iterdir() if path.name != "__pycache__"} == before - {
+        agents / "__pycache__"
+    }
+
+
+def test_a_palette_is_kept_until_a_frame_has_other_colours() -> None:
+    palette = Palette()
+    red, blue = (Image.new("RGB", (60, 60), colour) for colour in ("#d02020", "#2040e0"))
+    first, again, other = palette.apply(red), palette.apply(red), palette.apply(blue)
+    assert first.getpalette() == again.getpalette() != other.getpalette()
+    for image, reduced in ((red, again), (blue, other)):
+        assert np.abs(np.asarray(image, int) - np.asarray(reduced.convert("RGB"))).max() < 8
+
+
+def test_returns_are_short() -> None:
+    assert [amount(x) for x in (-3e-16, 200.0, 11.6749, 0.777777, 12_345.6)] == [
+        "0",
+        "200",
+        "11.7",
+        "0.778",
+        "12,346",
+    ]
