@@ -43,7 +43,7 @@ def test_first_steps() -> None:
     made, learned, curve, report, evaluated, _, loaded = executed("first_steps")
     assert "PPO on CartPole-v1" in shown(made, "text/html")
     (progress,) = learned.outputs  # one output that was updated, and no lines below each other
-    assert " 100 %" in f" {progress.data['text/plain']}"
+    assert "\n100 %  4,096 steps" in progress.data["text/plain"]
     assert "<progress value=" in progress.data["text/html"]
     assert "<polyline" in shown(curve, "image/svg+xml")
     assert "time went to" in shown(report, "text/html")
@@ -61,7 +61,7 @@ def test_your_own_env() -> None:
 
 def test_finding_the_bottleneck() -> None:
     _, serial, _, compared, diagnosis = executed("finding_the_bottleneck")
-    assert "waiting for envs" in shown(serial, "text/html")
+    assert "learner busy" in shown(serial, "text/html")
     slow, fast = (int(n.replace(",", "")) for n in re.findall(r"([\d,]+) steps/s", shown(compared)))
     assert fast > 2 * slow
     assert "collecting is the limit" in shown(diagnosis, "text/html")
