@@ -67,6 +67,10 @@ wheel:
 	mkdir "$$new/empty"; cd "$$new/empty"; "$$new/clean/bin/flatout" train snake --timesteps 20000; \
 	"$$new/clean/bin/flatout" report runs/* >/dev/null; "$$new/clean/bin/flatout" list >/dev/null
 
+# The documentation as a site, in site/; a broken link or any other warning is an error. To read it: python -m http.server -d site
+site: install
+	@NO_MKDOCS_2_WARNING=1 PYTHONPATH=. $(BIN)/mkdocs build --quiet --strict
+
 # Short trainings with seeded faults of every kind; a failure prints the seed that repeats it.
 SECONDS ?= 600
 SEED ?= 1
