@@ -14,7 +14,7 @@ from typing import Any
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
-from pygments.formatters import HtmlFormatter
+from pygments.formatters import HtmlFormatter  # type: ignore[import-untyped]
 
 import flatout
 from flatout.algorithms import base as algorithms
@@ -95,7 +95,9 @@ def settings() -> str:
         "# Settings\n\nFlags of `flatout train`, and keyword arguments of the agents in [Python](api.md).\n"
     ]
     shared = [field for field in all_fields(RunConfig) if field.section not in algorithms.names()]
-    groups = {"Every algorithm": (field for field in shared if field.name != "env")}
+    groups: dict[str, Iterable[Field]] = {
+        "Every algorithm": [field for field in shared if field.name != "env"]
+    }
     groups |= {name: all_fields(algorithms.get(name).config) for name in algorithms.names()}
     return "\n".join([*parts, *(f"## {name}\n\n{_table(fields)}" for name, fields in groups.items())])
 
