@@ -47,6 +47,8 @@ def ray_module() -> Any:
     """The package ray, or a line that says how to get it."""
     # Ray would otherwise warn that actors without a GPU will see none in a later version.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    # A cluster that is started here gives its workers the priority of this process, not one that any other program exceeds.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     try:
         import ray
     except ImportError:

@@ -10,6 +10,7 @@ import os
 import secrets
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
@@ -25,7 +26,7 @@ from flatout.scale.processes import LIFELINE, POLL_SECONDS, Processes
 from flatout.scale.schedule import Running, Schedule
 
 MARK = ".cluster"
-"""A file in the folder of the runs by which every machine shows that it sees that folder."""
+"""Begins the name of a file in the folder of the runs, by which every machine shows that it sees that folder."""
 LOCK_SECONDS = 60.0
 """How long to wait for a run's lock: a lost machine may end its processes later than the cluster notices."""
 LEAST_CPU = 0.05
@@ -40,7 +41,8 @@ class RayProcesses(Processes):
         super().__init__()
         self._ray = ray_module()
         self._started_here = connect(self._ray, address, usable_cores())
-        self._folder, self._mark = folder, (str(folder / MARK), secrets.token_hex(8))
+        word = secrets.token_hex(8)
+        self._folder, self._mark = folder, (str(folder / f"{MARK}-{word}"), word)
         Path(self._mark[0]).write_text(self._mark[1])
 
     def _nodes(self) -> list[dict[str, Any]]:
@@ -50,7 +52,9 @@ class RayProcesses(Processes):
         """What a run needs of the machine that it will have, and the kind of device."""
         has_card = any(node["Resources"].get("GPU") for node in self._nodes())
         device = config.device if config.device != "auto" else "cuda" if has_card else "cpu"
-        return predict(config, n_cores=max(config.n_collectors, 1), on_device=device != "cpu"), device
+        n_cores = max(config.n_collectors, 1)
+        demand = predict(config, n_cores=n_cores, on_device=device != "cpu")
+        return replace(demand, cores=max(demand.cores, float(config.n_collectors))), device
 
     def start(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -14,7 +15,9 @@ import pytest
 import flatout
 from flatout.advice import doctor, tune
 from flatout.config.run_config import resolve
-from flatout.perf.costs import Settings
+from flatout.errors import FlatoutError
+from flatout.perf.costs import Costs, Network, Settings, UpdateCost
+from flatout.perf.decide import describe
 from tests.executors.slow import Counter, Script
 
 SMALL: dict[str, Any] = {
@@ -160,3 +163,27 @@ def test_n_collectors_sets_the_number_of_collectors() -> None:
     agent.learn(4 * 32 * 2)
     assert agent.summary["executor"]["collectors"] == 2
     assert agent.summary["executor"]["reason"] == "asked for with --n-collectors 2"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("latency=3", "latency=3: it must be a number above 0, such as 10us or 10ms or 10s"),
+        ("bandwidth=0Gbit", "bandwidth=0Gbit: it must be a number above 0, such as 10Mbit or 10Gbit"),
+        ("colectors=4", "did you mean 'collectors'"),
+    ],
+)
+def test_a_network_is_wished_for_in_units(text: str, words: str) -> None:
+    with pytest.raises(FlatoutError, match=re.escape(words)):
+        doctor.parse_what_if(text)
+
+
+def test_a_network_is_answered_with_as_few_collectors_as_feed_the_learner() -> None:
+    update = UpdateCost(python=0.0, points=((64, 1e-3),))
+    costs = Costs(wait=(0.0,), compute=(1e-3,), store=0.0, update=update, busy=1.0, ray_call=1e-4)
+    network = Network(latency=1e-3, bandwidth=1e9, cores=4)
+    settings = Settings(n_envs=64, n_steps=32, batch_size=64, n_epochs=4, on_device=True, network=network)
+    fed = doctor.across(costs, settings, 1e9)
+    assert fed.n_collectors == 16  # 128 ms of stepping beside 166 ms of learning; 8 take 256 ms
+    assert "16 Ray actors on 4 other machines with 4 cores" in describe(fed)
+    assert doctor.across(costs, settings, 1e9, 3).n_collectors == 3
