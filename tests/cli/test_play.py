@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import gymnasium as gym
 import numpy as np
+import numpy.typing as npt
 import pytest
 from PIL import Image
 
@@ -13,7 +15,14 @@ import flatout
 from flatout.cli.main import run
 from flatout.views.film import Palette, amount
 
-TINY = {"n_envs": 2, "n_steps": 16, "batch_size": 32, "n_epochs": 1, "executor": "serial", "device": "cpu"}
+TINY: dict[str, Any] = {
+    "n_envs": 2,
+    "n_steps": 16,
+    "batch_size": 32,
+    "n_epochs": 1,
+    "executor": "serial",
+    "device": "cpu",
+}
 COUNTER = """
 import gymnasium as gym
 import numpy as np
@@ -57,15 +66,13 @@ def agents(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def frames_of(path: Path) -> list[np.ndarray]:
+def frames_of(path: Path) -> list[npt.NDArray[np.uint8]]:
+    frames = []
     with Image.open(path) as image:
-        return [np.asarray(image.convert("RGB")) for _ in _each(image)]
-
-
-def _each(image: Image.Image):
-    for nth in range(image.n_frames):
-        image.seek(nth)
-        yield image
+        for nth in range(getattr(image, "n_frames", 1)):
+            image.seek(nth)
+            frames.append(np.asarray(image.convert("RGB")))
+    return frames
 
 
 def test_a_gif_has_a_frame_for_every_second_step_and_a_cell_for_every_episode(
@@ -82,7 +89,8 @@ def test_a_gif_has_a_frame_for_every_second_step_and_a_cell_for_every_episode(
     assert [frame.shape for frame in frames] == [(366, 966, 3)] * 4
     env = gym.make("CartPole-v1", render_mode="rgb_array")
     env.reset(seed=20_000)
-    shown = np.asarray(Image.fromarray(env.render()).resize((480, 320), Image.Resampling.BILINEAR))
+    picture: Any = env.render()
+    shown = np.asarray(Image.fromarray(picture).resize((480, 320), Image.Resampling.BILINEAR))
     off = np.abs(frames[0][:320, :480].astype(int) - shown).max(axis=-1)
     assert (off > 30).mean() < 0.005
     env.close()
