@@ -55,7 +55,7 @@ class Server:
         self, path: str, headers: dict[str, str] | None = None, body: str | None = None
     ) -> tuple[int, str, dict[str, str]]:
         """Status, text and headers of an answer, with the session's cookie unless `headers` say otherwise."""
-        with closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)) as connection:
+        with closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=200)) as connection:
             return self._ask(connection, path, headers, body)
 
     def _ask(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
+import numpy.typing as npt
 import pytest
 from PIL import Image
 
@@ -53,7 +53,7 @@ class Blind(Counter):
 
 @pytest.fixture(scope="module")
 def agents(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Agents that have hardly learned: of CartPole, and of envs of one's own."""
+    """Agents that have learned nothing: of CartPole, and of envs of one's own."""
     folder = tmp_path_factory.mktemp("agents")
     (folder / "envs.py").write_text(COUNTER)
     for name, env in (
@@ -62,20 +62,17 @@ def agents(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("blind", f"{folder}/envs.py:Blind"),
     ):
         agent = flatout.PPO(env, seed=1, **TINY)
-        agent.learn(total_timesteps=32)
         agent.save(folder / f"{name}.flatout")
     return folder
 
 
-def frames_of(path: Path) -> list[np.ndarray]:
+def frames_of(path: Path) -> list[npt.NDArray[np.uint8]]:
+    frames = []
     with Image.open(path) as image:
-        return [np.asarray(image.convert("RGB")) for _ in _each(image)]
-
-
-def _each(image: Any) -> Iterator[Any]:
-    for nth in range(image.n_frames):
-        image.seek(nth)
-        yield image
+        for nth in range(getattr(image, "n_frames", 1)):
+            image.seek(nth)
+            frames.append(np.asarray(image.convert("RGB")))
+    return frames
 
 
 def test_a_gif_has_a_frame_for_every_second_step_and_a_cell_for_every_episode(
@@ -92,8 +89,8 @@ def test_a_gif_has_a_frame_for_every_second_step_and_a_cell_for_every_episode(
     assert [frame.shape for frame in frames] == [(366, 966, 3)] * 4
     env = gym.make("CartPole-v1", render_mode="rgb_array")
     env.reset(seed=20_000)
-    drawn: Any = env.render()
-    shown = np.asarray(Image.fromarray(drawn).resize((480, 320), Image.Resampling.BILINEAR))
+    picture: Any = env.render()
+    shown = np.asarray(Image.fromarray(picture).resize((480, 320), Image.Resampling.BILINEAR))
     off = np.abs(frames[0][:320, :480].astype(int) - shown).max(axis=-1)
     assert (off > 30).mean() < 0.005
     env.close()
