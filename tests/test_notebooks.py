@@ -20,7 +20,7 @@ def executed(name: str) -> list[Any]:
     import nbformat
     from nbclient import NotebookClient
 
-    notebook = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
+    notebook: Any = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)  # type: ignore[no-untyped-call]
     for cell in notebook.cells:
         assert not cell.get("outputs"), "notebooks are committed without outputs"
         cell.source = re.sub(r"^STEPS = .*", f"STEPS = {STEPS[name]}", cell.source, flags=re.MULTILINE)
