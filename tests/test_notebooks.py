@@ -47,7 +47,7 @@ def test_first_steps() -> None:
     assert "<polyline" in shown(curve, "image/svg+xml")
     assert "time went to" in shown(report, "text/html")
     assert "20 episodes" in shown(evaluated, "text/html")
-    assert shown(loaded).strip() in ("np.int64(0)", "np.int64(1)", "0", "1")
+    assert re.search(r"\b[01]\b", shown(loaded))
 
 
 def test_your_own_env() -> None:
