@@ -20,8 +20,7 @@ def executed(name: str) -> list[Any]:
     import nbformat
     from nbclient import NotebookClient
 
-    read: Any = nbformat.read
-    notebook = read(FOLDER / f"{name}.ipynb", as_version=4)
+    notebook: Any = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)  # type: ignore[no-untyped-call]
     for cell in notebook.cells:
         assert not cell.get("outputs"), "notebooks are committed without outputs"
         cell.source = re.sub(r"^STEPS = .*", f"STEPS = {STEPS[name]}", cell.source, flags=re.MULTILINE)
@@ -48,7 +47,7 @@ def test_first_steps() -> None:
     assert "<polyline" in shown(curve, "image/svg+xml")
     assert "time went to" in shown(report, "text/html")
     assert "20 episodes" in shown(evaluated, "text/html")
-    assert shown(loaded).strip() in ("np.int64(0)", "np.int64(1)", "0", "1")
+    assert re.search(r"\b[01]\b", shown(loaded))
 
 
 def test_your_own_env() -> None:

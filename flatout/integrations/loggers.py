@@ -180,15 +180,14 @@ class Wandb:
         import wandb
 
         record = folder.path / "wandb.json"
-        own: dict[str, Any] = {"dir": str(folder.path)} if "WANDB_DIR" not in os.environ else {}
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", PROJECT),
             name=os.environ.get("WANDB_NAME", folder.path.name),
             id=read_json(record).get("id"),
             resume="allow",
             config=dict(config),
+            dir=os.environ.get("WANDB_DIR", str(folder.path)),
             settings=wandb.Settings(silent=True, console="off"),
-            **own,
         )
         # Steps of W&B must not go back, those of a resumed run do.
         self._run.define_metric("*", step_metric=COLUMNS[0])

@@ -212,8 +212,8 @@ class Recorder:
     def figures(self) -> dict[str, object]:
         """Figures of the samples and of the records, for summary.json."""
         figures = self._sampler.figures() if self._sampler is not None else Figures()
-        lost = sum(file.n_lost for file in self._files) + sum(it.n_lost for it in self._loggers)
-        return {**asdict(figures), "records_lost": lost}
+        n_lost = sum(file.n_lost for file in self._files) + sum(logger.n_lost for logger in self._loggers)
+        return {**asdict(figures), "records_lost": n_lost}
 
     def is_due(self) -> bool:
         """Whether the last write is long enough ago for another."""

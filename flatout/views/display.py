@@ -154,8 +154,7 @@ class NotebookDisplay:
             if self._output is None:
                 from IPython.display import display
 
-                show: Any = display
-                self._output = show(data, raw=True, display_id=True)
+                self._output = display(data, raw=True, display_id=True)  # type: ignore[no-untyped-call]
             else:
                 self._output.update(data, raw=True)
         except Exception:  # a display problem must not end a run
