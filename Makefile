@@ -69,7 +69,7 @@ wheel:
 
 # The documentation as a site, in site/; a broken link or any other warning is an error. To read it: python -m http.server -d site
 site: install
-	@NO_MKDOCS_2_WARNING=1 PYTHONPATH=. $(BIN)/mkdocs build --quiet --strict
+	@PYTHONPATH=. $(BIN)/mkdocs build --quiet --strict
 
 # Short trainings with seeded faults of every kind; a failure prints the seed that repeats it.
 SECONDS ?= 600
