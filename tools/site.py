@@ -14,7 +14,7 @@ from typing import Any
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
-from pygments.formatters import HtmlFormatter  # type: ignore[import-untyped]
+from pygments.formatters import HtmlFormatter
 
 import flatout
 from flatout.algorithms import base as algorithms
