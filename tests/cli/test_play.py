@@ -53,7 +53,7 @@ class Blind(Counter):
 
 @pytest.fixture(scope="module")
 def agents(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Agents that have learned nothing: of CartPole, and of envs of one's own."""
+    """Agents that have hardly learned: of CartPole, and of envs of one's own."""
     folder = tmp_path_factory.mktemp("agents")
     (folder / "envs.py").write_text(COUNTER)
     for name, env in (
@@ -62,6 +62,7 @@ def agents(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("blind", f"{folder}/envs.py:Blind"),
     ):
         agent = flatout.PPO(env, seed=1, **TINY)
+        agent.learn(total_timesteps=32)
         agent.save(folder / f"{name}.flatout")
     return folder
 
