@@ -94,7 +94,7 @@ def fitting_parts(
         array = _as_declared(part, value, path, step)
         # A discrete value out of range has no one-hot code; a Box value is only badly scaled, if its dtype can hold it.
         is_box = isinstance(part, spaces.Box)
-        outside = array.astype(part.dtype) != array if is_box else is_outside(part, array)
+        outside = array.astype(np.dtype(part.dtype)) != array if is_box else is_outside(part, array)
         if outside.any() and array.dtype.kind != "f":
             raise EnvError(f"{path}{_at(step)} is {_shorten(value)}, outside {_describe(part)}")
         yield part, value, path, array
