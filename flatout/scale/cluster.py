@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import signal
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -22,7 +23,7 @@ from flatout.device.shared import no_processes
 from flatout.errors import FlatoutError, one_line
 from flatout.perf.demand import Demand, predict
 from flatout.runlog.folder import is_locked
-from flatout.scale.processes import LIFELINE, POLL_SECONDS, Processes
+from flatout.scale.processes import LIFELINE, POLL_SECONDS, SIGNALS, Processes
 from flatout.scale.schedule import Running, Schedule
 
 MARK = ".cluster"
@@ -214,6 +215,9 @@ class CommandActor:
         until = monotonic() + LOCK_SECONDS
         while is_locked(Path(run)) and monotonic() < until:
             sleep(POLL_SECONDS)
+        signal.pthread_sigmask(
+            signal.SIG_UNBLOCK, SIGNALS
+        )  # Ray blocks some, and the command would inherit that
         # The command ends when this process does, even if it is killed.
         read_end, _ = os.pipe()
         lifeline = {} if no_processes() else {LIFELINE: str(read_end)}

@@ -51,7 +51,7 @@ def processes_in(folder: Path) -> list[psutil.Process]:
 
 
 def test_a_machine_that_dies_costs_only_its_trial_which_is_tried_again(tmp_path: Path, cluster: Any) -> None:
-    argv = [*SWEEP, "--timesteps", "40960", "--trials", "2", "--candidates", "1", "--new-seeds", "1"]
+    argv = [*SWEEP, "--timesteps", "40960", "--trials", "1", "--candidates", "1", "--new-seeds", "1"]
     argv += ["--ray-address", cluster.address, "--json"]
     sweep = subprocess.Popen(command(*argv), cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     first = tmp_path / "runs" / "s" / "trial-0000"
@@ -62,7 +62,7 @@ def test_a_machine_that_dies_costs_only_its_trial_which_is_tried_again(tmp_path:
     assert "trial-0000: its process was killed; it starts again" in errors.decode()
     result = json.loads(out.splitlines()[-1])
     assert result["status"] == "finished"
-    assert result["trials"]["done"] + result["trials"]["pruned"] == 2
+    assert result["trials"]["done"] + result["trials"]["pruned"] == 1
     assert json.loads((first / "summary.json").read_text())["env_steps"] >= 1024
     assert not processes_in(tmp_path)
 
@@ -74,7 +74,7 @@ def test_ctrl_c_stops_trials_that_go_on_later_and_ends_a_cluster_of_its_own(tmp_
     first = tmp_path / "runs" / "s" / "trial-0000"
     wait_until(lambda: (first / "progress.json").exists(), sweep)
     os.killpg(sweep.pid, signal.SIGINT)  # as a terminal does
-    assert sweep.wait(100) == 130
+    assert sweep.wait(200) == 130
     assert json.loads((first / "summary.json").read_text())["status"] == "stopped"
     assert any(first.glob("checkpoints/*.flatout"))
     assert not processes_in(tmp_path)
