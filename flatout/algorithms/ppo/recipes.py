@@ -63,6 +63,16 @@ RECIPES: dict[str, Recipe] = {
         10_000_000, 256, NetworkConfig(network_arch=(64, 64), activation="relu"), n_steps=32, batch_size=2048,
         n_epochs=2, learning_rate=2e-3, **_LINEAR, ent_coef=0.01,
     ),
+    # Little noise at first and a short horizon: what the next steps bring is what matters for running.
+    **{f"HalfCheetah-{v}": _recipe(
+        1_000_000, 1, NetworkConfig(network_arch=(256, 256), activation="relu", log_std_init=-2.0), n_steps=2048,
+        batch_size=256, n_epochs=10, learning_rate=2e-4, **_LINEAR, gamma=0.98, gae_lambda=0.92, clip_range=0.1,
+        ent_coef=4e-4, vf_coef=0.58, max_grad_norm=0.8, **_NORMALIZED,
+    ) for v in ("v4", "v5")},
+    **{f"{name}-{v}": _recipe(
+        1_000_000, 1, _SMALL, n_steps=2048, batch_size=64, n_epochs=10, learning_rate=3e-4, **_LINEAR, gamma=0.99,
+        gae_lambda=0.95, clip_range=0.2, ent_coef=0.0, vf_coef=0.5, max_grad_norm=0.5, **_NORMALIZED,
+    ) for name in ("Hopper", "Walker2d") for v in ("v4", "v5")},
     # The settings of Schulman et al. 2017, as Stable-Baselines3's zoo has them.
     "ALE/Pong-v5": _ATARI, "ALE/Breakout-v5": _ATARI,
     "envpool:Pong-v5": _ATARI, "envpool:Breakout-v5": _ATARI,
