@@ -111,8 +111,8 @@ def run_path(run: str, runs_dir: Path) -> Path:
 
 
 def say_loading(path: Path, *, quiet: bool = False) -> None:
-    """The first line of a command that reads an agent, before torch is loaded; nothing if there is none."""
-    if not quiet and path.exists():
+    """The first line of a command that reads an agent, on a terminal, before torch is loaded; nothing if there is none."""
+    if not quiet and path.exists() and sys.stderr.isatty():
         print(f"loading {path} …", file=sys.stderr, flush=True)
 
 

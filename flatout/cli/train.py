@@ -177,8 +177,8 @@ def _resume(path: Path, given: dict[str, Any], args: argparse.Namespace) -> int:
 
 
 def _say_first(text: str, args: argparse.Namespace) -> None:
-    """The first line, before torch is loaded."""
-    if not args.quiet and not devices.is_rank():
+    """The first line on a terminal, before torch is loaded; elsewhere a refusal is one line."""
+    if not args.quiet and not devices.is_rank() and sys.stderr.isatty():
         print(f"{text} …", file=sys.stderr, flush=True)
 
 
