@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import tempfile
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -27,3 +29,19 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
         nextitem
     )  # what a test of the same file before it has left set up
     return True
+
+
+@pytest.fixture
+def cluster() -> Iterator[Any]:
+    """A Ray cluster of two machines with a core each, beside the head, all of them processes here."""
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    for _ in range(2):
+        cluster.add_node(num_cpus=1)
+    cluster.wait_for_nodes()
+    yield cluster
+    import ray
+
+    ray.shutdown()
+    cluster.shutdown()  # type: ignore[no-untyped-call]

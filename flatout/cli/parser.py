@@ -110,10 +110,10 @@ def run_path(run: str, runs_dir: Path) -> Path:
     return path if path.exists() or (len(path.parts) > 1 and not named.exists()) else named
 
 
-def say_loading(path: Path, *, quiet: bool = False) -> None:
-    """The first line of a command that reads an agent, on a terminal, before torch is loaded; nothing if there is none."""
-    if not quiet and path.exists() and sys.stderr.isatty():
-        print(f"loading {path} …", file=sys.stderr, flush=True)
+def say_first(text: str, *, quiet: bool = False) -> None:
+    """The first line of a command, before torch is loaded; on terminals only: elsewhere a refusal is one line."""
+    if not quiet and sys.stderr.isatty():
+        print(f"{text} …", file=sys.stderr, flush=True)
 
 
 def add_settings(parser: Parser, argv: Sequence[str], only: Collection[str] | None = None) -> None:

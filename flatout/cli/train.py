@@ -73,7 +73,8 @@ def train(argv: Sequence[str]) -> int:
         and _exists(args.runs_dir / args.run_name, is_restarted)
     ):
         return _resume(args.runs_dir / args.run_name, given, args)
-    _say_first(f"starting {config.env} with {config.descriptor.title}", args)
+    quiet = args.quiet or devices.is_rank()
+    cli.say_first(f"starting {config.env} with {config.descriptor.title}", quiet=quiet)
 
     from flatout.agent import Agent
 
@@ -176,16 +177,10 @@ def _resume(path: Path, given: dict[str, Any], args: argparse.Namespace) -> int:
         folder.lock.release()
 
 
-def _say_first(text: str, args: argparse.Namespace) -> None:
-    """The first line on a terminal, before torch is loaded; elsewhere a refusal is one line."""
-    if not args.quiet and not devices.is_rank() and sys.stderr.isatty():
-        print(f"{text} …", file=sys.stderr, flush=True)
-
-
 def _resumed(folder: RunFolder | None, given: dict[str, Any], args: argparse.Namespace) -> Agent:
     """The agent of a run's newest checkpoint, which goes on in the run's folder; None: rank 0 has it."""
     if folder is not None:
-        _say_first(f"resuming {folder.path}", args)
+        cli.say_first(f"resuming {folder.path}", quiet=args.quiet or devices.is_rank())
 
     from flatout.agent import Agent
     from flatout.config.fields import replace
@@ -270,7 +265,7 @@ def evaluate(argv: Sequence[str]) -> int:
     path = cli.run_path(args.run, args.runs_dir)
     if args.best:
         path = path / "checkpoints" / "best.flatout"
-    cli.say_loading(path, quiet=args.json)
+    cli.say_first(f"loading {path}", quiet=args.json or not path.exists())
 
     from flatout.agent import load
 

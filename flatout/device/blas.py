@@ -57,7 +57,7 @@ def _by_loops() -> int:
         ldc: Any,
     ) -> None:
         rows, columns, depth = m[0], n[0], k[0]
-        turned_a, turned_b = flip_a[0] == 84, flip_b[0] == 84
+        turned_a, turned_b = flip_a[0] == _TRANSPOSED, flip_b[0] == _TRANSPOSED
         left = _numba.carray(a, ((depth if turned_a else rows) * lda[0],))
         right = _numba.carray(b, ((columns if turned_b else depth) * ldb[0],))
         out = _numba.carray(c, (rows * ldc[0],))

@@ -76,7 +76,7 @@ class FusedMLP:
             for both in zip(layers, grads or layers, strict=True)
         ]
         places = np.array([[*size, *begin] for size, begin in zip(sizes, begins, strict=True)])
-        few = sizes[0][0] <= narrow, len(sizes) > 1 and sizes[-1][1] <= narrow
+        few = sizes[0][0] <= narrow, len(sizes) > 1 and sizes[-1][1] <= (1 if flipped else narrow)
         buffer = np.zeros(sizes[0][0] * sizes[0][1], np.float32)
         self.net: Net = (_whole(layers), places, flipped, activation == "relu", *few, buffer)
         self.outputs, self.out = _buffers(n, sizes)
@@ -237,7 +237,7 @@ def backward(x: Array, net: Net, outputs: Array, grads: Array, param_grads: Arra
             before = outputs[n_all * total :]
             grad_before = grads[n * total : n * (total + n_inputs)]
         if k == last and few_outputs:
-            _backward_few_outputs(grad, before, weight, n_outputs, flipped, weight_out, grad_before)
+            _backward_few_outputs(grad, before, weight, n_outputs, weight_out, grad_before)
         elif k == 0 and few_inputs:
             _backward_few_inputs(before, grad, n_inputs, n_outputs, n, buffer if not flipped else weight_out)
             if not flipped:
@@ -315,19 +315,12 @@ def _add_up(rows: Array, width: int, out: Array) -> None:
 
 @compiled
 def _backward_few_outputs(
-    grad: Array,
-    hidden: Array,
-    weight: Array,
-    n_outputs: int,
-    flipped: bool,
-    weight_out: Array,
-    grad_out: Array,
+    grad: Array, hidden: Array, weight: Array, n_outputs: int, weight_out: Array, grad_out: Array
 ) -> None:
-    """Backward through a last layer of few outputs, skipping zero gradients: the gradient of its weight, and the one
-    w.r.t. the layer before."""
+    """Backward through a last layer of few outputs, skipping zero gradients: the gradient of its weight, (outputs,
+    inputs), and the one w.r.t. the layer before."""
     n = len(grad) // n_outputs
     width = len(grad_out) // n
-    step, along = (n_outputs, 1) if flipped else (1, width)
     for i in range(n_outputs * width):
         weight_out[i] = _ZERO
     for b in range(n):
@@ -338,15 +331,10 @@ def _backward_few_outputs(
             size = grad[b * n_outputs + a]
             if size == 0:
                 continue
-            if step == 1:  # the loop below, of which a vector at a time is computed
-                side, side_out = weight[a * along :], weight_out[a * along :]
-                for j in range(width):
-                    side_out[j] += size * seen[j]
-                    row[j] += size * side[j]
-            else:
-                for j in range(width):
-                    weight_out[a * along + j * step] += size * seen[j]
-                    row[j] += size * weight[a * along + j * step]
+            side, side_out = weight[a * width : (a + 1) * width], weight_out[a * width : (a + 1) * width]
+            for j in range(width):
+                side_out[j] += size * seen[j]
+                row[j] += size * side[j]
 
 
 @compiled

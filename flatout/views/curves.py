@@ -6,7 +6,7 @@ Colours are written out instead of CSS variables, which programs other than brow
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from html import escape
 from importlib.resources import files
 
@@ -26,7 +26,7 @@ KEY_LINE = 22
 def _style() -> str:
     def colours(values: Sequence[str]) -> str:
         return "".join(
-            f".c{i} {{ stroke: {value}; }} .f{i} {{ fill: {value}; }} .d{i} {{ background: {value}; }} "
+            f".curves .c{i} {{ stroke: {value}; }} .curves .f{i} {{ fill: {value}; }} .d{i} {{ background: {value}; }} "
             for i, value in enumerate(values)
         )
 
@@ -127,10 +127,10 @@ def _section(groups: Sequence[Group], title: str, keys: bool = True) -> tuple[st
             parts.append(f'<text class="name" x="18" y="{top + 11:.0f}">{escape(words)}</text>')
             top += KEY_LINE
     for nth, (by, label, show) in enumerate(
-        (("steps", "env steps", _short), ("seconds", "wall time", _clock))
+        (("steps", "env steps", short), ("seconds", "wall time", _clock))
     ):
-        chart = _chart([group.curve(by) for group in groups], label, show)
-        parts.append(f'<g transform="translate({nth * (CHART + GAP)} {top:.0f})">{chart}</g>')
+        drawing = chart([group.curve(by) for group in groups], label, show)
+        parts.append(f'<g transform="translate({nth * (CHART + GAP)} {top:.0f})">{drawing}</g>')
     return "".join(parts), top + HEIGHT
 
 
@@ -138,12 +138,16 @@ def _seeds(group: Group) -> str:
     return f", {len(group.runs)} seeds" if len(group.runs) > 1 else ""
 
 
-def _chart(
-    curves: Sequence[tuple[Floats, Floats, Floats]], label: str, show: Callable[[float, float], str]
+def chart(
+    curves: Sequence[tuple[Floats, Floats, Floats]],
+    label: str,
+    show: Callable[[float, float], str],
+    dotted: Collection[int] = (),
 ) -> str:
+    """Means with bands around them over axes, CHART × HEIGHT; those of `dotted` as single points."""
     known = [curve for curve in curves if len(curve[0])]
     if not known:
-        return f'<text x="{LEFT}" y="40">No episode of these runs has ended.</text>'
+        return f'<text x="{LEFT}" y="40">No episode has ended yet.</text>'
     x1 = max(float(x[-1]) for x, _, _ in known) or 1.0
     low = min(float((y - spread).min()) for _, y, spread in known)
     high = max(float((y + spread).max()) for _, y, spread in known)
@@ -165,7 +169,7 @@ def _chart(
         place = f"{at_y(mark):.1f}"
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{CHART - RIGHT}" y1="{place}" y2="{place}"/>')
         parts.append(
-            f'<text x="{LEFT - 8}" y="{at_y(mark) + 4:.1f}" text-anchor="end">{_short(mark, step)}</text>'
+            f'<text x="{LEFT - 8}" y="{at_y(mark) + 4:.1f}" text-anchor="end">{short(mark, step)}</text>'
         )
     base = HEIGHT - BOTTOM
     parts.append(f'<line class="axis" x1="{LEFT}" x2="{CHART - RIGHT}" y1="{base}" y2="{base}"/>')
@@ -181,7 +185,10 @@ def _chart(
             around = f"M{path(x, y + spread)}L{path(x[::-1], (y - spread)[::-1])}Z"
             parts.append(f'<path class="band f{nth % len(LIGHT)}" d="{around}"/>')
     for nth, (x, y, _) in enumerate(curves):
-        if len(x):
+        if nth in dotted:
+            for a, b in zip(x.tolist(), y.tolist(), strict=True):
+                parts.append(f'<circle class="f{nth}" cx="{at_x(a):.1f}" cy="{at_y(b):.1f}" r="4"/>')
+        elif len(x):
             dash = ' stroke-dasharray="6 4"' if nth >= len(LIGHT) else ""
             parts.append(f'<path class="mean c{nth % len(LIGHT)}"{dash} d="M{path(x, y)}"/>')
     return "".join(parts)
@@ -196,7 +203,7 @@ def ticks(low: float, high: float, count: int) -> tuple[float, list[float]]:
     return step, [nth * step for nth in range(first, last + 1)]
 
 
-def _short(value: float, step: float) -> str:
+def short(value: float, step: float) -> str:
     """`250`, `12.5 k`, `1.2 M`, with the digits that tell two ticks apart."""
     for size, unit in ((1e6, " M"), (1e4, " k")):
         if abs(value) >= size:

@@ -16,9 +16,13 @@ from flatout.runlog.recorder import Progress
 from flatout.runlog.records import EVALUATED, read_metrics
 from flatout.views import figures as fmt
 
-WIDTH, HEIGHT = 640, 300
-LEFT, RIGHT, TOP, BOTTOM = 64, 12, 26, 42
 BLUE, ORANGE, GREY = "#3b82d6", "#d9822b", "#808590"
+"""Readable on light and on dark: a notebook's theme is not that of the browser."""
+STYLE = (
+    f".curves text {{ font: 12px system-ui, sans-serif; fill: {GREY}; }} .curves line {{ stroke: {GREY}; }} "
+    f".curves .grid {{ stroke-opacity: .25; }} .curves .mean {{ fill: none; stroke: {BLUE}; stroke-width: 2; }} "
+    f".curves circle {{ fill: {ORANGE}; }} .curves .k0 {{ fill: {BLUE}; }} .curves .k1 {{ fill: {ORANGE}; }}"
+)
 MAX_POINTS = 1000
 _STEPS, _RETURN = "time/total_timesteps", "rollout/ep_rew_mean"
 NEW_LINE = "\n"
@@ -98,56 +102,21 @@ class Plot:
 
 def curve_svg(curve: Curve, title: str) -> str:
     """The mean return over env steps as a line, evaluations as points."""
-    points = [*curve.returns, *curve.evaluations]
-    head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" '
-        f'style="max-width:100%;height:auto" role="img"><title>{escape(title)}</title>'
-        f'<g font-family="system-ui,sans-serif" font-size="12" fill="{GREY}">'
+    from flatout.views.curves import CHART, HEIGHT, chart, short
+
+    named = {"mean return of the last 100 episodes": curve.returns, "evaluations": curve.evaluations}
+    arrays = [np.array(points, float).reshape(-1, 2).T for points in named.values()]
+    drawing = chart([(x, y, np.zeros(len(x))) for x, y in arrays], "env steps", short, dotted=(1,))
+    keys = "".join(
+        f'<text class="k{nth}" x="{CHART - 100 * (1 - nth)}" y="{HEIGHT + 16}" text-anchor="end">{words}</text>'
+        for nth, (words, points) in enumerate(named.items())
+        if points
     )
-    if not points:
-        return f'{head}<text x="{LEFT}" y="60">No episode has ended yet.</text></g></svg>'
-    most = max(steps for steps, _ in points) or 1.0
-    low, high = min(value for _, value in points), max(value for _, value in points)
-    low, high = (low, high) if high > low else (low - 1, high + 1)
-
-    def x(steps: float) -> float:
-        return LEFT + (WIDTH - LEFT - RIGHT) * steps / most
-
-    def y(value: float) -> float:
-        return HEIGHT - BOTTOM - (HEIGHT - BOTTOM - TOP) * (value - low) / (high - low)
-
-    parts = [head, f'<text x="{LEFT}" y="14">{escape(title)}</text>']
-    for value in _ticks(low, high):
-        at = f"{y(value):.1f}"
-        parts.append(
-            f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at}" y2="{at}" stroke="{GREY}" stroke-opacity=".25"/>'
-        )
-        parts.append(f'<text x="{LEFT - 8}" y="{y(value) + 4:.1f}" text-anchor="end">{value:,g}</text>')
-    for steps in _ticks(0, most):
-        anchor = "end" if x(steps) > WIDTH - 40 else "middle"
-        parts.append(
-            f'<text x="{x(steps):.1f}" y="{HEIGHT - BOTTOM + 17}" text-anchor="{anchor}">{steps:,g}</text>'
-        )
-    parts.append(f'<text x="{(LEFT + WIDTH) / 2:.0f}" y="{HEIGHT - 6}" text-anchor="middle">env steps</text>')
-    line = " ".join(f"{x(steps):.1f},{y(value):.1f}" for steps, value in curve.returns)
-    parts.append(f'<polyline points="{line}" fill="none" stroke="{BLUE}" stroke-width="2"/>')
-    for steps, value in curve.evaluations:
-        parts.append(f'<circle cx="{x(steps):.1f}" cy="{y(value):.1f}" r="4" fill="{ORANGE}"/>')
-    keys = [(BLUE, "mean return of the last 100 episodes")] if curve.returns else []
-    keys += [(ORANGE, "evaluations")] if curve.evaluations else []
-    for nth, (colour, words) in enumerate(reversed(keys)):
-        at_x = WIDTH - RIGHT - 100 * nth
-        parts.append(f'<text x="{at_x}" y="14" text-anchor="end" fill="{colour}">{words}</text>')
-    return "".join([*parts, "</g></svg>"])
-
-
-def _ticks(low: float, high: float, most: int = 5) -> list[float]:
-    """Round numbers from `low` to `high`."""
-    power = 10.0 ** np.floor(np.log10((high - low) / most))
-    step = next(power * by for by in (1, 2, 5, 10) if (high - low) / (power * by) <= most)
-    return [
-        nth * step for nth in range(int(np.ceil(low / step - 1e-9)), int(np.floor(high / step + 1e-9)) + 1)
-    ]
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="curves" viewBox="0 0 {CHART} {HEIGHT + 42}" width="{CHART}" '
+        f'style="max-width:100%;height:auto" role="img"><style>{STYLE}</style><title>{escape(title)}</title>'
+        f'<text x="0" y="14">{escape(title)}</text><g transform="translate(0 20)">{drawing}{keys}</g></svg>'
+    )
 
 
 class HtmlText(str):

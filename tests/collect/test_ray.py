@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import psutil
@@ -61,21 +61,6 @@ def test_a_run_on_a_cluster_of_its_own_equals_a_local_one_and_leaves_nothing(loc
     while {p.pid for p in of_ray()} - before and time.monotonic() < until:
         time.sleep(0.2)
     assert not {p.pid for p in of_ray()} - before
-
-
-@pytest.fixture
-def cluster() -> Iterator[Any]:
-    from ray.cluster_utils import Cluster
-
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
-    for _ in range(2):
-        cluster.add_node(num_cpus=1)
-    cluster.wait_for_nodes()
-    yield cluster
-    import ray
-
-    ray.shutdown()
-    cluster.shutdown()  # type: ignore[no-untyped-call]
 
 
 def test_a_node_that_dies_in_mid_rollout_changes_nothing(cluster: Any, local: flatout.Agent) -> None:

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +22,6 @@ from tests.scale.test_jobs import wait_until
 pytest.importorskip("ray")
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(900)]
 SWEEP = ["sweep", "CartPole-v1", *TINY[:4], *TINY[6:], "--checkpoint-every", "1024", "--name", "s", "--ray"]
-
-
-@pytest.fixture
-def cluster() -> Iterator[Any]:
-    from ray.cluster_utils import Cluster
-
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
-    for _ in range(2):
-        cluster.add_node(num_cpus=1)
-    cluster.wait_for_nodes()
-    yield cluster
-    cluster.shutdown()  # type: ignore[no-untyped-call]
 
 
 def machine_of(run: Path, cluster: Any) -> Any:

@@ -17,8 +17,8 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 def drawn(svg: str) -> list[tuple[float, float]]:
     """The points of the line."""
-    (line,) = ET.fromstring(svg).iter(f"{SVG}polyline")
-    pairs = [pair.split(",") for pair in line.attrib["points"].split()]
+    (line,) = ET.fromstring(svg).iter(f"{SVG}path")
+    pairs = [pair.split() for pair in line.attrib["d"].removeprefix("M").split("L")]
     return [(float(x), float(y)) for x, y in pairs]
 
 
