@@ -44,7 +44,7 @@ def test_first_steps() -> None:
     (progress,) = learned.outputs  # one output that was updated, and no lines below each other
     assert "\n100 %  4,096 steps" in progress.data["text/plain"]
     assert "<progress value=" in progress.data["text/html"]
-    assert "<polyline" in shown(curve, "image/svg+xml")
+    assert 'class="mean ' in shown(curve, "image/svg+xml")
     assert "time went to" in shown(report, "text/html")
     assert "20 episodes" in shown(evaluated, "text/html")
     assert re.search(r"\b[01]\b", shown(loaded))
@@ -53,7 +53,7 @@ def test_first_steps() -> None:
 def test_your_own_env() -> None:
     _, mistake, learned, evaluated, stopped = executed("your_own_env")
     assert "shape" in shown(mistake)
-    assert "<polyline" in shown(learned, "image/svg+xml")
+    assert 'class="mean ' in shown(learned, "image/svg+xml")
     assert "50 episodes" in shown(evaluated, "text/html")
     assert "env steps, best" in shown(stopped)
 
