@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from flatout.cli.parser import Parser, add_trust, run_parser, run_path
+from flatout.cli.parser import Parser, add_trust, run_parser, run_path, say_first, say_loading
 from flatout.errors import FlatoutError, did_you_mean
 
 ALL = "all"
@@ -26,6 +26,8 @@ def export(argv: Sequence[str]) -> int:
     add_trust(parser)
     args = parser.parse(argv)
     path = run_path(args.run, args.runs_dir)
+    source = path / "checkpoints" / "best.flatout" if args.best else path
+    say_loading(source)
 
     from flatout.agent import load
     from flatout.integrations.export import FORMATS
@@ -35,7 +37,6 @@ def export(argv: Sequence[str]) -> int:
         known = [*FORMATS, ALL]
         near = did_you_mean(args.format, known)
         raise FlatoutError(f"--format is '{args.format}'; it must be one of {', '.join(known)}{near}")
-    source = path / "checkpoints" / "best.flatout" if args.best else path
     code = {"network": args.network} if args.network is not None else {}
     agent = load(source, trust=args.trust, **code)
     folder = path / "export" if path.is_dir() else path.with_suffix("")
@@ -84,6 +85,7 @@ def import_(argv: Sequence[str]) -> int:
         from flatout.envs.make import env_factory
 
         env_factory(args.env)
+    say_first(f"reading {args.model}", quiet=not args.trust or not args.model.exists())
 
     from flatout.sb3.imported import import_model
     from flatout.training.checkpoint import write

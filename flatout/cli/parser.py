@@ -116,6 +116,13 @@ def say_first(text: str, *, quiet: bool = False) -> None:
         print(f"{text} …", file=sys.stderr, flush=True)
 
 
+def say_loading(path: Path, *, quiet: bool = False) -> None:
+    """The same of a command that loads a checkpoint; one that is not there is refused here, not seconds later."""
+    if not path.exists():
+        raise FlatoutError(f"checkpoint {str(path)!r} does not exist")
+    say_first(f"loading {path}", quiet=quiet)
+
+
 def add_settings(parser: Parser, argv: Sequence[str], only: Collection[str] | None = None) -> None:
     """A flag for every setting of a run, or for some, with its docstring as help; flags not given stay unset.
 

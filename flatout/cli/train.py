@@ -265,7 +265,7 @@ def evaluate(argv: Sequence[str]) -> int:
     path = cli.run_path(args.run, args.runs_dir)
     if args.best:
         path = path / "checkpoints" / "best.flatout"
-    cli.say_first(f"loading {path}", quiet=args.json or not path.exists())
+    cli.say_loading(path, quiet=args.json)
 
     from flatout.agent import load
 

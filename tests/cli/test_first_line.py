@@ -1,0 +1,54 @@
+"""On a terminal a command says what it does before it loads torch, which takes seconds."""
+
+from __future__ import annotations
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+COMMANDS = {
+    "train CartPole-v1": "starting CartPole-v1 with PPO …",
+    "tune CartPole-v1": "tune: starting with CartPole-v1 …",
+    "evaluate saved.flatout": "loading saved.flatout …",
+    "play saved.flatout": "loading saved.flatout …",
+    "export saved.flatout": "loading saved.flatout …",
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_first_line_comes_before_torch(command: str, tmp_path: Path) -> None:
+    (tmp_path / "saved.flatout").touch()
+    (tmp_path / "torch.py").write_text("raise SystemExit(77)")  # in place of the real one
+    ours, theirs = pty.openpty()
+    env = os.environ | {"PYTHONPATH": str(tmp_path)}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "flatout", *command.split()], cwd=tmp_path, env=env, stdout=theirs, stderr=theirs
+    )
+    os.close(theirs)
+    with os.fdopen(ours, "rb", buffering=0) as terminal:
+        text = b""
+        while b"\n" not in text:
+            text += terminal.read(1000)
+        assert text.decode().splitlines()[0] == COMMANDS[command]
+        process.send_signal(signal.SIGTERM)
+        process.wait()
+
+
+@pytest.mark.parametrize("verb", ["evaluate", "play", "export"])
+def test_a_checkpoint_that_is_not_there_is_refused_before_torch(verb: str, tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise SystemExit(77)")
+    env = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-m", "flatout", verb, "none"],
+        cwd=tmp_path,
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (2, "flatout: checkpoint 'runs/none' does not exist\n")
