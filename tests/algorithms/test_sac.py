@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import gc
 import math
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from flatout.algorithms.sac.fused import UpdateNoise, can_fuse
 from flatout.algorithms.sac.learner import SACLearner
 from flatout.algorithms.sac.model import SquashedNormalHead, make_model
 from flatout.algorithms.sac.noise import kept, noise_key, normal
+from flatout.device.semaphores import new_semaphore
 from flatout.envs.spaces import ActionLayout, ObsLayout
 from flatout.errors import FlatoutError
 from flatout.models.actor import KernelActor
@@ -239,8 +240,8 @@ def test_the_fused_gradient_is_that_of_any_batch_and_of_any_number_of_threads(n:
     assert fused is not None
     total, _, errors = sac.loss(it.networks, batch, config)
     want, got = it.params.flatten(torch.autograd.grad(total, it.params.tensors)), []
-    for thread in (None, ThreadPoolExecutor(1)):
-        fused._thread = thread
+    for calls in ((None, None), (new_semaphore(), new_semaphore()) if n > 1 else (None, None)):
+        fused._calls = calls
         fused.differentiate(batch)
         torch.testing.assert_close(fused.gradient, want, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(it.update.sample_output, errors, rtol=1e-4, atol=1e-5)
@@ -248,6 +249,24 @@ def test_the_fused_gradient_is_that_of_any_batch_and_of_any_number_of_threads(n:
     assert torch.equal(got[0][0], got[1][0])
     assert np.array_equal(got[0][1], got[1][1])
     fused.close()
+
+
+@pytest.mark.parametrize("way", ["closed", "forgotten"])
+def test_the_other_thread_ends_with_the_backend(way: str) -> None:
+    it = learner(SACConfig(batch_size=8))
+    fused = it.make_fused()
+    assert fused is not None
+    fused._calls = new_semaphore(), new_semaphore()
+    fused.differentiate(random_batch(it, 8))
+    assert fused._partner is not None
+    thread = fused._partner._thread
+    assert thread.is_alive()
+    if way == "closed":
+        fused.close()
+    del fused
+    gc.collect()
+    thread.join(60)
+    assert not thread.is_alive()
 
 
 def step(it: SACLearner, batch: sac.SACMinibatch) -> tuple[Tensor, Tensor]:

@@ -27,7 +27,11 @@ def test_the_first_line_comes_before_torch(command: str, tmp_path: Path) -> None
     ours, theirs = pty.openpty()
     env = os.environ | {"PYTHONPATH": str(tmp_path)}
     process = subprocess.Popen(
-        [sys.executable, "-m", "flatout", *command.split()], cwd=tmp_path, env=env, stdout=theirs, stderr=theirs
+        [sys.executable, "-m", "flatout", *command.split()],
+        cwd=tmp_path,
+        env=env,
+        stdout=theirs,
+        stderr=theirs,
     )
     os.close(theirs)
     with os.fdopen(ours, "rb", buffering=0) as terminal:

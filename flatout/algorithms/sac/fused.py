@@ -6,10 +6,10 @@ A minibatch is computed in two halves, in two threads where there are two cores;
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+import weakref
+from collections.abc import Sequence
 from itertools import pairwise
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from flatout.algorithms.sac.noise import MIX1, MIX2, WEYL
 from flatout.device.blas import product
 from flatout.device.jit import compiled
 from flatout.device.machine import usable_cores
+from flatout.device.semaphores import new_semaphore, post, wait
 from flatout.envs.spaces import Array
 from flatout.learning.fused import (
     FusedBackend,
@@ -245,15 +246,38 @@ def differentiate(
         sums[3] += np.float64(log_prob[b])
 
 
+@compiled
+def work_along(
+    calls: tuple[Array, Array, Array],
+    samples: Samples,
+    actor: Learned,
+    critics: tuple[Learned, Learned],
+    targets: tuple[Network, Network],
+    buffers: tuple[Array, ...],
+    squashed: Array,
+    scale: Array,
+    errors: Array,
+    sums: Array,
+) -> None:
+    """`differentiate` whenever `calls` ask for it, until they say that it was the last time."""
+    begin, end, is_over = calls
+    while True:
+        wait(begin)
+        if is_over[0]:
+            return
+        differentiate(samples, actor, critics, targets, buffers, squashed, scale[0], scale[1], errors, sums)
+        post(end)
+
+
 class FusedShare:
     """Some rows of each minibatch: what they add to the gradient and the means."""
 
     def __init__(
-        self, networks: TargetCritics, params: FlatParams, gradient: Tensor, rows: slice, n_all: int
+        self, networks: TargetCritics, params: FlatParams, gradient: Tensor, samples: Samples, scale: Array
     ) -> None:
-        """`gradient`: where theirs is written, in the order of `params`; `n_all`: rows of the whole minibatch."""
-        model, n = networks.online, rows.stop - rows.start
-        self._rows, self._share, size = rows, 1 / n_all, model.action.size
+        """`gradient`: where theirs is written, in the order of `params`; `scale`: of entropy, and each row's in the mean."""
+        model, n = networks.online, len(samples[0])
+        size = model.action.size
         actor, own = model.acting_layers(), list(model.critics.parameters())
         places = {id(p): view for p, view in zip(params.tensors, params.views(gradient), strict=True)}
         grads, target = [places[id(p)] for p in own], networks.views(networks.target)
@@ -274,17 +298,60 @@ class FusedShare:
         ]
         nexts = tuple([(it.net, it.outputs, it.out) for it in targets])
         actor_parts, *critic_parts = learned
-        self._fixed: Any = actor_parts, tuple(critic_parts), nexts, buffers, model.action.bounded
         self.sums = np.zeros(5)
         """Of the critics' losses, values and TD errors, of log-probabilities and values of chosen actions."""
+        self.errors = np.zeros(n, real)
+        """TD errors."""
+        self._scale = scale
+        self._fixed: Any = samples, actor_parts, tuple(critic_parts), nexts, buffers, model.action.bounded
 
-    def differentiate(self, samples: Samples, ent_coef: float, errors: Array) -> None:
-        """Fill in the gradient, the sums and these rows of the TD errors."""
-        rows = self._rows
-        own = tuple([x[rows] for x in samples])
-        actor, critics, nexts, buffers, squashed = self._fixed
-        more = ent_coef, self._share, errors[rows], self.sums
-        differentiate(own, actor, critics, nexts, buffers, squashed, *more)
+    def differentiate(self) -> None:
+        """Fill in the gradient, the sums and the errors."""
+        own: Any = *self._fixed, *self._scale, self.errors, self.sums
+        differentiate(*own)
+
+    def work_along(self, calls: tuple[Array, Array, Array]) -> None:
+        """The same whenever another thread asks for it."""
+        own: Any = *self._fixed, self._scale, self.errors, self.sums
+        work_along(calls, *own)
+
+
+class Partner:
+    """A thread that computes one share of every minibatch while the caller computes another.
+
+    It stays in compiled code: waking it does not take Python's lock, for which the two would wait in turn.
+    """
+
+    def __init__(self, share: FusedShare, begin: Array, end: Array, n_threads: int) -> None:
+        """`n_threads`: of each of its matrix products."""
+        self._begin, self._end, self._is_over = begin, end, np.ones(1, np.bool_)
+        self.n_threads, self._share = n_threads, share
+        self.begin()
+        self._work_along()  # ends at once, and is compiled from here on: nobody waits for a thread that could not begin
+        self._is_over[0] = False
+        self._thread = Thread(target=self._run, name="flatout-update", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        torch.set_num_threads(self.n_threads)  # of operations in this thread
+        self._work_along()
+
+    def _work_along(self) -> None:
+        self._share.work_along((self._begin, self._end, self._is_over))
+
+    def begin(self) -> None:
+        """Begin with what the samples hold now."""
+        post(self._begin)
+
+    def finish(self) -> None:
+        """Wait for the end of it."""
+        wait(self._end)
+
+    def close(self) -> None:
+        """End the thread."""
+        self._is_over[0] = True
+        self.begin()
+        self._thread.join()
 
 
 class FusedSAC(FusedBackend[SACMinibatch]):
@@ -302,32 +369,54 @@ class FusedSAC(FusedBackend[SACMinibatch]):
         (self._ent_coef_grad,) = (view for p, view in places if p is model.log_ent_coef)
         self._others = torch.zeros_like(self.gradient)
         """The gradient of the second half."""
-        cuts = sorted({0, self._n // 2, self._n})
+        n, size, n_features = self._n, model.action.size, model.acting_layers()[0][0].shape[1]
+        shapes: list[tuple[int, ...]] = [(n, n_features), (n, n_features), (n, size), (n,), (n,), (n,)]
+        self._samples = tuple([np.zeros(shape, np.float32) for shape in (*shapes, (n, 2 * size))])
+        self._scale = np.array([0.0, 1 / n])
+        cuts = sorted({0, n // 2, n})
         self._shares = [
-            FusedShare(networks, params, gradient, slice(*cut), self._n)
+            FusedShare(
+                networks, params, gradient, tuple([x[slice(*cut)] for x in self._samples]), self._scale
+            )
             for gradient, cut in zip((self.gradient, self._others), pairwise(cuts), strict=False)
         ]
-        self._thread = ThreadPoolExecutor(1, "flatout-update") if usable_cores() > 1 else None
+        self._calls = (new_semaphore(), new_semaphore()) if usable_cores() > 1 and n > 1 else (None, None)
+        self._partner: Partner | None = None
 
     def differentiate(self, batch: SACMinibatch) -> None:
         """Fill in the gradient, the TD errors and the means."""
         features = self._features(batch.obs), self._features(batch.next_obs)
         rest = batch.action, batch.reward, batch.discount, batch.weight, batch.noise
-        samples = (*features, *[x.numpy() for x in rest])
-        ent_coef, errors = math.exp(self._log_ent_coef.item()), self._update.sample_output.numpy()
+        for to, given in zip(self._samples, (*features, *[x.numpy() for x in rest]), strict=True):
+            to[:] = given
+        self._scale[0] = ent_coef = math.exp(self._log_ent_coef.item())
         first, *others = self._shares
-        ends = [self._begin(partial(share.differentiate, samples, ent_coef, errors)) for share in others]
-        first.differentiate(samples, ent_coef, errors)
-        for end in ends:
-            end()
+        partner = self._with_partner()
+        if partner is not None:
+            partner.begin()
+        first.differentiate()
+        if partner is not None:
+            partner.finish()
+        for share in others:
+            if partner is None:
+                share.differentiate()
             self.gradient.add_(self._others)
+        np.concatenate(
+            [share.errors for share in self._shares], out=self._update.sample_output.numpy()[: self._n]
+        )
         self._set_means(np.sum([share.sums for share in self._shares], 0) / self._n, ent_coef)
 
-    def _begin(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Begin work in the other thread, with as many threads as this one has; returns what ends it."""
-        if self._thread is None:
-            return work
-        return self._thread.submit(_with_threads, torch.get_num_threads(), work).result
+    def _with_partner(self) -> Partner | None:
+        """The other thread, each of whose products has as many threads as those of this one; None: there is none."""
+        begin, end = self._calls
+        if begin is None or end is None:
+            return None
+        n_threads = torch.get_num_threads()
+        if self._partner is None or self._partner.n_threads != n_threads:
+            self.close()
+            self._partner = Partner(self._shares[1], begin, end, n_threads)
+            self._end_of_partner = weakref.finalize(self, self._partner.close)
+        return self._partner
 
     def _set_means(self, sums: Array, ent_coef: float) -> None:
         """Fill in the metrics, and the gradient of the temperature."""
@@ -340,14 +429,9 @@ class FusedSAC(FusedBackend[SACMinibatch]):
 
     def close(self) -> None:
         """End the other thread."""
-        if self._thread is not None:
-            self._thread.shutdown()
-
-
-def _with_threads(n_threads: int, work: Callable[[], None]) -> None:
-    if torch.get_num_threads() != n_threads:
-        torch.set_num_threads(n_threads)  # of operations in this thread
-    work()
+        if self._partner is not None:
+            self._end_of_partner()
+            self._partner = None
 
 
 def _critic(tensors: Sequence[Tensor], i: int) -> list[Layer]:
