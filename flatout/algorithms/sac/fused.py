@@ -394,9 +394,11 @@ class FusedSAC(FusedBackend[SACMinibatch]):
         partner = self._with_partner()
         if partner is not None:
             partner.begin()
-        first.differentiate()
-        if partner is not None:
-            partner.finish()
+        try:
+            first.differentiate()
+        finally:  # a Ctrl-C here must not leave an end behind that the next minibatch would take for its own
+            if partner is not None:
+                partner.finish()
         for share in others:
             if partner is None:
                 share.differentiate()
