@@ -64,6 +64,8 @@ class Learner(ABC, Generic[Batch]):
 
     METRICS: ClassVar[tuple[str, ...]]
     """Entries of the loss's metrics vector; the first is the loss."""
+    SPLITS: ClassVar[bool] = True
+    """Whether the loss of several parts of a minibatch can be computed by threads at the same time."""
     model: Any
     """The network that learns and acts."""
     config: Any
@@ -131,6 +133,9 @@ class Learner(ABC, Generic[Batch]):
         config = self.config
         options |= {"max_grad_norm": config.max_grad_norm, "batch_size": config.batch_rows}
         update = Update(module, self.params, self.loss, len(self.METRICS), autocast=self.autocast, **options)
+        # Not a user's own network, which may draw numbers, or depend on the whole minibatch.
+        plain = self.model.is_plain and not self.model.state_size
+        update.splits = self.SPLITS and plain and self.device.type == "cpu" and self.autocast is None
         if config.optimizer is not None:
             from flatout.learning.optimizer import OwnOptimizer
 
@@ -354,6 +359,7 @@ class Learner(ABC, Generic[Batch]):
         """End what is under way."""
         if self.compilation is not None:
             self.compilation.close()
+        self.update.close()
 
     def _enter(self, phase: Phase) -> None:
         self._clock.enter(phase)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
@@ -37,6 +38,8 @@ ADAM: dict[str, Any] = {"beta1": BETA1, "beta2": BETA2, "eps": EPSILON}
 ADAM |= {"weight_decay": 0.0, "amsgrad": False, "maximize": False}
 FIRST_SCALE, GROWTH_STEPS = 2.0**14, 1000
 """Loss scale for fp16: halved when gradients overflow, doubled after so many good steps."""
+FEWEST_ROWS = 8
+"""A thread differentiates at least so many samples."""
 _fused_adam = find("torch._fused_adam_")
 
 
@@ -180,6 +183,10 @@ class Update(Generic[Batch]):
         self.step_size = 0.0
         lower = autocast and torch.autocast(flat.device.type, autocast, cache_enabled=False)
         self._precision: Any = lower or nullcontext()
+        self.splits = False
+        """Whether threads may differentiate shares of a minibatch at the same time."""
+        self._shares: list[Tensor] = []
+        self._threads: ThreadPoolExecutor | None = None
         self._backend: Backend[Batch] | None = None
         self.compiled_step: Step | None = None
         """What a graph captures, if it was compiled."""
@@ -245,12 +252,49 @@ class Update(Generic[Batch]):
 
     def eager_step(self, batch: Batch) -> None:
         """The step as it is defined."""
-        gradient = self._gradient(batch, self._params.tensors, self._loss, self.coefficient)
+        gradient = self._split_gradient(batch)
         if self.ranks is not None:
             self.ranks.put(*gradient)
             self.ranks.reduce()
             gradient = self.ranks.take()
         self._apply(*gradient, self.step_size)
+
+    def _split_gradient(self, batch: Batch) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """`_gradient` with a share of the minibatch for each of torch's threads, where that is allowed.
+
+        They meet once. Within operations they would meet dozens of times, and each time wait for a core to wake up.
+        """
+        n_threads = torch.get_num_threads()
+        n, rest = divmod(self.own_rows, n_threads)
+        whole = len(batch) == self.batch_size == self.parts.n_rows
+        if not (self.splits and whole and n_threads > 1 and n >= FEWEST_ROWS and not rest):
+            return self._gradient(batch, self._params.tensors, self._loss, self.coefficient)
+        if self._threads is None or len(self._shares) != n_threads:
+            self.close()
+            self._shares = [torch.empty_like(self._params.flat) for _ in range(n_threads)]
+            self._threads = ThreadPoolExecutor(n_threads, "flatout update", torch.set_num_threads, (1,))
+        batch, threads = self.own(batch), self._threads
+
+        def differentiate(i: int) -> tuple[Tensor, Tensor, list[Tensor]]:
+            loss, metrics, *samples = self._loss(batch.take(slice(i * n, (i + 1) * n)), self.coefficient)
+            grads = torch.autograd.grad(loss, self._params.tensors, allow_unused=True, materialize_grads=True)
+            return self._params.flatten(grads, self._shares[i]), metrics, samples
+
+        futures = [threads.submit(differentiate, i) for i in range(n_threads)]
+        wait(futures)  # all of them, also if one fails: nothing may go on beside what follows
+        grads, metrics, samples = zip(*(future.result() for future in futures), strict=True)
+        with torch.no_grad():
+            grad = grads[0]
+            for more in grads[1:]:
+                grad += more
+            outputs = [torch.cat(parts) for parts in zip(*samples, strict=True)]
+            return grad.div_(n_threads), torch.stack(metrics).mean(0), outputs
+
+    def close(self) -> None:
+        """End its threads; a further step would begin new ones."""
+        if self._threads is not None:
+            self._threads.shutdown()
+            self._threads = None
 
     def captured_step(self, batch: Batch) -> None:
         """`eager_step` for a graph: nothing in it is fixed by the time of the capture."""

@@ -27,7 +27,7 @@ from flatout.models.policy import OBS_CLIP, Policy, PolicyNet
 
 SMALL_NETWORK = 300_000
 """Up to this many weights the compiled function is faster: they fit a core's own cache."""
-BLOCK = 8
+BLOCK = 4
 """In torch the policy acts on multiples of this many observations. Matrix kernels round differently for different
 batch sizes; in whole blocks a result does not depend on the rest of the batch, nor on how envs are split."""
 BRIEF_WORK = 1_000_000

@@ -50,15 +50,18 @@ class FlatParams:
         """Views of such a flat tensor, shaped like the parameters."""
         return _views(flat, self.tensors)
 
-    def flatten(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Tensors shaped like the parameters, as one flat tensor; the gaps between them are zero."""
+    def flatten(self, tensors: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
+        """Tensors shaped like the parameters, as one flat tensor; the gaps between them are zero.
+
+        `out`: where to write it; memory that is new every time costs more than the copy.
+        """
         pieces: list[Tensor] = []
         for tensor, gap in zip(tensors, self._gaps, strict=True):
             pieces.append(tensor.reshape(-1))
             if len(gap):
                 pieces.append(gap)
         if all(piece.dtype == pieces[0].dtype for piece in pieces):
-            return torch.cat(pieces)
+            return torch.cat(pieces) if out is None else torch.cat(pieces, out=out)
         flat = torch.empty_like(self.flat)  # some have 16 bits: one kernel converts them
         copy_all(flat.split([len(piece) for piece in pieces]), pieces)
         return flat

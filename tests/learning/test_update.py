@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +16,8 @@ from gymnasium import spaces
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from flatout.algorithms.dqn.config import DQNConfig
+from flatout.algorithms.dqn.learner import DQNLearner
 from flatout.algorithms.ppo.config import PPOConfig
 from flatout.algorithms.ppo.learner import PPOLearner
 from flatout.envs.spaces import ActionLayout, ObsLayout
@@ -22,7 +26,7 @@ from flatout.learning.learner import bytes_per_row, rows_that_fit
 from flatout.learning.update import Minibatch, Update, adam
 from flatout.models.config import NetworkConfig
 from flatout.models.params import FlatParams
-from flatout.models.policy import build
+from flatout.models.policy import QNetwork, build
 from flatout.timing import PhaseClock
 
 
@@ -162,6 +166,80 @@ def test_micro_batches_give_the_same_result_as_the_whole_minibatch(n_rows: int) 
     parts, in_parts = learned(n_rows)
     torch.testing.assert_close(parts, whole, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(in_parts.metrics, update.metrics, rtol=1e-5, atol=1e-6)
+
+
+@contextmanager
+def on_threads(n: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(n)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_threads_that_share_a_minibatch_give_the_same_result(*, fails: bool) -> None:
+    """Also where memory runs out in one of them."""
+    whole, alone = learned(16)
+    model, failed = net(), list[int]()
+    update = make_update(model)
+    update.splits, loss = True, update._loss
+
+    def of_a_share(batch: Inputs, coefficient: Tensor) -> tuple[Tensor, ...]:
+        if fails and len(batch) < 16 and not failed:
+            failed.append(threading.get_ident())
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return loss(batch, coefficient)
+
+    update._loss = of_a_share
+    update.begin(1e-2)
+    with on_threads(2):
+        for x in batches(3):
+            update.step(Inputs(x))
+    torch.testing.assert_close(params(model), whole, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(update.metrics, alone.metrics, rtol=1e-5, atol=1e-6)
+    assert update.parts.n_backoffs == fails
+    assert not fails or failed[0] != threading.get_ident()
+    update.close()
+    assert not [it for it in threading.enumerate() if it.name.startswith("flatout update")]
+
+
+@pytest.mark.parametrize("algo", ["PPO", "DQN"])
+def test_threads_learn_the_same_from_images_every_time(algo: str) -> None:
+    """As one thread does, to rounding; among themselves to the bit."""
+    obs, action = ObsLayout(spaces.Box(0, 255, (2, 20, 20), np.uint8)), ActionLayout(spaces.Discrete(3))
+    generator = torch.Generator().manual_seed(2)
+    images = torch.randint(0, 256, (4, 32, 2, 20, 20), generator=generator, dtype=torch.uint8)
+
+    def after_steps(n_threads: int) -> Tensor:
+        torch.manual_seed(0)
+        options: dict[str, Any] = {"n_envs": 2, "seed": 0, "clock": PhaseClock()}
+        learner: Any
+        if algo == "PPO":
+            learner = PPOLearner(
+                build(obs, action, NetworkConfig(), seed=0), PPOConfig(batch_size=32), **options
+            )
+        else:
+            learner = DQNLearner(QNetwork(obs, action, NetworkConfig()), DQNConfig(batch_size=32), **options)
+        assert learner.update.splits
+        learner.update.begin(1e-3, 0.2)
+        with on_threads(n_threads):
+            for shown in images:
+                batch = learner.example_batch(32)
+                for tensor in batch.obs + getattr(batch, "next_obs", ()):
+                    tensor.copy_(shown)
+                learner.update.step(batch)
+                if algo == "DQN":
+                    learner.networks.soft_update(0.5)
+        learner.close()
+        flat: Tensor = learner.params.flat
+        return flat.detach().clone()
+
+    one, two = after_steps(1), after_steps(2)
+    torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-6)
+    for _ in range(5):
+        assert torch.equal(after_steps(2), two)
 
 
 class OutOfMemoryAt(TorchDispatchMode):

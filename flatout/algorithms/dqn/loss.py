@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -42,11 +43,23 @@ class TargetNetwork(nn.Module):
         self.online, self._params = online, params
         self._names = [name for name, tensor in online.named_parameters() if tensor.requires_grad]
         self.register_buffer("target", params.flat.clone())
+        copied = copy.deepcopy(online)
+        for module, original in zip(copied.modules(), online.modules(), strict=True):
+            module._buffers = original._buffers  # the same tensors, such as observation statistics
+        learned = [tensor for tensor in copied.parameters() if tensor.requires_grad]
+        for tensor, view in zip(learned, params.views(self.target), strict=True):
+            tensor.requires_grad_(False).data = view
+        self._bound = self.target, copied
+        """A network whose parameters are views of this tensor; not a submodule."""
 
     def target_q(self, obs: Sequence[Tensor]) -> Tensor:
         """Q-values of all actions by the target network."""
-        params = dict(zip(self._names, self._params.views(self.target), strict=True))
-        out: Tensor = torch.func.functional_call(self.online, params, (obs,))
+        target, network = self._bound
+        if self.target is target:
+            out: Tensor = network(obs)
+        else:  # replaced for a call, as a compiled step does
+            params = dict(zip(self._names, self._params.views(self.target), strict=True))
+            out = torch.func.functional_call(self.online, params, (obs,))
         return out.float()
 
     @torch.no_grad()
