@@ -43,6 +43,7 @@ from flatout.perf.trial import try_out
 from flatout.runlog.files import write_json
 from flatout.runlog.folder import RunFolder, default_run_name
 from flatout.runlog.recorder import Recorder, Sink
+from flatout.timing import CompileWatch
 from flatout.training.callbacks import CallbackList, Callbacks
 from flatout.training.checkpoint import Checkpoint, CheckpointFolder
 from flatout.training.checkpoint import read as read_checkpoint
@@ -61,6 +62,7 @@ from flatout.views.text import report_text, summary_lines, summary_text
 
 ROUNDED = 1.1
 """A run that takes more than this times the env steps that were asked for says so."""
+COMPILING = "compiling code for this machine; once, up to half a minute"
 SAVE_TRIES = 4
 """How often a run's last checkpoint is tried."""
 
@@ -267,7 +269,15 @@ class Agent:
             if progress_bar:
                 SafeStream(sys.stderr).write(f"note: {note}\n")
 
-        trainer = self.trainer(total_timesteps, on_restart)
+        def on_compile() -> None:
+            if progress_bar and recorder is None:
+                SafeStream(sys.stderr).write(f"note: {COMPILING}\n")
+            elif recorder is not None:
+                recorder.note(COMPILING)
+
+        recorder: Recorder | None = None
+        with CompileWatch(on_compile) as watch:
+            trainer = self.trainer(total_timesteps, on_restart)
         trainer.budget.listener = on_restart
         trainer.recover()
         until = (
@@ -297,7 +307,8 @@ class Agent:
             display.start([*self.header(), *([f"note: {rounded}"] if rounded else [])])
         stop = StopRequest() if trainer.ranks is None else StopRequest(grace_seconds=None)
         startup = time() - self.began_at
-        with stop.listening():
+        watch.clock = trainer.clock
+        with stop.listening(), watch:
             try:
                 hooks.on_begin(self)
                 status = train(

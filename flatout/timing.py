@@ -11,8 +11,9 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
+from threading import get_ident
 from time import perf_counter
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, Self
 
 MAX_WAITING = 50_000
 """Spans kept in memory until they are written; beyond it the oldest are lost."""
@@ -38,7 +39,7 @@ class Phase(StrEnum):
     ADVANTAGE = "advantage"
     """Learner: computing advantages or returns."""
     COMPILE = "compile"
-    """Learner: starting or taking over a compiled update."""
+    """Compiling code, or starting or taking over a compiled update."""
     UPDATE = "update"
     """Learner: gradient steps."""
     PUBLISH = "publish"
@@ -170,6 +171,42 @@ class PhaseClock:
         elapsed = self.since - self._began
         free = int(DETAIL * (1 + math.log2(1 + elapsed))) - self._n_kept
         return min(free, STRETCH) if free >= FEWEST else 0
+
+
+compile_listeners: list[Callable[[bool], None]] = []
+"""Called by `device/jit.py` as it begins (True) and ends to compile a function that no cache has."""
+
+
+class CompileWatch:
+    """While it is entered: tells, once, that this thread compiles, and counts the time as COMPILE."""
+
+    def __init__(self, tell: Callable[[], None]) -> None:
+        self._tell: Callable[[], None] | None = tell
+        self._thread, self._depth = get_ident(), 0
+        self.clock: PhaseClock | None = None
+        """Of this thread's lane, once there is one."""
+        self._before: Phase | None = None
+
+    def __enter__(self) -> Self:
+        compile_listeners.append(self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        compile_listeners.remove(self._note)
+
+    def _note(self, begins: bool) -> None:
+        if get_ident() != self._thread:
+            return
+        self._depth += 1 if begins else -1
+        if begins and self._depth == 1:
+            if self._tell is not None:
+                tell, self._tell = self._tell, None
+                tell()
+            if self.clock is not None:
+                self._before = self.clock.current
+                self.clock.enter(Phase.COMPILE)
+        elif self._depth == 0 and self.clock is not None and self._before is not None:
+            self.clock.enter(self._before)
 
 
 class DeviceClock:

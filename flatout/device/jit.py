@@ -15,6 +15,7 @@ from typing import Any, TypeVar, cast
 from numba import njit
 
 from flatout.device.private import find
+from flatout.timing import compile_listeners
 
 FunctionCache: Any = find("numba.core.caching.FunctionCache") or object
 IndexDataCacheFile: Any = find("numba.core.caching.IndexDataCacheFile") or object
@@ -54,16 +55,25 @@ class _Cache(FunctionCache):  # type: ignore[misc]
         self._cache_file = _HashedFile(self._cache_path, self._impl.filename_base, self.stamp)
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
+        found = None
         try:
-            return super().load_overload(sig, target_context)
+            found = super().load_overload(sig, target_context)
         except Exception:
             with suppress(Exception):
                 self.flush()  # a damaged index could not be saved to either
-            return None
+        if found is None:
+            _tell(begins=True)
+        return found
 
     def save_overload(self, sig: Any, data: Any) -> None:
         with suppress(Exception):
             super().save_overload(sig, data)
+        _tell(begins=False)
+
+
+def _tell(*, begins: bool) -> None:
+    for listener in compile_listeners:
+        listener(begins)
 
 
 class _HashedFile(IndexDataCacheFile):  # type: ignore[misc]
