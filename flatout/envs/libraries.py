@@ -10,6 +10,7 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, VectorEnv
@@ -37,6 +38,17 @@ def hush_mujoco() -> None:
     with suppress(AttributeError):  # not imported, or another version
         if mujoco.get_mju_user_warning() is None:
             mujoco.set_mju_user_warning(_tell_once)
+
+
+def follow_robot(env: gym.Env[Any, Any]) -> None:
+    """Let the camera of a MuJoCo env follow its robot; Gymnasium's own stays where it is, in HalfCheetah for one."""
+    renderer: Any = getattr(env.unwrapped, "mujoco_renderer", None)
+    if getattr(renderer, "camera_id", None) != -1:
+        return
+    if "trackbodyid" not in (getattr(renderer, "default_cam_config", None) or {}):
+        mujoco: Any = sys.modules["mujoco"]
+        camera = mujoco.mj_name2id(renderer.model, mujoco.mjtObj.mjOBJ_CAMERA, "track")
+        renderer.camera_id = camera  # -1: there is none, as before
 
 
 def _tell_once(text: str) -> None:

@@ -43,12 +43,10 @@ class Memory(nn.Module):
         self.gates_back = linear(width, self.n_gates * width, 1.0)
         for gate in self.gates_back.weight.detach().chunk(self.n_gates):
             nn.init.orthogonal_(gate)
-        with torch.no_grad():  # the second gate keeps the state
-            self.gates_in.bias[width : 2 * width] = self.keep_bias()
-
-    def keep_bias(self) -> Tensor:
-        """Initial bias of the gate that keeps the state: it forgets little at first (Jozefowicz et al. 2015)."""
-        return torch.ones(self.width)
+        # The second gate keeps the state. Its bias spreads how long units remember at first, from 2 steps to LONGEST,
+        # spaced logarithmically (Tallec and Ollivier 2018).
+        with torch.no_grad():
+            self.gates_in.bias[width : 2 * width] = torch.linspace(0.0, math.log(LONGEST), width)
 
     def advance(self, gates: Tensor, state: Tensor) -> Tensor:
         """The state after a step, by the gates of its input."""
@@ -79,10 +77,6 @@ class GRU(Memory):
     def __init__(self, n_in: int, width: int) -> None:
         super().__init__(n_in, width)
         nn.init.normal_(self.gates_in.weight, std=n_in**-0.5)
-
-    def keep_bias(self) -> Tensor:
-        """Spreads how long units remember, from 2 steps to LONGEST, spaced logarithmically (Tallec and Ollivier 2018)."""
-        return torch.linspace(0.0, math.log(LONGEST), self.width)
 
     def advance(self, gates: Tensor, state: Tensor) -> Tensor:
         back_r, back_z, back_n = self.gates_back(state).chunk(3, -1)

@@ -13,6 +13,7 @@ import gymnasium as gym
 import numpy as np
 import torch
 
+from flatout.envs.libraries import follow_robot
 from flatout.envs.make import EnvFactory
 from flatout.envs.wrappers import run_blocking
 from flatout.errors import FlatoutError, one_line
@@ -136,6 +137,7 @@ def rendered(factory: EnvFactory, modes: tuple[str, ...]) -> tuple[gym.Env[Any, 
 def _made(factory: EnvFactory, mode: str | None) -> gym.Env[Any, Any]:
     """An env of the factory; an async one blocks."""
     env = factory(mode)
+    follow_robot(env)
     return run_blocking(lambda: env, env) if _is_async(env) else env
 
 

@@ -12,6 +12,7 @@ import pytest
 from gymnasium import spaces
 
 import flatout
+from flatout.envs.libraries import follow_robot
 from flatout.envs.make import env_factory
 from flatout.envs.spaces import ObsLayout, StackedFrames, space_from_json, space_to_json, without_text
 from flatout.errors import FlatoutError
@@ -219,3 +220,15 @@ def test_make_vec_does_not_copy_one_env_either() -> None:
     envs = flatout.make_vec(Match(), 1)
     envs.reset(seed=0)
     envs.close()
+
+
+@pytest.mark.parametrize(("env", "name"), [("HalfCheetah-v5", "track"), ("Hopper-v5", None)])
+def test_the_camera_follows_a_robot_that_runs(env: str, name: str | None) -> None:
+    """Hopper's does so by Gymnasium's own settings, so it stays as it is."""
+    mujoco: Any = pytest.importorskip("mujoco")
+    made = gym.make(env, render_mode="rgb_array")
+    follow_robot(made)
+    renderer: Any = made.unwrapped.mujoco_renderer  # type: ignore[attr-defined]
+    found = mujoco.mj_id2name(renderer.model, mujoco.mjtObj.mjOBJ_CAMERA, renderer.camera_id)
+    assert found == name
+    assert name or "trackbodyid" in renderer.default_cam_config
