@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: install train test test-gpu check browser card format walk wheel site chaos bench clean
+.PHONY: install train test test-gpu check browser card format walk pictures wheel site chaos bench clean
 
 install: $(VENV)/.installed
 
@@ -56,6 +56,10 @@ test-gpu: install
 # The files and functions that a short training enters, in order.
 walk: install
 	@$(BIN)/python tools/walk.py
+
+# The README's pictures, from real runs.
+pictures: install browser
+	@$(BIN)/python tools/pictures.py
 
 # The wheel and the sdist in dist/; then a training with the wheel alone, in a new environment and an empty folder.
 wheel:
