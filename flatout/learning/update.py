@@ -259,16 +259,21 @@ class Update(Generic[Batch]):
             gradient = self.ranks.take()
         self._apply(*gradient, self.step_size)
 
+    def is_shared(self, n_threads: int) -> bool:
+        """Whether so many threads differentiate shares of each minibatch, in eager steps."""
+        n, rest = divmod(self.own_rows, n_threads)
+        whole = self.batch_size == self.parts.n_rows
+        return self.splits and whole and n_threads > 1 and n >= FEWEST_ROWS and not rest
+
     def _split_gradient(self, batch: Batch) -> tuple[Tensor, Tensor, list[Tensor]]:
         """`_gradient` with a share of the minibatch for each of torch's threads, where that is allowed.
 
         They meet once. Within operations they would meet dozens of times, and each time wait for a core to wake up.
         """
         n_threads = torch.get_num_threads()
-        n, rest = divmod(self.own_rows, n_threads)
-        whole = len(batch) == self.batch_size == self.parts.n_rows
-        if not (self.splits and whole and n_threads > 1 and n >= FEWEST_ROWS and not rest):
+        if len(batch) != self.batch_size or not self.is_shared(n_threads):
             return self._gradient(batch, self._params.tensors, self._loss, self.coefficient)
+        n = self.own_rows // n_threads
         if self._threads is None or len(self._shares) != n_threads:
             self.close()
             self._shares = [torch.empty_like(self._params.flat) for _ in range(n_threads)]
@@ -277,7 +282,8 @@ class Update(Generic[Batch]):
 
         def differentiate(i: int) -> tuple[Tensor, Tensor, list[Tensor]]:
             loss, metrics, *samples = self._loss(batch.take(slice(i * n, (i + 1) * n)), self.coefficient)
-            grads = torch.autograd.grad(loss, self._params.tensors, allow_unused=True, materialize_grads=True)
+            mean = loss / n_threads  # the shares are of equal size
+            grads = torch.autograd.grad(mean, self._params.tensors, allow_unused=True, materialize_grads=True)
             return self._params.flatten(grads, self._shares[i]), metrics, samples
 
         futures = [threads.submit(differentiate, i) for i in range(n_threads)]
@@ -288,7 +294,7 @@ class Update(Generic[Batch]):
             for more in grads[1:]:
                 grad += more
             outputs = [torch.cat(parts) for parts in zip(*samples, strict=True)]
-            return grad.div_(n_threads), torch.stack(metrics).mean(0), outputs
+            return grad, torch.stack(metrics).mean(0), outputs
 
     def close(self) -> None:
         """End its threads; a further step would begin new ones."""

@@ -192,6 +192,8 @@ class Trainer:
             return
         if not config.algorithm.COMPILES:
             return
+        if config.compile == "auto" and self.learner.update.is_shared(n_threads):
+            return  # a compiled step meets its threads in every operation, and is slower
         spec = config.learner_spec(self.policy.obs, self.policy.action)
         recipe = Recipe(spec=spec, device="cpu", precision=self.precision, n_threads=n_threads)
         self.learner.compilation = Compilation(recipe, wait=config.compile == "on")
