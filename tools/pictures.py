@@ -29,7 +29,7 @@ FLATOUT = [sys.executable, "-m", "flatout"]
 COLUMNS, ROWS = 100, 30
 REDRAWN = re.compile(r"\r(?:\x1b\[2K(?:\x1b\[1A)?)+")
 """What a live display writes before it draws itself again."""
-FLAGS = "--headless=new --no-sandbox --disable-gpu --disable-background-networking --window-size=1400,900"
+FLAGS = "--headless=new --no-sandbox --disable-gpu --disable-background-networking --window-size=1400,900 --hide-scrollbars"
 
 
 def in_a_terminal(words: list[str], folder: Path) -> str:
@@ -53,18 +53,17 @@ def in_a_terminal(words: list[str], folder: Path) -> str:
 def screen_of_a_run(folder: Path) -> None:
     """train.svg: the header, and the display when two thirds are done."""
     words = ["train", "CartPole-v1", "--seed", "1"]
-    header, *screens = REDRAWN.split(in_a_terminal([*FLATOUT, *words], folder))
+    written = REDRAWN.split(in_a_terminal([*FLATOUT, *words], folder))
+    header, *screens = (part.replace("\r", "") for part in written)
     shown = next(it for it in screens if re.search(r"\((6[5-9]|7\d) %\)", Text.from_ansi(it).plain))
-    lines = [
-        line
-        for line in header.replace("\r", "").split("\n")
-        if not Text.from_ansi(line).plain.startswith("╭")
-    ]
-    first = next(i for i, line in enumerate(lines) if "CartPole-v1 · " in line)
+    lines = header.split("\n")
+    plain = [Text.from_ansi(line).plain for line in lines]
+    first = next(i for i, line in enumerate(plain) if line.startswith("CartPole-v1 ·"))
+    end = next(i for i, line in enumerate(plain) if line.startswith(("run folder", "╭")))
     with open(os.devnull, "w") as nowhere:
         console = Console(record=True, width=COLUMNS, file=nowhere, force_terminal=True)
         console.print(Text("$ flatout " + " ".join(words), style="bold"))
-        for line in [*lines[first : first + 4], *shown.replace("\r", "").rstrip("\n").split("\n")]:
+        for line in [*lines[first:end], *shown.rstrip("\n").split("\n")]:
             console.print(Text.from_ansi(line))
         console.save_svg(str(IMAGES / "train.svg"), title="flatout")
 
@@ -88,9 +87,12 @@ def dashboard(folder: Path) -> None:
     try:
         browser.get(address)
         sleep(2)
-        for box in browser.find_elements(By.CSS_SELECTOR, "tbody input[type=checkbox]"):
-            if "CartPole" in box.find_element(By.XPATH, "./ancestor::tr").text and not box.is_selected():
-                box.click()
+        for box in browser.find_elements(By.CSS_SELECTOR, "#runs tbody input"):
+            wanted = "CartPole" in box.find_element(By.XPATH, "./ancestor::tr").text
+            if wanted != box.is_selected():
+                browser.execute_script("arguments[0].click()", box)
+                sleep(0.5)
+        browser.find_element(By.ID, "grouped").click()
         sleep(2)
         browser.save_screenshot(str(IMAGES / "dashboard.png"))
     finally:

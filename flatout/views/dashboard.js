@@ -173,7 +173,7 @@
       document.querySelector("#sweeps ul").replaceChildren(...known.sweeps.map((name) => { const item = element("li"); item.append(element("a", name, { href: "/sweep/" + name.split("/").map(encodeURIComponent).join("/") })); return item; }));
       if (kept === null) { // at first, the newest runs
         const newest = [...runs.values()].filter((run) => run.return_mean !== null).sort((a, b) => b.time - a.time);
-        newest.slice(0, 6).forEach((run) => chosen.add(run.name));
+        newest.filter((run) => run.env === newest[0].env).slice(0, 6).forEach((run) => chosen.add(run.name)); // returns of other envs are on another scale
         kept = [];
       }
       table();
