@@ -113,7 +113,11 @@ def jobs(args: argparse.Namespace) -> None:
         for way, s in seconds.items()
     ]
     text = table(["six runs of different sizes", "makespan, median", "seconds"], rows)
-    write_section("jobs", f"{text}\n\n{conditions()}")
+    intro = (
+        "## Six runs on two cores\n`python -m benchmarks.scaling jobs`: the time until the last of six runs has ended, by "
+        "`flatout jobs`, all begun at once, and one after the other."
+    )
+    write_section("jobs", f"{intro}\n\n{text}\n\n{conditions()}")
 
 
 def seconds_to_target(words: Sequence[str], seed: int) -> float:
