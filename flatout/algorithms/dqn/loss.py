@@ -43,21 +43,24 @@ class TargetNetwork(nn.Module):
         self.online, self._params = online, params
         self._names = [name for name, tensor in online.named_parameters() if tensor.requires_grad]
         self.register_buffer("target", params.flat.clone())
+        self._bound = (self.target, self._copy_of(online)) if online.is_plain else None
+        """A network whose parameters are views of this tensor, for several threads at once; not a submodule."""
+
+    def _copy_of(self, online: QNetwork) -> QNetwork:
+        """The network with the target's parameters, and the same buffers, such as observation statistics."""
         copied = copy.deepcopy(online)
         for module, original in zip(copied.modules(), online.modules(), strict=True):
-            module._buffers = original._buffers  # the same tensors, such as observation statistics
+            module._buffers = original._buffers
         learned = [tensor for tensor in copied.parameters() if tensor.requires_grad]
-        for tensor, view in zip(learned, params.views(self.target), strict=True):
+        for tensor, view in zip(learned, self._params.views(self.target), strict=True):
             tensor.requires_grad_(False).data = view
-        self._bound = self.target, copied
-        """A network whose parameters are views of this tensor; not a submodule."""
+        return copied
 
     def target_q(self, obs: Sequence[Tensor]) -> Tensor:
         """Q-values of all actions by the target network."""
-        target, network = self._bound
-        if self.target is target:
-            out: Tensor = network(obs)
-        else:  # replaced for a call, as a compiled step does
+        if self._bound is not None and self._bound[0] is self.target:
+            out: Tensor = self._bound[1](obs)
+        else:  # the target is replaced for a call, as a compiled step does; or a user's network, which may have no copies
             params = dict(zip(self._names, self._params.views(self.target), strict=True))
             out = torch.func.functional_call(self.online, params, (obs,))
         return out.float()
