@@ -64,8 +64,8 @@ class Learner(ABC, Generic[Batch]):
 
     METRICS: ClassVar[tuple[str, ...]]
     """Entries of the loss's metrics vector; the first is the loss."""
-    SPLITS: ClassVar[bool] = True
-    """Whether the loss of several parts of a minibatch can be computed by threads at the same time."""
+    SPLITS: ClassVar[bool] = False
+    """Whether threads may compute the loss of parts of a minibatch at the same time."""
     model: Any
     """The network that learns and acts."""
     config: Any

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+
+from flatout.device.jit import compiled
+from flatout.timing import CompileWatch, Phase, PhaseClock
 
 HELPER = """
 from flatout.device.jit import compiled
@@ -67,3 +72,20 @@ def test_a_change_in_another_file_that_a_function_calls_is_seen(tmp_path: Path) 
 def test_without_a_folder_that_can_be_written_functions_are_compiled_in_each_process(tmp_path: Path) -> None:
     (tmp_path / "__pycache__").write_text("a file")
     assert run(tmp_path) == ["42", "no cache"]
+
+
+def test_compiling_is_told_once_and_counted_and_not_again_from_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "summing.py").write_text("def total(x):\n    return x.sum()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    summing, told = importlib.import_module("summing"), list[str]()
+    for times in (1, 1):  # the second one is in the cache
+        total, clock = compiled(summing.total), PhaseClock()
+        clock.enter(Phase.ACT)
+        with CompileWatch(lambda: told.append("")) as watch:
+            watch.clock = clock
+            assert total(np.ones(3)) == 3.0
+        assert clock.current == Phase.ACT
+        assert len(told) == times
+    assert Phase.COMPILE not in clock.seconds

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +26,7 @@ from flatout.learning.update import Minibatch, Update, adam
 from flatout.models.config import NetworkConfig
 from flatout.models.params import FlatParams
 from flatout.models.policy import QNetwork, build
+from flatout.perf.planner import on_threads
 from flatout.timing import PhaseClock
 
 
@@ -166,16 +166,6 @@ def test_micro_batches_give_the_same_result_as_the_whole_minibatch(n_rows: int) 
     parts, in_parts = learned(n_rows)
     torch.testing.assert_close(parts, whole, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(in_parts.metrics, update.metrics, rtol=1e-5, atol=1e-6)
-
-
-@contextmanager
-def on_threads(n: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(n)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("fails", [False, True])

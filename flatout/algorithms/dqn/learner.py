@@ -21,6 +21,7 @@ class DQNLearner(OffPolicyLearner[DQNMinibatch]):
     """Trains a Q-network from a replay buffer, on one device."""
 
     METRICS = dqn.METRICS
+    SPLITS = True
     model: QNetwork
     config: DQNConfig
     networks: dqn.TargetNetwork

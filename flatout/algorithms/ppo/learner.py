@@ -24,6 +24,7 @@ class PPOLearner(Learner[ppo.PPOMinibatch]):
     """PPO's update over rollouts of one shape, on one device."""
 
     METRICS = ppo.METRICS
+    SPLITS = True
     model: ActorCritic
     config: PPOConfig
     _log_ratio: Tensor | None

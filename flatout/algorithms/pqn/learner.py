@@ -18,6 +18,7 @@ class PQNLearner(Learner[pqn.PQNMinibatch]):
     """PQN's update over rollouts of one shape, on one device."""
 
     METRICS = pqn.METRICS
+    SPLITS = True
     model: QNetwork
     config: PQNConfig
 

@@ -22,7 +22,6 @@ class SACLearner(OffPolicyLearner[SACMinibatch]):
     """Trains an actor and two critics from a replay buffer, on one device."""
 
     METRICS = sac.METRICS
-    SPLITS = False  # the target critics' parameters are swapped in for a call
     model: SACModel
     config: SACConfig
     networks: sac.TargetCritics
