@@ -2,8 +2,8 @@
 
     python -m benchmarks.sb3_scripts [NAME …] [--steps N]
 
-Each script runs in a process of its own, with as many steps as the documentation has, or `--steps`. The only difference
-between the two is the import of the algorithm.
+Each script runs in a process of its own, with as many steps as the documentation has, at most `--steps`. The only
+difference between the two is the import of the algorithm.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def run(script: Path, library: str, steps: int | None) -> dict[str, float | None
     """Wall time from the first import, the mean return of the last episodes, and the env steps; of one process."""
     text = script.read_text().replace("from flatout.sb3 import", f"from {library} import")
     if steps is not None and script.stem not in STOPS_ITSELF:
-        text = re.sub(r"^STEPS = .*$", f"STEPS = {steps}", text, flags=re.M)
+        text = re.sub(r"^STEPS = (.*)$", rf"STEPS = min(\1, {steps})", text, flags=re.M)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, f"script_{script.name}")
         file.write_text(TIMED + text)
@@ -59,7 +59,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("names", nargs="*", metavar="NAME")
-    parser.add_argument("--steps", type=int, help="env steps of each script, instead of the documentation's")
+    parser.add_argument(
+        "--steps", type=int, help="at most that many env steps, except where a callback ends the script"
+    )
     args = parser.parse_args()
     rows = []
     print("| script | steps | flatout | Stable-Baselines3 | return | its return |\n|---|---|---|---|---|---|")

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from flatout.cli.parser import Parser, env_parser, parse_settings, say_first
+from flatout.cli.parser import Parser, env_parser, parse_settings
 from flatout.config.run_config import read_file
 from flatout.errors import FlatoutError
 
@@ -61,7 +61,6 @@ def tune(argv: Sequence[str]) -> int:
     out = args.out or Path(f"tuned-{file_name}.json")
     if not out.parent.is_dir():
         raise FlatoutError(f"--out {out}: there is no folder {out.parent}")
-    say_first(f"tune: starting with {env}")
 
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn

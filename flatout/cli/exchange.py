@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from flatout.cli.parser import Parser, add_trust, run_parser, run_path, say_first, say_loading
+from flatout.cli.parser import Parser, add_trust, check_exists, run_parser, run_path
 from flatout.errors import FlatoutError, did_you_mean
 
 ALL = "all"
@@ -27,7 +27,7 @@ def export(argv: Sequence[str]) -> int:
     args = parser.parse(argv)
     path = run_path(args.run, args.runs_dir)
     source = path / "checkpoints" / "best.flatout" if args.best else path
-    say_loading(source)
+    check_exists(source)
 
     from flatout.agent import load
     from flatout.integrations.export import FORMATS
@@ -85,7 +85,6 @@ def import_(argv: Sequence[str]) -> int:
         from flatout.envs.make import env_factory
 
         env_factory(args.env)
-    say_first(f"reading {args.model}", quiet=not args.trust or not args.model.exists())
 
     from flatout.sb3.imported import import_model
     from flatout.training.checkpoint import write

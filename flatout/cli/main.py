@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from keyword import iskeyword
 
+from flatout.cli.devices import is_rank
 from flatout.errors import FlatoutError, did_you_mean
 
 VERBS = {
@@ -32,6 +33,19 @@ VERBS = {
     "monitor": ("monitor", "the machine and the runs on it, live in the terminal"),
 }
 """The module of this package that has the verb's function, and what the verb does."""
+
+LOADING = {
+    "train": "starting",
+    "resume": "resuming",
+    "evaluate": "loading",
+    "play": "loading",
+    "export": "loading",
+    "import": "importing from",
+    "doctor": "measuring",
+    "tune": "tuning",
+    "sweep": "searching for settings of",
+}
+"""What verbs that load torch say first."""
 
 LATER = ("bench",)
 """Verbs of later versions."""
@@ -70,9 +84,24 @@ def _dispatch(argv: list[str]) -> int:
     if verb not in VERBS:
         raise FlatoutError(f"unknown command {verb!r}{did_you_mean(verb, VERBS)}")
     module, _ = VERBS[verb]
+    if verb in LOADING:
+        _say_first(LOADING[verb], rest)
     function = f"{verb}_" if iskeyword(verb) else verb
     exit_code: int = getattr(import_module(f"flatout.cli.{module}"), function)(rest)
     return exit_code
+
+
+def _say_first(word: str, argv: list[str]) -> None:
+    """On a terminal, `starting CartPole-v1 …` before anything is loaded; elsewhere a refusal is one line."""
+    silent = {"-h", "--help", "--quiet", "--json"}
+    if (
+        argv
+        and not argv[0].startswith("-")
+        and silent.isdisjoint(argv)
+        and sys.stderr.isatty()
+        and not is_rank()
+    ):
+        print(f"{word} {argv[0]} …", file=sys.stderr, flush=True)
 
 
 def help_text() -> str:

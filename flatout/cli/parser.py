@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
@@ -110,17 +109,10 @@ def run_path(run: str, runs_dir: Path) -> Path:
     return path if path.exists() or (len(path.parts) > 1 and not named.exists()) else named
 
 
-def say_first(text: str, *, quiet: bool = False) -> None:
-    """The first line of a command, before torch is loaded; on terminals only: elsewhere a refusal is one line."""
-    if not quiet and sys.stderr.isatty():
-        print(f"{text} …", file=sys.stderr, flush=True)
-
-
-def say_loading(path: Path, *, quiet: bool = False) -> None:
-    """The same of a command that loads a checkpoint; one that is not there is refused here, not seconds later."""
+def check_exists(path: Path) -> None:
+    """Refuse a checkpoint that is not there, before torch is loaded."""
     if not path.exists():
         raise FlatoutError(f"checkpoint {str(path)!r} does not exist")
-    say_first(f"loading {path}", quiet=quiet)
 
 
 def add_settings(parser: Parser, argv: Sequence[str], only: Collection[str] | None = None) -> None:

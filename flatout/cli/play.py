@@ -56,7 +56,7 @@ def play(argv: Sequence[str]) -> int:
         raise FlatoutError(f"--episodes is {args.episodes}; {MOST_EPISODES} fit side by side")
     path = cli.run_path(args.run, args.runs_dir)
     best = path / "checkpoints" / "best.flatout"
-    cli.say_loading(path)
+    cli.check_exists(path)
 
     from flatout.agent import load
 

@@ -73,8 +73,6 @@ def train(argv: Sequence[str]) -> int:
         and _exists(args.runs_dir / args.run_name, is_restarted)
     ):
         return _resume(args.runs_dir / args.run_name, given, args)
-    quiet = args.quiet or devices.is_rank()
-    cli.say_first(f"starting {config.env} with {config.descriptor.title}", quiet=quiet)
 
     from flatout.agent import Agent
 
@@ -179,9 +177,6 @@ def _resume(path: Path, given: dict[str, Any], args: argparse.Namespace) -> int:
 
 def _resumed(folder: RunFolder | None, given: dict[str, Any], args: argparse.Namespace) -> Agent:
     """The agent of a run's newest checkpoint, which goes on in the run's folder; None: rank 0 has it."""
-    if folder is not None:
-        cli.say_first(f"resuming {folder.path}", quiet=args.quiet or devices.is_rank())
-
     from flatout.agent import Agent
     from flatout.config.fields import replace
     from flatout.training.checkpoint import Checkpoint, CheckpointFolder
@@ -265,7 +260,7 @@ def evaluate(argv: Sequence[str]) -> int:
     path = cli.run_path(args.run, args.runs_dir)
     if args.best:
         path = path / "checkpoints" / "best.flatout"
-    cli.say_loading(path, quiet=args.json)
+    cli.check_exists(path)
 
     from flatout.agent import load
 

@@ -18,7 +18,7 @@ class NetworkConfig:
     """Your own network before the hidden layers, FILE.py:NAME: observation in, features out."""
     network_arch: tuple[int, ...] = (64, 64)
     """Widths of the hidden layers, such as 1024,512,256; pi=256,256;vf=512,512 for policy and critic; none: no hidden
-    layers, with a network of your own."""
+    layers, after images or a network of your own."""
     vf_arch: tuple[int, ...] | None = None
     """Widths of the critic's hidden layers; none: those of network_arch."""
     activation: Literal["tanh", "relu", "elu", "silu"] = "tanh"
@@ -33,9 +33,7 @@ class NetworkConfig:
     def __post_init__(self) -> None:
         for name in ("network_arch", "vf_arch"):
             arch = getattr(self, name)
-            if arch is None or (not arch and self.network is not None):
-                continue
-            if not arch or any(width < 1 for width in arch):
+            if arch is not None and any(width < 1 for width in arch):
                 flag, widths = name.replace("_", "-"), ",".join(map(str, arch))
                 raise FlatoutError(f"--{flag} is '{widths}'; it must be widths such as 64,64")
         if self.vf_arch is not None and self.trunk == "shared":

@@ -137,6 +137,10 @@ class PolicyNet(nn.Module):
         """Whether all of it is flatout's own."""
         self.pi_encoder = make_encoder(obs, config)
         n_features, widths = self.pi_encoder.n_features, config.network_arch
+        if not widths and self.is_plain and not any(spec.kind == "image" for spec in obs.specs):
+            raise FlatoutError(
+                "--network-arch none: only after images or a network of your own; give widths such as 64,64"
+            )
         self.pi_body = mlp(n_features, widths, config.activation, layer_norm=layer_norm)
         self.pi_out = linear(last_width(n_features, widths), head.n_outputs, OUT_GAIN)
 

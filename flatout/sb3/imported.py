@@ -16,13 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from flatout.config.run_config import RunConfig, resolve
 from flatout.device.machine import usable_cores
+from flatout.envs.make import is_atari
 from flatout.envs.spaces import ActionLayout, ObsLayout, space_to_json
 from flatout.errors import FlatoutError, one_line
-from flatout.sb3.arguments import Arguments, DQNArguments, PPOArguments, SACArguments, check_policy, refuse
+from flatout.models.encoders import NATURE, image_layers
+from flatout.sb3.arguments import Arguments, DQNArguments, PPOArguments, SACArguments, refuse
 from flatout.timing import PhaseClock
 from flatout.training.checkpoint import Checkpoint
 from flatout.training.state import TrainState
@@ -66,11 +68,12 @@ def _checkpoint(data: Mapping[str, Any], weights: Mapping[str, Tensor], env: str
     if _value(data, "use_sde", False):
         raise refuse("the model was trained with use_sde", "such a policy cannot be imported")
     obs, action = ObsLayout(_value(data, "observation_space")), ActionLayout(_value(data, "action_space"))
-    if any(spec.kind == "image" for spec in obs.specs):
-        raise refuse("the model sees images", "only models of vectors and categories can be imported")
+    _check_images(obs, data)
     config = _config(algorithm, data, obs, env)
     model = config.learner_spec(obs, action).make_model()
-    tensors = {"PPO": _ppo, "DQN": _dqn, "SAC": _sac}[algorithm](weights, action)
+    tensors = {"PPO": _ppo, "DQN": _dqn, "SAC": _sac}[algorithm](weights, action) | _convolutions(
+        weights, model
+    )
     missing, unexpected = model.load_state_dict(tensors, strict=False)
     known = ("obs_mean", "obs_scale", "head.", "greedy.", "log_ent_coef")
     wrong = [*unexpected, *(name for name in missing if not name.startswith(known))]
@@ -110,11 +113,33 @@ def _config(algorithm: str, data: Mapping[str, Any], obs: ObsLayout, env: str | 
     if isinstance(every, list):
         plain["train_freq"] = tuple(every) if every[1] == "step" else 1
     given = kind.of((), plain | {"policy_kwargs": _policy_kwargs(data)})
-    policy = check_policy("MultiInputPolicy" if hasattr(obs.space, "spaces") else "MlpPolicy")
+    image = obs.specs[0] if obs.specs[0].kind == "image" else None
+    policy = "MultiInputPolicy" if hasattr(obs.space, "spaces") else "CnnPolicy" if image else "MlpPolicy"
     n_envs = int(data.get("n_envs", 1))
     settings = given.settings(policy, obs, n_envs)
-    settings |= {"algo": kind.ALGO, "n_envs": n_envs, "atari": False, "device": "auto"}
+    settings |= {"algo": kind.ALGO, "n_envs": n_envs, "device": "auto", "atari": False, "network": None}
+    if image and env is not None and is_atari(env):
+        settings |= {"atari": True, "frame_stack": image.shape[0]}
     return resolve(env or UNKNOWN_ENV, settings, device="cpu", n_cores=usable_cores())
+
+
+def _check_images(obs: ObsLayout, data: Mapping[str, Any]) -> None:
+    """Refuse images, except those whose convolutions are the same in both libraries."""
+    images = [spec.shape for spec in obs.specs if spec.kind == "image"]
+    if not images:
+        return
+    if len(obs.specs) > 1:
+        raise refuse("the model sees images and more", "only models of images alone can be imported")
+    if image_layers(*images[0][1:]) is not NATURE:
+        raise refuse(
+            f"the model sees images of {images[0][1]}x{images[0][2]}",
+            "sides must be from 36 to 127, as Atari's 84",
+        )
+    extractor = (_value(data, "policy_kwargs", None) or {}).get("features_extractor_class")
+    if extractor is not None and extractor.__name__ != "NatureCNN":
+        raise refuse(
+            f"the model has a features extractor of its own ({extractor.__name__})", "it cannot be imported"
+        )
 
 
 def _policy_kwargs(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -145,6 +170,26 @@ def _value(data: Mapping[str, Any], name: str, *default: Any) -> Any:
 def _layers(weights: Mapping[str, Tensor], theirs: str, ours: str) -> dict[str, Tensor]:
     """The layers of a Sequential under another name."""
     return {ours + name[len(theirs) :]: t for name, t in weights.items() if name.startswith(theirs)}
+
+
+def _convolutions(weights: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """The layers of NatureCNN for each encoder of images that the model has."""
+    theirs = {
+        "pi_encoder": ("pi_features_extractor", "q_net.features_extractor", "actor.features_extractor"),
+        "vf_encoder": ("vf_features_extractor",),
+        "critics.encoder": ("critic.features_extractor",),
+    }
+    parts = {"cnn.0": "convs.0", "cnn.2": "convs.1", "cnn.4": "convs.2", "linear.0": "out"}
+    wanted = model.state_dict()
+    return {
+        ours: weights[name]
+        for encoder, extractors in theirs.items()
+        for extractor in extractors
+        for part, layer in parts.items()
+        for kind in ("weight", "bias")
+        if (ours := f"{encoder}.images.0.{layer}.{kind}") in wanted
+        and (name := f"{extractor}.{part}.{kind}") in weights
+    }
 
 
 def _ppo(weights: Mapping[str, Tensor], action: ActionLayout) -> dict[str, Tensor]:

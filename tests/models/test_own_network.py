@@ -148,8 +148,8 @@ def test_hidden_layers_follow_or_not_and_critic_widths_may_differ() -> None:
         2,
         3,
     )
-    with pytest.raises(FlatoutError, match="--network-arch is ''"):
-        resolve("CartPole-v1", {"network_arch": "none"}, device="cpu", n_cores=2)
+    with pytest.raises(FlatoutError, match="--network-arch none: only after images or a network of your own"):
+        build(obs, action, NetworkConfig(network_arch=()), seed=0)
 
 
 def test_policy_and_critic_widths_are_given_as_a_dict_or_as_text_and_stay_fused() -> None:

@@ -9,8 +9,10 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 import pytest
+import torch
 
 import flatout
 from flatout.cli.main import run
@@ -44,6 +46,60 @@ def test_an_imported_model_gives_the_same_actions(
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
     agent.learn(64)
     assert agent.summary["status"] == "finished"
+
+
+class Screens(gym.Env[Any, Any]):
+    """Random images of 40x44 in three colours, channels last as most envs have them."""
+
+    observation_space = gym.spaces.Box(0, 255, (40, 44, 3), np.uint8)
+
+    def __init__(self, *, continuous: bool) -> None:
+        self.action_space = gym.spaces.Box(-1, 1, (2,)) if continuous else gym.spaces.Discrete(3)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self._n = 0
+        return self.np_random.integers(0, 256, (40, 44, 3), np.uint8), {}
+
+    def step(self, action: Any) -> Any:
+        self._n += 1
+        return self.np_random.integers(0, 256, (40, 44, 3), np.uint8), 1.0, self._n == 20, False, {}
+
+
+@pytest.mark.filterwarnings("ignore:flatout.sb3. policy and value function get a features extractor each")
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("PPO", {"n_steps": 32, "batch_size": 32, "n_epochs": 1}),
+        ("PPO", {"n_steps": 32, "batch_size": 32, "policy_kwargs": {"net_arch": {"pi": [16], "vf": [8]}}}),
+        ("DQN", {"learning_starts": 30, "buffer_size": 100}),
+        ("SAC", {"learning_starts": 30, "buffer_size": 100, "batch_size": 8}),
+    ],
+)
+def test_an_imported_model_of_images_gives_the_same_actions(
+    name: str, arguments: dict[str, Any], tmp_path: Path
+) -> None:
+    sb3 = pytest.importorskip("stable_baselines3", reason="it trains the models that are imported")
+    env = Screens(continuous=name == "SAC")
+    theirs = getattr(sb3, name)("CnnPolicy", env, seed=1, **arguments).learn(32)
+    obs = np.random.default_rng(0).integers(0, 256, (1000, 3, 40, 44), np.uint8)
+    if name != "SAC":  # let every action be the best for some images
+        last = theirs.policy.action_net if name == "PPO" else theirs.policy.q_net.q_net[-1]
+        outputs: list[torch.Tensor] = []
+        hook = last.register_forward_hook(lambda *found: outputs.append(found[2]))
+        theirs.predict(obs, deterministic=True)
+        hook.remove()
+        with torch.no_grad():
+            last.bias -= outputs[0].mean(0)
+    theirs.save(tmp_path / "model")
+    write(tmp_path / "model.flatout", import_model(tmp_path / "model.zip", trust=True))
+    agent = flatout.load(tmp_path / "model.flatout")
+    expected, found = theirs.predict(obs, deterministic=True)[0], agent.predict(obs, deterministic=True)[0]
+    if name == "SAC":
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
+    else:
+        assert (expected == found).mean() > 0.99  # centred outputs are often nearly equal
+        assert len(np.unique(expected)) == 3
 
 
 class Hostile:
