@@ -236,10 +236,14 @@ class LearnerSpec:
     obs: ObsLayout
     action: ActionLayout
     seed: int
+    n_envs: int
 
     def make_model(self) -> PolicyNet:
         """A new model on the CPU."""
-        return self.algorithm.make_model(self.obs, self.action, self.network, self.config, self.seed)
+        model = self.algorithm.make_model(self.obs, self.action, self.network, self.config, self.seed)
+        if self.n_envs == 1:  # one env cannot be split
+            model.block = 1
+        return model
 
     def make_learner(self, device: str, precision: str) -> Learner[Any]:
         """A learner of a new model, for one env."""

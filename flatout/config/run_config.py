@@ -135,6 +135,7 @@ class RunConfig:
             obs=obs,
             action=action,
             seed=self.seed,
+            n_envs=self.n_envs,
         )
 
     @property

@@ -413,7 +413,8 @@ def _creation_failure(error: BaseException, name: str) -> str:
     if "opencv" in str(error).lower() and isinstance(error, ImportError | DependencyNotInstalled):
         return f"env '{name}' needs OpenCV for Atari's preprocessing; pip install \"flatout[atari]\""
     if isinstance(error, DependencyNotInstalled):
-        return f"env '{name}' needs an extra package: {' '.join(str(error).split())}"
+        text = " ".join(str(error).split()).replace("gymnasium[mujoco]", "flatout[mujoco]")
+        return f"env '{name}' needs an extra package: {text}"
     if isinstance(error, ModuleNotFoundError) and error.name:
         package = error.name.partition(".")[0]
         return (

@@ -133,9 +133,9 @@ class Learner(ABC, Generic[Batch]):
         config = self.config
         options |= {"max_grad_norm": config.max_grad_norm, "batch_size": config.batch_rows}
         update = Update(module, self.params, self.loss, len(self.METRICS), autocast=self.autocast, **options)
-        # Not a user's own network, which may draw numbers, or depend on the whole minibatch.
-        plain = self.model.is_plain and not self.model.state_size
-        update.splits = self.SPLITS and plain and self.device.type == "cpu" and self.autocast is None
+        # A user's own network may depend on the whole minibatch.
+        can_split = self.model.independent_rows and not self.model.state_size
+        update.splits = self.SPLITS and can_split and self.device.type == "cpu" and self.autocast is None
         if config.optimizer is not None:
             from flatout.learning.optimizer import OwnOptimizer
 

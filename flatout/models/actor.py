@@ -27,9 +27,6 @@ from flatout.models.policy import OBS_CLIP, Policy, PolicyNet
 
 SMALL_NETWORK = 300_000
 """Up to this many weights the compiled function is faster: they fit a core's own cache."""
-BLOCK = 4
-"""In torch the policy acts on multiples of this many observations. Matrix kernels round differently for different
-batch sizes; in whole blocks a result does not depend on the rest of the batch, nor on how envs are split."""
 BRIEF_WORK = 1_000_000
 """Weights × observations that take about ten microseconds."""
 
@@ -81,7 +78,7 @@ class TorchActor:
 
     def __init__(self, model: PolicyNet, max_batch: int, device: torch.device) -> None:
         self._model = model
-        n = _whole_blocks(max_batch)
+        n = model.whole_blocks(max_batch)
         self._obs = tuple(torch.from_numpy(x).to(device) for x in model.obs.alloc(n))
         self._noise = torch.zeros(n, model.action.noise_size, device=device)
 
@@ -94,7 +91,7 @@ class TorchActor:
         for buffer, array in zip(self._obs, obs, strict=True):
             buffer[:n] = torch.from_numpy(array)
         self._noise[:n] = torch.from_numpy(noise)
-        end = _whole_blocks(n)
+        end = self._model.whole_blocks(n)
         action, log_prob = self._act(tuple(x[:end] for x in self._obs), self._noise[:end])
         torch.from_numpy(action_out).copy_(action[:n])
         torch.from_numpy(log_prob_out).copy_(log_prob[:n])
@@ -114,7 +111,7 @@ class DeviceActor:
 
     def __init__(self, model: PolicyNet, max_batch: int, device: torch.device, retries: Retries) -> None:
         self._model, self._device, self._retries = model, device, retries
-        n = _whole_blocks(max_batch)
+        n = model.whole_blocks(max_batch)
         zeros = np.zeros
         noise = zeros((n, model.action.noise_size), np.float32)
         given = [noise, *model.obs.alloc(n)]
@@ -226,10 +223,6 @@ class KernelActor:
     def _features(self, obs: ObsArrays) -> Array:
         features: Array = self._model.features(tuple(torch.from_numpy(x) for x in obs)).numpy()
         return features
-
-
-def _whole_blocks(n: int) -> int:
-    return -(-n // BLOCK) * BLOCK
 
 
 def env_actions(

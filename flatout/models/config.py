@@ -23,8 +23,8 @@ class NetworkConfig:
     """Widths of the critic's hidden layers; none: those of network_arch."""
     activation: Literal["tanh", "relu", "elu", "silu"] = "tanh"
     """Non-linearity between hidden layers."""
-    trunk: Literal["auto", "shared", "separate"] = "auto"
-    """Hidden layers of policy and value: shared or separate; auto: shared for images."""
+    trunk: Literal["auto", "shared", "encoder", "separate"] = "auto"
+    """Hidden layers of policy and value: shared, separate, or separate after one encoder; auto: shared for images."""
     log_std_init: float = 0.0
     """Logarithm of the initial standard deviation of continuous actions."""
     squash: bool = False

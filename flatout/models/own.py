@@ -57,6 +57,8 @@ class OwnEncoder(nn.Module):
                 f"network '{code}' made {type(self.module).__name__}; it must make an nn.Module"
             )
         _refuse_random(code, self.module)
+        self.independent_rows = getattr(self.module, "independent_rows", False) is True
+        """Whether its author says that features of an observation do not depend on the others in the batch."""
         self.n_features = self._count(obs)
 
     def forward(self, obs: Sequence[Tensor]) -> Tensor:

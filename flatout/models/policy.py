@@ -105,6 +105,9 @@ def last_width(n_features: int, widths: Sequence[int]) -> int:
 class PolicyNet(nn.Module):
     """Encoder, hidden layers, output layer, and the head that turns outputs into actions."""
 
+    block = 4
+    """In torch the policy acts on multiples of this many observations. Matrix kernels round differently for different
+    batch sizes; in whole blocks a result does not depend on the rest of the batch, nor on how envs are split."""
     state_size = 0
     """Numbers in the state of its memory, which is then the last array of an observation; 0: it has no memory."""
     own_actor: Any
@@ -136,6 +139,8 @@ class PolicyNet(nn.Module):
         self.is_plain = config.network is None
         """Whether all of it is flatout's own."""
         self.pi_encoder = make_encoder(obs, config)
+        self.independent_rows = self.is_plain or bool(self.pi_encoder.independent_rows)
+        """Whether outputs of an observation do not depend on the others in the batch."""
         n_features, widths = self.pi_encoder.n_features, config.network_arch
         if not widths and self.is_plain and not any(spec.kind == "image" for spec in obs.specs):
             raise FlatoutError(
@@ -148,6 +153,10 @@ class PolicyNet(nn.Module):
     def n_multiplies(self) -> int:
         """About how many multiplications an observation takes: a convolution uses its weights many times."""
         return sum(p.numel() for p in self.parameters()) + getattr(self.pi_encoder, "n_multiplies", 0)
+
+    def whole_blocks(self, n: int) -> int:
+        """`n` observations, rounded up to whole blocks."""
+        return -(-n // self.block) * self.block
 
     def features(self, obs: Obs) -> Tensor:
         """Inputs of the first hidden layer."""
@@ -190,7 +199,7 @@ class PolicyNet(nn.Module):
 
 
 class ActorCritic(PolicyNet):
-    """Policy and value network, separate or with shared hidden layers."""
+    """Policy and value network: separate, with one encoder, or with all hidden layers shared."""
 
     head: PolicyHead
 
@@ -206,7 +215,7 @@ class ActorCritic(PolicyNet):
         n_features, widths = self.pi_encoder.n_features, config.network_arch
         if not self.shared:
             widths = config.network_arch if config.vf_arch is None else config.vf_arch
-            self.vf_encoder = make_encoder(obs, config)
+            self.vf_encoder = self.pi_encoder if config.trunk == "encoder" else make_encoder(obs, config)
             self.vf_body = mlp(n_features, widths, config.activation)
         self.vf_out = linear(last_width(n_features, widths), 1, gain=1.0)
 
@@ -226,9 +235,11 @@ class ActorCritic(PolicyNet):
     def both(self, obs: Obs) -> tuple[Tensor, Tensor]:
         """Policy outputs and values in one pass."""
         obs = self._normalized(obs)
-        features = self.pi_body(self.pi_encoder(obs))
-        vf_features = features if self.shared else self.vf_body(self.vf_encoder(obs))
-        return self.pi_out(features), self.vf_out(vf_features).squeeze(-1)
+        features = self.pi_encoder(obs)
+        hidden = vf_hidden = self.pi_body(features)
+        if not self.shared:
+            vf_hidden = self.vf_body(features if self.vf_encoder is self.pi_encoder else self.vf_encoder(obs))
+        return self.pi_out(hidden), self.vf_out(vf_hidden).squeeze(-1)
 
     def evaluate(self, obs: Obs, actions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Log-probabilities of actions as they were sampled, entropy, and values."""

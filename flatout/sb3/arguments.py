@@ -6,7 +6,6 @@ algorithm and its network, so that no default of flatout's own has an effect.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
@@ -115,11 +114,7 @@ class Arguments:
             raise refuse("net_arch has no hidden layers", "give at least one, such as [64]")
         trunk = "separate"
         if extractor is not None and self.ALGO == "ppo" and shared:
-            trunk = "shared" if not pi and not critic else "separate"
-            if trunk == "separate":
-                _warn(
-                    "policy and value function get a features extractor each, as with share_features_extractor=False"
-                )
+            trunk = "encoder" if pi or critic else "shared"
         settings = {
             "network_arch": tuple(pi),
             "vf_arch": None if critic is None or trunk == "shared" else tuple(critic),
@@ -384,6 +379,7 @@ class OneHot(nn.Module):
         spaces = dict(space.spaces) if hasattr(space, "spaces") else {None: space}
         self._sizes = {key: _categories(sub) for key, sub in spaces.items()}
         self.extractor = extractor
+        self.independent_rows = type(extractor).__module__ == "stable_baselines3.common.torch_layers"
 
     def forward(self, obs: Any) -> Tensor:
         if isinstance(obs, dict):
@@ -431,7 +427,3 @@ def _shown(value: Any) -> str:
             value, "__name__", type(value).__name__ if not isinstance(value, str | int | float) else value
         )
     )
-
-
-def _warn(text: str) -> None:
-    warnings.warn(f"flatout.sb3: {text}", stacklevel=6)

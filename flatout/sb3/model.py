@@ -13,7 +13,7 @@ import time
 import warnings
 import zipfile
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, ClassVar, Self
@@ -145,8 +145,7 @@ class Model:
     def _prepare(self, total: int, callback: Any, tb_log_name: str, reset: bool, progress_bar: bool) -> None:
         self.start_time = time.time_ns()
         if self.ep_info_buffer is None or reset:
-            size = getattr(self, "stats_window_size", 100)
-            self.ep_info_buffer, self.ep_success_buffer = deque(maxlen=size), deque(maxlen=size)
+            self._keep_episodes()
         if reset:
             self.num_timesteps = self._episode_num = 0
         self._num_timesteps_at_start = self.num_timesteps
@@ -367,6 +366,7 @@ class Model:
             "arguments": {name: _saved(value) for name, value in vars(self._given).items()},
             "n_envs": self.n_envs,
             "num_timesteps": self.num_timesteps,
+            "episodes": [[float(it[key]) for key in "rlt"] for it in self.ep_info_buffer or ()],
         }
         place = _place(path, ".zip", reading=False)
         with TemporaryDirectory() as folder, zipfile.ZipFile(place, "w") as archive:
@@ -417,7 +417,12 @@ class Model:
         if venv is not None:
             self.set_env(venv)
         self.num_timesteps = about["num_timesteps"]
+        self._keep_episodes(dict(zip("rlt", episode, strict=True)) for episode in about.get("episodes", ()))
         return self
+
+    def _keep_episodes(self, known: Iterable[dict[str, float]] = ()) -> None:
+        size = getattr(self, "stats_window_size", 100)
+        self.ep_info_buffer, self.ep_success_buffer = deque(known, maxlen=size), deque(maxlen=size)
 
 
 class Policy:

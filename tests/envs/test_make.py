@@ -170,7 +170,7 @@ def test_unknown_id_names_what_exists(env_id: str, words: str) -> None:
 def test_missing_extra_says_what_to_install() -> None:
     if _installed("mujoco"):
         pytest.skip("mujoco is installed")
-    assert 'pip install "gymnasium[mujoco]"' in refusal("Ant-v5")
+    assert 'pip install "flatout[mujoco]"' in refusal("Ant-v5")
 
 
 def test_missing_package_is_named() -> None:

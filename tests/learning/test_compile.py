@@ -45,6 +45,7 @@ SPEC = LearnerSpec(
     obs=ObsLayout(spaces.Box(-1, 1, (4,))),
     action=ActionLayout(spaces.Discrete(2)),
     seed=0,
+    n_envs=1,
 )
 
 

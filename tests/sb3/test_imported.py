@@ -66,7 +66,6 @@ class Screens(gym.Env[Any, Any]):
         return self.np_random.integers(0, 256, (40, 44, 3), np.uint8), 1.0, self._n == 20, False, {}
 
 
-@pytest.mark.filterwarnings("ignore:flatout.sb3. policy and value function get a features extractor each")
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [

@@ -101,7 +101,7 @@ def test_a_schedule_begins_again_with_each_learn() -> None:
 def test_a_saved_model_acts_the_same_and_learns_on(kind: Any, tmp_path: Path) -> None:
     arguments: dict[str, Any] = {"n_steps": 64} if kind is PPO else {"learning_starts": 10, "batch_size": 16}
     model = kind("MlpPolicy", "Pendulum-v1", policy_kwargs={"net_arch": [16]}, seed=3, **arguments)
-    model.learn(64)
+    model.learn(256)
     model.save(tmp_path / "model")
     with zipfile.ZipFile(tmp_path / "model.zip") as archive:
         assert json.loads(archive.read("sb3.json"))["arguments"]["policy_kwargs"] == {"net_arch": [16]}
@@ -110,9 +110,11 @@ def test_a_saved_model_acts_the_same_and_learns_on(kind: Any, tmp_path: Path) ->
     np.testing.assert_array_equal(
         model.predict(obs, deterministic=True)[0], loaded.predict(obs, deterministic=True)[0]
     )
-    assert loaded.num_timesteps == 64
+    assert loaded.num_timesteps == 256
+    assert len(model.ep_info_buffer) == 1
+    assert [it["r"] for it in loaded.ep_info_buffer] == [it["r"] for it in model.ep_info_buffer]
     loaded.learn(64, reset_num_timesteps=False)
-    assert loaded.num_timesteps == 128
+    assert loaded.num_timesteps == 320
 
 
 def test_a_model_of_stable_baselines_is_not_loaded_by_mistake(tmp_path: Path) -> None:
