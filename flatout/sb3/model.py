@@ -534,6 +534,11 @@ class DQN(ReplayModel):
 
     ARGUMENTS = DQNArguments
 
+    @property
+    def exploration_rate(self) -> float:
+        """The probability of a random action now."""
+        return float(self._agent.policy.model.get_buffer("head.epsilon"))
+
 
 class SAC(ReplayModel):
     """Stable-Baselines3's SAC, trained by flatout."""
