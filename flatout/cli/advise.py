@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from flatout.cli.parser import Parser, env_parser, parse_settings
+from flatout.cli.parser import Parser, env_parser
+from flatout.cli.settings import parse_settings
 from flatout.config.run_config import read_file
 from flatout.errors import FlatoutError
 

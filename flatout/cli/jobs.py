@@ -119,7 +119,9 @@ def _add(argv: Sequence[str]) -> int:
         parser = cli.env_parser("jobs add", "Add a training to the queue.")
         parser.flag("--name", "name of the job and of its run", metavar="NAME")
         cli.add_runs_dir(parser)
-        args, _, given = cli.parse_settings(parser, argv)
+        from flatout.cli.settings import parse_settings
+
+        args, _, given = parse_settings(parser, argv)
         table: dict[str, Any] = {**given, **({"env": args.env} if args.env else {}), "name": args.name}
         table |= {"config": str(args.config)} if args.config else {}
         source = "jobs add"

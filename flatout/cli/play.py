@@ -12,6 +12,7 @@ from time import sleep
 from typing import TYPE_CHECKING
 
 from flatout.cli import parser as cli
+from flatout.cli.settings import given_settings
 from flatout.errors import FlatoutError
 from flatout.runlog.files import plural, write_text
 
@@ -79,7 +80,7 @@ def _shots(
     """Episodes, each in an env of its own, the envs' frames per second, and the steps from one frame to the next."""
     from flatout.training.play import Player, played, rendered
 
-    factory = agent.playable(cli.settings(args).get("env_kwargs"))
+    factory = agent.playable(given_settings(args).get("env_kwargs"))
     episodes, fps, every = [], 0.0, 1
     for nth in range(n):
         env, fps = rendered(factory, modes)
@@ -138,7 +139,7 @@ def _live(agent: Agent, args: argparse.Namespace) -> int:
     from flatout.training.play import Player, rendered
     from flatout.views.film import amount
 
-    env, fps = rendered(agent.playable(cli.settings(args).get("env_kwargs")), ("human", "ansi"))
+    env, fps = rendered(agent.playable(given_settings(args).get("env_kwargs")), ("human", "ansi"))
     is_text = env.render_mode == "ansi"
     screens = ("DISPLAY", "WAYLAND_DISPLAY", "SDL_VIDEODRIVER")
     if not is_text and sys.platform == "linux" and not any(name in os.environ for name in screens):

@@ -18,7 +18,7 @@ from statistics import fmean, stdev
 from time import perf_counter, sleep
 from typing import Any
 
-from flatout.cli.parser import RESUMABLE
+from flatout.cli.settings import RESUMABLE
 from flatout.config.run_config import RunConfig
 from flatout.device.machine import usable_cores
 from flatout.errors import FlatoutError

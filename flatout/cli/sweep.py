@@ -14,6 +14,7 @@ from typing import Any
 
 from flatout.algorithms.space import Choice, Number
 from flatout.cli import parser as cli
+from flatout.cli.settings import parse_settings
 from flatout.config.fields import all_fields, convert
 from flatout.config.run_config import RunConfig
 from flatout.errors import FlatoutError, did_you_mean
@@ -76,7 +77,7 @@ def sweep(argv: Sequence[str]) -> int:
     )
     parser.flag("--quiet", "print only errors")
     parser.flag("--json", "print the result as JSON on the last line")
-    args, config, given = cli.parse_settings(parser, argv)
+    args, config, given = parse_settings(parser, argv)
     if args.ray and config.executor == "ray":
         raise FlatoutError("--ray runs whole trials on the cluster; leave out --executor ray")
     if args.ray:  # other machines have other working folders
@@ -242,8 +243,9 @@ def points(trials: Trials) -> list[TrialPoint]:
     plan, found = trials.plan, []
     for it in trials.study.get_trials(deepcopy=False):
         value = _shown(it.values[0], plan) if it.values else None
-        if it.state == TrialState.PRUNED and it.intermediate_values and plan.maximizes:
-            value = it.intermediate_values[max(it.intermediate_values)]
+        if it.state == TrialState.PRUNED:  # Optuna keeps what was last reported, the return with a sign
+            known = it.intermediate_values if plan.maximizes else {}
+            value = known[max(known)] if known else None
         found.append(
             TrialPoint(number=it.number, state=words.get(it.state, "running"), value=value, params=it.params)
         )

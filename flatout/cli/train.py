@@ -16,6 +16,7 @@ import psutil
 
 from flatout.cli import devices
 from flatout.cli import parser as cli
+from flatout.cli.settings import RESUMABLE, add_settings, given_settings, parse_settings
 from flatout.errors import FlatoutError
 from flatout.integrations.loggers import require_loggers
 from flatout.runlog.files import plural
@@ -49,7 +50,7 @@ def train(argv: Sequence[str]) -> int:
     _add_at_once(parser)
     _add_devices(parser)
     _add_output_flags(parser)
-    args, config, given = cli.parse_settings(parser, argv)
+    args, config, given = parse_settings(parser, argv)
     require_loggers(config.log)
     if args.resume and args.overwrite:
         raise FlatoutError("--resume and --overwrite exclude each other; pass one of them")
@@ -95,11 +96,11 @@ def resume(argv: Sequence[str]) -> int:
     _add_devices(parser)
     _add_output_flags(parser)
     cli.add_trust(parser)
-    cli.add_settings(parser, argv, only=(*cli.RESUMABLE, *GIVEN_BACK))
+    add_settings(parser, argv, only=(*RESUMABLE, *GIVEN_BACK))
     args = parser.parse(argv)
     if _launches(args):
         return _launch(["resume", *argv], args)
-    return _resume(cli.run_path(args.run, args.runs_dir), cli.settings(args), args)
+    return _resume(cli.run_path(args.run, args.runs_dir), given_settings(args), args)
 
 
 def _add_at_once(parser: cli.Parser) -> None:
@@ -190,9 +191,7 @@ def _resumed(folder: RunFolder | None, given: dict[str, Any], args: argparse.Nam
     code = {name: given[name] for name in GIVEN_BACK if ":" in str(given.get(name))}
     agent = Agent.from_checkpoint(checkpoint, trust=args.trust, typed=typed, code=code)
     changed = replace(agent.config, given)
-    if others := [
-        name for name in given if name not in cli.RESUMABLE and _differs(agent.config, changed, name)
-    ]:
+    if others := [name for name in given if name not in RESUMABLE and _differs(agent.config, changed, name)]:
         flag = others[0].replace("_", "-")
         raise FlatoutError(f"--{flag} cannot change when a run is resumed; start a new run for it")
     agent.config = changed
@@ -256,7 +255,7 @@ def evaluate(argv: Sequence[str]) -> int:
     for name, value in (("--episodes", args.episodes), ("--eval-max-steps", args.eval_max_steps)):
         if value is not None and value < 1:
             raise FlatoutError(f"{name} is {value}; it must be at least 1")
-    env_kwargs = cli.settings(args).get("env_kwargs")
+    env_kwargs = given_settings(args).get("env_kwargs")
     path = cli.run_path(args.run, args.runs_dir)
     if args.best:
         path = path / "checkpoints" / "best.flatout"

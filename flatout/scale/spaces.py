@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -141,6 +142,38 @@ def settings_of(values: Mapping[str, Any], env: str, given: Mapping[str, Any]) -
     if target is not None:
         found["batch_size"] = config.algorithm.fit_batch_size(config.total_batch, max(int(target), 1))
     return found
+
+
+def defaults_in(space: Space, env: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The values nearest to what a run without a search would use: the first trial."""
+    config = _resolved(env, given, {})
+    parts: tuple[Any, ...] = (config, config.network, config.algorithm)
+    known = {it.name: getattr(part, it.name) for part in parts for it in dataclasses.fields(part)}
+    known |= {
+        "n_minibatches": config.total_batch // max(known["batch_size"], 1),
+        "total_batch": config.total_batch,
+        "repeat_times": known.get("n_epochs"),
+        "workers": config.n_envs,
+    }
+    return {name: value for name, it in space.items() if (value := _nearest(known.get(name), it)) is not None}
+
+
+def _nearest(value: Any, it: Number | Choice) -> Any:
+    """A value of the dimension; None where none is near."""
+    if isinstance(value, tuple):
+        value = ",".join(map(str, value))
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if isinstance(it, Number):
+        if not is_number:
+            return None
+        step = it.step or (1 if it.is_whole else None)
+        value = min(max(value, it.low), it.high)
+        near = value if step is None else it.low + round((value - it.low) / step) * step
+        return int(near) if it.is_whole else float(near)
+    if value in it.values:
+        return value
+    numbers = [v for v in it.values if isinstance(v, int | float) and not isinstance(v, bool)]
+    return min(numbers, key=lambda v: abs(v - value)) if is_number and numbers else None
 
 
 def _resolved(env: str, given: Mapping[str, Any], found: Mapping[str, Any]) -> RunConfig:

@@ -26,7 +26,7 @@ from flatout.runlog.folder import RunFolder, is_locked, try_lock
 from flatout.runlog.recorder import cell_value, read_rows
 from flatout.scale.processes import find, identity
 from flatout.scale.runner import Job
-from flatout.scale.spaces import settings_of, suggest
+from flatout.scale.spaces import defaults_in, settings_of, suggest
 
 if TYPE_CHECKING:
     import optuna
@@ -36,9 +36,7 @@ OBJECTIVES = ("return", "time-to-target")
 RUNGS = 9
 """A trial's return is told to the pruner after every ninth of its env steps."""
 TOO_LONG = 2.0
-"""Searching for the shortest time to a target, a trial that has taken this many times the best time is pruned …"""
-TOO_LONG_AFTER = 5
-"""… after so many trials have reached the target."""
+"""Searching for the shortest time to a target, a trial that has taken this many times the best time is pruned."""
 UNREACHED = 1e6
 """Seconds, and more, of a trial that has not reached its target."""
 MAX_FAILED = 5
@@ -192,7 +190,11 @@ class Trials:
         if monotonic() - self._looked >= REFRESH_SECONDS or not self._is_complete:
             self._looked = monotonic()
             trials = self.study.get_trials(deepcopy=False)
-            self._is_complete = sum(it.state != TrialState.FAIL for it in trials) >= self.plan.n_trials
+            not_counted = (
+                TrialState.FAIL,
+                TrialState.WAITING,
+            )  # waiting: the first one, which nobody has asked for
+            self._is_complete = sum(it.state not in not_counted for it in trials) >= self.plan.n_trials
         return self._is_complete
 
     def finished(self) -> list[optuna.trial.FrozenTrial]:
@@ -213,7 +215,7 @@ class Trials:
     def _takes_too_long(self, job: Job) -> bool:
         reached = [it.values[0] for it in self.finished() if it.values[0] < UNREACHED]
         seconds = number(read_json(job.run / "progress.json").get("wall_seconds")) or 0.0
-        return len(reached) >= TOO_LONG_AFTER and seconds > TOO_LONG * min(reached)
+        return bool(reached) and seconds > TOO_LONG * min(reached)
 
     def _finish(self, job: Job) -> None:
         from optuna.trial import TrialState
@@ -307,17 +309,20 @@ def open_study(plan: SweepPlan) -> optuna.Study:
     _mend(path)
     lock: Any = _FileLock(f"{path}.flock") if _can_lock(path) else JournalFileSymlinkLock(str(path))
     storage = JournalStorage(JournalFileBackend(str(path), lock_obj=lock))
+    # Returns at equal env steps say little about time: there the trials themselves are stopped, by `_takes_too_long`.
+    by_returns = optuna.pruners.HyperbandPruner(min_resource=1, max_resource=RUNGS, reduction_factor=3)
     study = optuna.create_study(
         storage=storage,
         study_name="flatout",
         direction="maximize" if plan.maximizes else "minimize",
         sampler=_sampler(plan),
-        pruner=optuna.pruners.HyperbandPruner(min_resource=1, max_resource=RUNGS, reduction_factor=3),
+        pruner=by_returns if plan.maximizes else optuna.pruners.NopPruner(),
         load_if_exists=True,
     )
     facts = study.user_attrs.get("facts")
     if facts is None:
         study.set_user_attr("facts", plan.facts())
+        study.enqueue_trial(defaults_in(plan.space, plan.env, plan.given), skip_if_exists=True)
     elif facts != (now := plan.facts()):
         differs = next(key for key in now if now[key] != facts.get(key))
         raise FlatoutError(

@@ -20,7 +20,8 @@ import pytest
 from optuna.trial import TrialState
 
 from flatout.algorithms import base as algorithms
-from flatout.algorithms.space import ELEGANTRL, NAMED, Space, between, bounded, one_of
+from flatout.algorithms.space import ELEGANTRL, NAMED, Choice, Space, between, bounded, one_of
+from flatout.cli.sweep import points
 from flatout.config.run_config import resolve
 from flatout.errors import FlatoutError
 from flatout.runlog.folder import RunFolder
@@ -84,6 +85,22 @@ def test_the_elegantrl_space_keeps_its_bounds() -> None:
     small = bounded(ELEGANTRL, most_transitions=70_000)["total_batch"]
     assert (small.low, small.high) == (32_768, 65_536)  # type: ignore[union-attr]
     assert "elegantrl" in NAMED
+
+
+@pytest.mark.parametrize("algo", algorithms.BUILT_IN)
+def test_the_first_trial_is_what_a_run_without_a_search_uses(algo: str, tmp_path: Path) -> None:
+    env, given = ENVS.get(algo, "CartPole-v1"), {"algo": algo}
+    plan = plan_in(tmp_path, env=env, algo=algo, given=given, space=algorithms.get(algo).space)
+    (job,) = Trials(plan).waiting()
+    default = resolve(env, given, device="cpu", n_cores=2)
+    found = resolve(env, {**job.settings, "timesteps": default.timesteps}, device="cpu", n_cores=2)
+    within = {"gamma", "n_steps", "n_envs", "learning_rate", "network_arch", "activation", "tau"}
+    for name in within & plan.space.keys():
+        kind, parts = plan.space[name], (default, default.algorithm, default.network)
+        value = next(getattr(part, name) for part in parts if hasattr(part, name))
+        shown: Any = ",".join(map(str, value)) if name == "network_arch" else value
+        if shown in kind.values if isinstance(kind, Choice) else kind.low <= shown <= kind.high:
+            assert value in [getattr(it, name, None) for it in (found, found.algorithm, found.network)], name
 
 
 def test_a_setting_with_a_condition_is_drawn_only_where_it_holds() -> None:
@@ -173,6 +190,20 @@ def test_what_a_run_is_worth(tmp_path: Path) -> None:
     assert near is not None
     assert far is not None
     assert UNREACHED <= near < far
+
+
+@pytest.mark.parametrize(
+    ("objective", "reported", "shown"), [("return", 50.0, 50.0), ("time-to-target", -50.0, None)]
+)
+def test_a_pruned_trial_is_told_with_its_return_and_never_with_a_time(
+    objective: str, reported: float, shown: float | None, tmp_path: Path
+) -> None:
+    plan = plan_in(tmp_path, objective=objective, given={"target_return": 100.0})
+    trials = Trials(plan)
+    trial = trials.study.ask()
+    trial.report(reported, 1)
+    trials.study.tell(trial, state=TrialState.PRUNED)
+    assert [(it.state, it.value) for it in points(trials)] == [("pruned", shown)]
 
 
 def test_returns_are_told_at_equal_steps(tmp_path: Path) -> None:
