@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: install train test test-gpu check browser card format walk pictures wheel site chaos bench clean
+.PHONY: install train test test-all test-gpu check browser card format walk pictures wheel site chaos bench clean
 
 install: $(VENV)/.installed
 
@@ -47,6 +47,10 @@ card: install
 	@$(BIN)/python -c "from simcard import build; build.library()"
 
 test: check browser card
+	@$(BIN)/pytest -n 2 -m "not slow"
+
+# Before a release: whole runs with ranks that die, clusters, searches and other tests of 20 s and more, too.
+test-all: check browser card
 	@$(BIN)/pytest -n 2
 
 # For a machine with a card: the tests that need one, two minutes of benchmark, and a text to paste into an issue.

@@ -70,6 +70,7 @@ def test_a_truncated_episode_is_bootstrapped_and_a_terminated_one_is_not(
     torch.testing.assert_close(q, torch.full((2, 7), value), atol=0.1, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [{}, {"compile": "off", "layer_norm": True, "dropout": 0.01}, {"prioritized": True, "multi_step": 2}],

@@ -40,6 +40,7 @@ def waiting() -> Counter:
     return Counter(Script(seconds=(0.02, 0.03)))  # much longer than a busy machine takes for the rest
 
 
+@pytest.mark.slow
 def test_envs_that_wait_in_turn_get_the_advice_to_use_threads() -> None:
     found = flatout.doctor(waiting, **(SMALL | {"n_steps": 8}), n_envs=8, executor="serial", overlap="off")
     first = found.findings[0]
@@ -61,6 +62,7 @@ def test_checkpoints_at_every_iteration_are_a_finding() -> None:
     assert "checkpoints too often" in [finding.kind for finding in found.findings]
 
 
+@pytest.mark.slow
 def test_what_if_predicts_other_machines() -> None:
     here = flatout.doctor(waiting, **(SMALL | {"n_steps": 8}), n_envs=8, overlap="off", what_if="n_envs=64")
     assert here.what_if is not None
@@ -89,6 +91,7 @@ def test_the_command_line_prints_json(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []  # it leaves nothing behind
 
 
+@pytest.mark.slow
 def test_tune_finds_faster_settings_and_preset_auto_uses_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -41,6 +41,7 @@ def test_the_example_is_short() -> None:
     assert len(FILE.read_text().splitlines()) <= 120
 
 
+@pytest.mark.slow
 def test_it_learns_cartpole_from_the_command_line(tmp_path: Path) -> None:
     train = ["--algo", A2C, "--n-collectors", "2", "--value-weight", "0.4", "--run-name", "own"]
     out = run("train", "CartPole-v1", *train, "--timesteps", "60000", "--quiet", "--json", cwd=tmp_path)

@@ -72,6 +72,7 @@ class Episodes:
         out.obs[0][t], out.obs[1][t] = self._count, self.stacks
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     n_envs=st.integers(1, 3),

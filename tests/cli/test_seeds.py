@@ -14,6 +14,7 @@ import pytest
 from tests.cli.test_runs import TINY, assert_same, command, flatout, summary_of
 
 
+@pytest.mark.slow
 def test_the_runs_equal_single_ones_and_their_mean_and_spread_are_told(tmp_path: Path) -> None:
     argv = ["train", "CartPole-v1", *TINY, "--timesteps", "2048"]
     done = flatout(*argv, "--seeds", "3", "--seed", "4", "--run-name", "many", "--json", cwd=tmp_path)
@@ -38,6 +39,7 @@ def test_the_runs_equal_single_ones_and_their_mean_and_spread_are_told(tmp_path:
     assert "pass --resume to continue it" in again.stderr
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_all_and_resume_continues_all(tmp_path: Path) -> None:
     argv = ["train", "CartPole-v1", *TINY, "--timesteps", "20480", "--seeds", "3", "--run-name"]
     assert flatout(*argv, "whole", "--quiet", cwd=tmp_path).returncode == 0

@@ -67,6 +67,7 @@ def _trained(folder: Path | None, words: str) -> str:
     return done.stdout.splitlines()[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("algo", "settings", "missing", "backend", "tolerance"),
     [

@@ -71,6 +71,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_an_update_is_compiled_once_and_then_reused(cache: Path) -> None:
     eager, agent = learned("auto")  # nothing is kept yet, and a short run does not compile
     assert not agent.summary["compiled"]

@@ -246,6 +246,7 @@ class OutOfMemoryAt(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.slow
 def test_out_of_memory_at_any_operation_ends_in_the_same_parameters() -> None:
     clean, _ = learned(16)
     count = OutOfMemoryAt(-1)

@@ -83,6 +83,7 @@ SAC: dict[str, Any] = {
 RECURRENT = ROLLOUTS | {"algo": "recurrent-ppo", "memory": "gru:16"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algo", ["ppo", "dqn", "pqn", "sac"])
 def test_attention_over_entities_learns_by_every_algorithm(algo: str) -> None:
     settings: dict[str, Any] = {
@@ -243,6 +244,7 @@ def run(*words: str, cwd: Path, code: int = 0) -> str:
     return done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_a_file_is_named_on_the_command_line_and_given_back_when_it_has_moved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -37,6 +37,7 @@ def processes_in(folder: Path) -> list[psutil.Process]:
     ]
 
 
+@pytest.mark.slow
 def test_a_machine_that_dies_costs_only_its_trial_which_is_tried_again(tmp_path: Path, cluster: Any) -> None:
     argv = [*SWEEP, "--timesteps", "40960", "--trials", "1", "--candidates", "1", "--new-seeds", "1"]
     argv += ["--ray-address", cluster.address, "--json"]
@@ -54,6 +55,7 @@ def test_a_machine_that_dies_costs_only_its_trial_which_is_tried_again(tmp_path:
     assert not processes_in(tmp_path)
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_trials_that_go_on_later_and_ends_a_cluster_of_its_own(tmp_path: Path) -> None:
     before = {it.pid for it in of_ray()}
     argv = [*SWEEP, "--timesteps", "300000000", "--trials", "2", "--quiet"]

@@ -72,6 +72,7 @@ def wait_until(happens: Callable[[], object], process: subprocess.Popen[bytes] |
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_one_failing_job_harms_no_other_and_the_rest_are_as_single_runs(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text(BROKEN)
@@ -130,6 +131,7 @@ def test_kills_of_the_queue_and_of_a_job_lose_nothing(tmp_path: Path) -> None:
     assert_same(runs / "a", runs / "whole")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_ctrl_c_stops_all_and_the_next_start_goes_on(tmp_path: Path) -> None:
     write_queue(tmp_path, job("a"), job("b", seed=1), job("c", seed=2), timesteps=61_440)

@@ -74,6 +74,7 @@ def test_two_ranks_learn_what_one_process_learns(case: str, one_process: Any, tw
     assert any((alone[-1][name] != alone[0][name]).any() for name in alone[0] if name.startswith("model."))
 
 
+@pytest.mark.slow
 def test_two_simulated_devices_learn_what_one_process_learns_on_the_cpu(
     tmp_path: Path, one_process: Any
 ) -> None:
@@ -143,6 +144,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_run_goes_on_after_a_rank_was_killed_and_learns_the_same(
     rank: int, whole: Run, tmp_path: Path
@@ -159,6 +161,7 @@ def test_a_run_goes_on_after_a_rank_was_killed_and_learns_the_same(
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_is_given_up_in_time_and_without_restarts_left_the_run_ends(tmp_path: Path) -> None:
     run = Run(tmp_path, *TRAIN, "--timesteps", "500000", "--max-restarts", "0", "--rank-timeout", "5")
     run.wait_for_checkpoint()
@@ -207,6 +210,7 @@ def test_ranks_end_when_the_process_that_watches_them_is_killed(tmp_path: Path) 
     run.end()
 
 
+@pytest.mark.slow
 def test_torchrun_starts_ranks_too(whole: Run, tmp_path: Path) -> None:
     words = [word for word in TRAIN if word not in ("--devices", "2")]
     program = "-m torch.distributed.run --standalone --nproc-per-node 2 -m flatout".split()
@@ -238,6 +242,7 @@ def test_mistakes_are_refused_in_one_line(flags: str, what: str, tmp_path: Path)
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_an_error_of_another_rank_is_told_and_not_tried_again(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text(BROKEN)
     words = [word if word != "CartPole-v1" else "broken.py:Broken" for word in TRAIN]
