@@ -190,6 +190,21 @@ def test_a_target_return_ends_the_run() -> None:
     assert 0 < summary["target_reached_seconds"] <= summary["wall_seconds"]
 
 
+def test_an_evaluation_that_reaches_the_target_ends_the_run() -> None:
+    settings = SMALL | {
+        "gamma": 0.0,
+        "learning_rate": 3e-3,
+        "n_epochs": 4,
+        "eval_every": 1024,
+        "eval_episodes": 5,
+    }
+    agent = flatout.PPO(partial(Match), seed=1, target_return=6.0, timesteps=100_000, **settings)
+    agent.learn()
+    summary = agent.summary
+    assert summary["return_mean"] < 6.0 <= summary["eval_return_mean"]
+    assert summary["target_reached_steps"] == summary["env_steps"] < 100_000
+
+
 def test_schedules_fall_to_zero_over_the_run() -> None:
     rates: list[float] = []
 

@@ -79,7 +79,7 @@ class RunConfig:
     accumulate: int = 1
     """Split each minibatch into this many parts and sum their gradients: the same result with less memory."""
     target_return: float | None = None
-    """Stop when the mean return of the last 100 episodes reaches this value."""
+    """Stop when the mean return of the last 100 episodes, or of an evaluation, reaches this value."""
     eval_every: int = 0
     """Env steps between evaluations of the deterministic policy; 0: never."""
     eval_episodes: int = 20

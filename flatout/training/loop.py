@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import inf
 from time import perf_counter
 from traceback import format_exception
 
@@ -82,7 +83,7 @@ class _Loop:
                 self._recorder.note(note)
             self._warn_if_endless(steps_before)
             self._evaluate_if_due(steps_before, metrics, stop)
-            reached = self._reached_target()
+            reached = self._reached_target(metrics)
             is_last = state.env_steps >= self._until or reached or stop.requested
             goes_on = self._record(metrics, always=is_last or "eval/mean_reward" in metrics)
             self._checkpoint_if_due(steps_before)
@@ -102,9 +103,11 @@ class _Loop:
                 f"is no return to show; {GIVE_A_LIMIT}"
             )
 
-    def _reached_target(self) -> bool:
+    def _reached_target(self, metrics: dict[str, float]) -> bool:
         state, target = self._trainer.state, self._trainer.config.target_return
-        if target is None or not state.returns.reached(target):
+        if target is None:
+            return False
+        if not state.returns.reached(target) and not metrics.get("eval/mean_reward", -inf) >= target:
             return False
         if state.target_reached_steps is None:
             state.target_reached_steps, state.target_reached_seconds = state.env_steps, state.wall_seconds
