@@ -134,6 +134,8 @@ def sweep(args: argparse.Namespace) -> None:
     found: dict[str, Any] = json.loads((args.folder / "sweep.json").read_text())
     same = [found["env"], "--algo", found["algo"], f"--timesteps={found['timesteps']}"]
     same += [f"--target-return={found['target_return']}"]
+    best = json.loads(Path(found["config"]).read_text())
+    same += [f"--eval-every={best['eval_every']}", f"--eval-episodes={best['eval_episodes']}"]
     ways = {"found": ["--config", found["config"]], "defaults": [*same, "--preset", "auto"], "recipe": same}
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     for seed in range(1000, 1000 + args.seeds):
