@@ -2,6 +2,7 @@
 
 `python -m benchmarks.scaling jobs [--rounds 3]` → docs/benchmarks.md: the makespan of six runs of different sizes, the
 three ways in turn.
+`python -m benchmarks.scaling trials [--rounds 3]` → trials per minute of a sweep, one and two at a time, in turn; all do the same work.
 `python -m benchmarks.scaling sweep runs/sweep-… [--seeds 5]` → the time to the target of best.json and of the defaults,
 seeds that the sweep has not used, in turn.
 """
@@ -120,6 +121,24 @@ def jobs(args: argparse.Namespace) -> None:
     write_section("jobs", f"{intro}\n\n{text}\n\n{conditions()}")
 
 
+def trials(args: argparse.Namespace) -> None:
+    """Measure a sweep of equal trials with one and with two at a time, and print both."""
+    words = "sweep Pendulum-v1 --algo ppo --trials 6 --sampler random --candidates 1 --new-seeds 1 --quiet --timesteps".split()
+    ratios = []
+    for nth in range(args.rounds):
+        seconds: dict[int, float] = {}
+        for at_once in (1, 2) if nth % 2 else (2, 1):
+            with tempfile.TemporaryDirectory() as folder:
+                Path(folder, "space.toml").write_text("learning_rate = {low = 9e-4, high = 1e-3}\n")
+                ways = ["--space", "space.toml", "--at-once", str(at_once)]
+                began = perf_counter()
+                subprocess.run([*FLATOUT, *words, str(args.timesteps), *ways], cwd=folder, check=True)
+                seconds[at_once] = perf_counter() - began
+        ratios.append(seconds[1] / seconds[2])
+        print(f"one at a time {seconds[1]:.1f} s, two {seconds[2]:.1f} s: {ratios[-1]:.2f} ×", flush=True)
+    print(f"two trials at a time: {statistics.median(ratios):.2f} × one (median)")
+
+
 def seconds_to_target(words: Sequence[str], seed: int) -> float:
     """The time to the target of one run; infinite if it was not reached."""
     with tempfile.TemporaryDirectory() as folder:
@@ -154,6 +173,10 @@ def main() -> None:
     queue = verbs.add_parser("jobs")
     queue.add_argument("--rounds", type=int, default=3)
     queue.set_defaults(run=jobs)
+    pairs = verbs.add_parser("trials")
+    pairs.add_argument("--rounds", type=int, default=3)
+    pairs.add_argument("--timesteps", type=int, default=200_000)
+    pairs.set_defaults(run=trials)
     search = verbs.add_parser("sweep")
     search.add_argument("folder", type=Path)
     search.add_argument("--seeds", type=int, default=5)

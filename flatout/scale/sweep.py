@@ -36,7 +36,9 @@ OBJECTIVES = ("return", "time-to-target")
 RUNGS = 9
 """A trial's return is told to the pruner after every ninth of its env steps."""
 TOO_LONG = 2.0
-"""Searching for the shortest time to a target, a trial that has taken this many times the best time is pruned."""
+"""Searching for the shortest time to a target, a trial that has taken this many times as long as the best …"""
+LUCKY = 2
+"""… but so many, which may have been lucky, is pruned."""
 UNREACHED = 1e6
 """Seconds, and more, of a trial that has not reached its target."""
 MAX_FAILED = 5
@@ -215,7 +217,7 @@ class Trials:
     def _takes_too_long(self, job: Job) -> bool:
         reached = [it.values[0] for it in self.finished() if it.values[0] < UNREACHED]
         seconds = number(read_json(job.run / "progress.json").get("wall_seconds")) or 0.0
-        return bool(reached) and seconds > TOO_LONG * min(reached)
+        return len(reached) > LUCKY and seconds > TOO_LONG * reached[LUCKY]
 
     def _finish(self, job: Job) -> None:
         from optuna.trial import TrialState
