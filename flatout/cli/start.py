@@ -45,18 +45,24 @@ def init(argv: Sequence[str]) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         write_text(folder / name, text)
         print(f"{folder / name}: {len(text.splitlines())} lines")
-    source = f"{folder / 'env.py'}:{env}"
-    print(
-        f"\n  flatout train {source}            train it for longer\n  flatout doctor {source}           what limits its speed"
-    )
-    print(f"  python -m pytest {folder}         test it\n")
-    if args.no_train:
-        return 0
-    from flatout.cli.train import train
+    source, run = f"{folder / 'env.py'}:{env}", folder / "runs" / "first"
+    if not args.no_train:
+        from flatout.cli.train import train
 
-    return train(
-        [source, "--timesteps", "20000", "--n-envs", "8", "--quiet", "--runs-dir", str(folder / "runs")]
-    )
+        print()
+        where = ["--runs-dir", str(run.parent), "--run-name", run.name]
+        code = train([source, "--timesteps", "20000", "--n-envs", "8", *where])
+        if code:
+            return code
+    hints = {
+        f"flatout play {run}": "watch it",
+        f"flatout train {source}": "train it for longer",
+        f"flatout doctor {source}": "what limits its speed",
+        f"python -m pytest {folder}": "test it",
+    }
+    width = max(map(len, hints))
+    print("\n" + "\n".join(f"  {command:<{width}}  {text}" for command, text in hints.items()))
+    return 0
 
 
 def list(argv: Sequence[str]) -> int:

@@ -57,8 +57,14 @@ def require_trust(
     given = values.get(SIGNATURE)
     if not doubts or (isinstance(given, str) and hmac.compare_digest(given, _signature(values) or "")):
         return
+    code = named[doubts[0]]
+    if is_file(code) and not Path(absolute(code).rpartition(":")[0]).exists():
+        raise FlatoutError(
+            f"{source}: the {doubts[0]} '{code}' is not there, seen from this folder; go to the folder where the run was "
+            "begun"
+        )
     raise FlatoutError(
-        f"{source}: the {doubts[0]} '{named[doubts[0]]}' is code, and no run of yours wrote this file; "
+        f"{source}: the {doubts[0]} '{code}' is code, and no run of yours wrote this file; "
         "pass --trust (in Python trust=True) if you trust it"
     )
 

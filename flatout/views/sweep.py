@@ -29,6 +29,7 @@ svg text { font-size: 11.5px; fill: var(--soft); font-variant-numeric: tabular-n
 .slices { display: grid; grid-template-columns: repeat(auto-fill, minmax(230px, 1fr)); gap: 14px; margin-top: 10px; }
 .slices h3 { font-size: 13px; font-weight: 600; }
 table.best-runs { border-collapse: collapse; margin-top: 10px; width: 100%; }
+table.best-runs td:last-child, table.best-runs th:last-child { width: 60%; }
 table.best-runs td, table.best-runs th { text-align: left; padding: 4px 12px 4px 0; border-bottom: 1px solid var(--faint);
   vertical-align: top; }
 pre { overflow-x: auto; }

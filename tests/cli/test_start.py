@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from flatout.cli.main import VERBS, run
 
@@ -23,13 +24,23 @@ def test_init_writes_an_env_whose_test_passes_and_trains_it(
         [sys.executable, "-m", "pytest", "-q", "grid_walk"], capture_output=True, text=True, check=False
     )
     assert "3 passed" in tests.stdout, tests.stdout
-    runs = list((tmp_path / "grid_walk" / "runs").iterdir())
-    assert len(runs) == 1
+    first = Path("grid_walk", "runs", "first")
     exported = subprocess.run(
-        [*flatout, "export", str(runs[0]), "--format", "numpy"], capture_output=True, text=True, check=False
+        [*flatout, "export", str(first), "--format", "numpy"], capture_output=True, text=True, check=False
     )
     assert "differs by at most" in exported.stdout, exported.stderr
-    assert (runs[0] / "export" / "policy.py").exists()
+    assert (first / "export" / "policy.py").exists()
+    assert f"flatout play {first}" in made.stdout
+    played = subprocess.run(
+        [*flatout, "play", str(first), "--out", "first.gif"], capture_output=True, text=True, check=False
+    )
+    assert played.returncode == 0, played.stderr
+    with Image.open("first.gif") as film:
+        assert getattr(film, "n_frames", 1) > 4
+    elsewhere = subprocess.run(
+        [*flatout, "play", "runs/first"], cwd="grid_walk", capture_output=True, text=True, check=False
+    )
+    assert "go to the folder where the run was begun" in elsewhere.stderr
 
 
 def test_init_writes_over_nothing(
