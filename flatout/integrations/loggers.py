@@ -36,6 +36,8 @@ RETRY_SECONDS = 30.0
 """Time from the start of a logger that failed to its next one."""
 END_SECONDS, FAILED_SECONDS = 60.0, 15.0
 """How long the end of a run waits for a logger; for one that has failed, for its last try."""
+TELL_SECONDS = 2.0
+"""How long it waits before it says so."""
 ROWS_AT_ONCE = 30
 """MLflow takes 1,000 values at once."""
 MAX_PARAMS, MAX_PARAM, MAX_TAG = 100, 6000, 5000
@@ -99,9 +101,16 @@ class LoggerProcess:
             assert process.stdin is not None
             process.stdin.write(json.dumps(summary, default=str).encode())
             process.stdin.close()
-        while self._listener.is_alive() and perf_counter() - began < (
-            END_SECONDS if self.problem is None else FAILED_SECONDS
-        ):
+        told = not sys.stderr.isatty()
+        while self._listener.is_alive():
+            limit, waited = END_SECONDS if self.problem is None else FAILED_SECONDS, perf_counter() - began
+            if waited >= limit:
+                break
+            if not told and waited > TELL_SECONDS:
+                told = True
+                print(
+                    f"waiting for {self.name}, at most {limit - waited:.0f} s …", file=sys.stderr, flush=True
+                )
             self._listener.join(0.1)
         is_done = not self._listener.is_alive() and process.wait() == 0
         self._end(process)
