@@ -2,8 +2,11 @@
 #include "card.h"
 
 #include <ATen/Context.h>
+#include <fcntl.h>
+#include <sys/mman.h>
 #include <sys/prctl.h>
 #include <time.h>
+#include <unistd.h>
 
 namespace sim {
 
@@ -51,12 +54,54 @@ double copy_seconds(CopyKind kind, double bytes) {
   return spec.link_latency + bytes / spec.link_bandwidth;
 }
 
+// Processes that use one card, through the file that SIMCARD_SHARED names; its bytes are zero at first.
+struct Shared {
+  static constexpr int kProcesses = 64;
+  std::atomic<int> next;
+  std::atomic<double> busy_until[kProcesses][kMaxDevices];
+};
+
+struct Sharing {
+  Shared* file = nullptr;
+  int own = 0;
+
+  Sharing() {
+    const char* path = getenv("SIMCARD_SHARED");
+    if (!path) return;
+    int fd = open(path, O_RDWR | O_CREAT, 0600);
+    TORCH_CHECK(fd >= 0 && ftruncate(fd, sizeof(Shared)) == 0, "sim: SIMCARD_SHARED=", path, " cannot be opened");
+    void* address = mmap(nullptr, sizeof(Shared), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    close(fd);
+    TORCH_CHECK(address != MAP_FAILED, "sim: SIMCARD_SHARED=", path, " cannot be mapped");
+    file = static_cast<Shared*>(address);
+    own = file->next++ % Shared::kProcesses;
+  }
+
+  // Processes whose work occupies the device at that time, this one included: each gets a slice of it.
+  int users(int device, double time) const {
+    int n = 1;
+    for (int i = 0; file && i < Shared::kProcesses; i++) n += i != own && file->busy_until[i][device].load() > time;
+    return n;
+  }
+
+  void publish(int device, double until) const {
+    if (file) file->busy_until[own][device].store(until);
+  }
+};
+
+const Sharing& sharing() {
+  static Sharing it;
+  return it;
+}
+
 // Puts work of some seconds on an engine; returns when the host may go on.
 double place(Stream& stream, int engine, double seconds) {
   Device& device = card().devices[stream.device];
+  const Sharing& others = sharing();
   std::lock_guard<std::mutex> lock(card().mutex);
   bool goes_first = engine == 0 && stream.id >= kFirstUrgent;
   double start = std::max({now(), stream.ready, goes_first ? device.urgent_free : device.engine_free[engine]});
+  if (engine == 0) seconds *= others.users(stream.device, start);
   if (goes_first) {  // other work that was to run at that time runs later
     for (auto& other : device.streams)
       if (other.ready > start && other.id < kFirstUrgent) other.ready += seconds;
@@ -64,6 +109,7 @@ double place(Stream& stream, int engine, double seconds) {
     device.engine_free[engine] = std::max(device.engine_free[engine], start) + seconds;
   }
   else device.engine_free[engine] = start + seconds;
+  if (engine == 0) others.publish(stream.device, device.engine_free[0]);
   stream.ready = start + seconds;
   stream.ends.push_back(stream.ready);
   if (stream.ends.size() <= kLaunchesAhead) return 0;

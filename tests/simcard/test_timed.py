@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -189,3 +193,53 @@ def test_float32_products_use_tf32_where_it_is_allowed() -> None:
     finally:
         torch.set_float32_matmul_precision("highest")
     assert fast < full / 4
+
+
+QUEUE = """
+import sys, torch, simcard
+simcard.install("timed", "rtx4070", 1)
+x = torch.empty(8192, 8192, device="sim")
+for _ in range(900):  # half a minute of work
+    torch.mm(x, x)
+print("queued", flush=True)
+sys.stdin.read()
+"""
+ONE = """
+import torch, simcard
+simcard.install("timed", "rtx4070", 1)
+x = torch.empty(2048, 2048, device="sim")
+begin, end = (torch.Event("sim", enable_timing=True) for _ in range(2))
+torch.mm(x, x)  # the first call takes the host half a second
+torch.accelerator.synchronize()
+before = simcard.counters().busy_seconds
+begin.record(); torch.mm(x, x); end.record(); end.synchronize()
+print(begin.elapsed_time(end) / 1e3 / (simcard.counters().busy_seconds - before))
+"""
+
+
+def test_processes_share_a_card_and_count_their_own_work(tmp_path: Path) -> None:
+    env = os.environ | {"SIMCARD_SHARED": str(tmp_path / "card")}
+
+    def alone() -> float:
+        done = subprocess.run(
+            [sys.executable, "-c", ONE], env=env, capture_output=True, text=True, check=True
+        )
+        return float(done.stdout)
+
+    def users(n: int) -> list[subprocess.Popen[str]]:
+        command = [sys.executable, "-c", QUEUE]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        found = [subprocess.Popen(command, env=env, text=True, **pipes) for _ in range(n)]
+        for process in found:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "queued\n"
+        return found
+
+    assert alone() == pytest.approx(1, rel=0.05)
+    running = users(2)
+    try:
+        assert alone() == pytest.approx(3, rel=0.05)
+    finally:
+        for process in running:
+            process.kill()
+            process.communicate()
