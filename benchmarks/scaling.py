@@ -2,6 +2,8 @@
 
 `python -m benchmarks.scaling jobs [--rounds 3]` → docs/benchmarks.md: the makespan of six runs of different sizes, the
 three ways in turn.
+`python -m benchmarks.scaling card [--rounds 3]` → docs/benchmarks.md: small runs that share a simulated card, one, two, four and as many as
+`flatout jobs` chooses.
 `python -m benchmarks.scaling trials [--rounds 3]` → trials per minute of a sweep, one and two at a time, in turn; all do the same work.
 `python -m benchmarks.scaling sweep runs/sweep-… [--seeds 5]` → the time to the target of best.json and of the defaults,
 seeds that the sweep has not used, in turn.
@@ -12,10 +14,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -121,6 +125,112 @@ def jobs(args: argparse.Namespace) -> None:
     write_section("jobs", f"{intro}\n\n{text}\n\n{conditions()}")
 
 
+CARD = "rtx4070"
+SMALL = 'env = "benchmarks.envs:Wait"\ndevice = "sim"\nn_envs = 32\nn_steps = 64\nbatch_size = 512\nn_epochs = 10\nnetwork_arch = [256, 256]\ntimesteps = 1_000_000_000\n'
+"""Every job's settings: a run whose envs wait 10 ms a step, so that it needs little of the card and of the cores."""
+ON_EVERY_START = f"""
+import json, os, sys, threading, time
+if sys.argv[0] == "-m" or "flatout" in sys.argv[0]:
+    import simcard
+    simcard.install("timed", "{CARD}", 1)
+    def note():
+        while True:
+            time.sleep(0.5)
+            with open(os.path.join(os.environ["CARD_NOTES"], f"{{os.getpid()}}.new"), "w") as file:
+                json.dump([time.time(), simcard.counters().busy_seconds], file)
+            os.replace(file.name, file.name[:-4])
+    threading.Thread(target=note, daemon=True).start()
+"""
+"""A sitecustomize.py: every process has the card, and notes how long its kernels have occupied it."""
+STEADY_SECONDS = 45.0
+"""So long the number of runs that `flatout jobs` chooses must have been the same."""
+COUNTED_SECONDS = 15.0
+
+
+def on_a_card(at_once: int | None) -> tuple[int, float, float]:
+    """Small runs that share the card: how many run side by side, their total steps/s and the card's busy share."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "notes").mkdir()
+        (folder / "sitecustomize.py").write_text(ON_EVERY_START)
+        jobs = [f'[[job]]\nname = "small{i}"\n{SMALL}' for i in range(at_once or 8)]
+        (folder / "small.toml").write_text("\n".join(jobs))
+        root = str(Path(__file__).parents[1])
+        env = os.environ | {"PYTHONPATH": f"{folder}:{root}", "CARD_NOTES": f"{folder}/notes"}
+        env |= {"SIMCARD_SHARED": f"{folder}/card"}
+        words = [*FLATOUT, "jobs", "small.toml", "--trust", "--quiet"]
+        words += [] if at_once is None else ["--at-once", str(at_once)]
+        queue = subprocess.Popen(words, cwd=folder, env=env)
+        try:
+            _wait_until_steady(folder, at_once, queue)
+            before = _progress(folder), _busy(folder)
+            time.sleep(COUNTED_SECONDS)
+            after = _progress(folder), _busy(folder)
+        finally:
+            queue.send_signal(signal.SIGINT)
+            queue.wait()
+    rates = [(steps - before[0][run][1]) / (at - before[0][run][0]) for run, (at, steps) in after[0].items()]
+    busy = sum((s - before[1][pid][1]) / (at - before[1][pid][0]) for pid, (at, s) in after[1].items())
+    return len(rates), sum(rates), busy
+
+
+def _progress(folder: Path) -> dict[str, tuple[float, int]]:
+    """When each run's progress was written, and its env steps."""
+    found = {}
+    for path in folder.glob("runs/*/progress.json"):
+        now = json.loads(path.read_text())
+        if now.get("env_steps"):
+            found[path.parent.name] = (float(now["updated"]), int(now["env_steps"]))
+    return found
+
+
+def _busy(folder: Path) -> dict[str, tuple[float, float]]:
+    """When each process noted how long it has used the card, and that."""
+    return {path.name: tuple(json.loads(path.read_text())) for path in folder.glob("notes/*[0-9]")}
+
+
+def _wait_until_steady(folder: Path, at_once: int | None, queue: subprocess.Popen[bytes]) -> None:
+    """Until all runs train, or as many as are chosen."""
+    n, since = 0, time.time()
+    while True:
+        time.sleep(1)
+        assert queue.poll() is None, "the queue has ended"
+        if len(_progress(folder)) != n:
+            n, since = len(_progress(folder)), time.time()
+        enough = (
+            n == at_once and time.time() - since > 10
+            if at_once
+            else n and time.time() - since > STEADY_SECONDS
+        )
+        if enough:
+            return
+
+
+def card(args: argparse.Namespace) -> None:
+    """Measure and write the section."""
+    found: dict[str, list[tuple[int, float, float]]] = {}
+    for _ in range(args.rounds):
+        for at_once in (1, 2, 4, None):
+            name = "as many as it chooses" if at_once is None else str(at_once)
+            found.setdefault(name, []).append(on_a_card(at_once))
+            print(name, found[name][-1], flush=True)
+    rows = [
+        [
+            name,
+            ", ".join(str(n) for n, _, _ in measured),
+            f"{statistics.median(rate for _, rate, _ in measured):,.0f}",
+            f"{statistics.median(busy for _, _, busy in measured):.1%}",
+        ]
+        for name, measured in found.items()
+    ]
+    text = table(["side by side", "runs, by round", "env steps/s in total", "card busy"], rows)
+    intro = (
+        f"## Small runs on one simulated {CARD}\n`python -m benchmarks.scaling card`: PPO, 32 envs that wait 10 ms a step, batches of 512, "
+        "256-256, by `flatout jobs --at-once N` on two cores. Without MPS processes take turns on a card, which the simulated one does too."
+    )
+    write_section("jobs card", f"{intro}\n\n{text}\n\n{conditions()}")
+
+
 def trials(args: argparse.Namespace) -> None:
     """Measure a sweep of equal trials with one and with two at a time, and print both."""
     words = "sweep Pendulum-v1 --algo ppo --trials 6 --sampler random --candidates 1 --new-seeds 1 --quiet --timesteps".split()
@@ -173,6 +283,9 @@ def main() -> None:
     queue = verbs.add_parser("jobs")
     queue.add_argument("--rounds", type=int, default=3)
     queue.set_defaults(run=jobs)
+    shared = verbs.add_parser("card")
+    shared.add_argument("--rounds", type=int, default=3)
+    shared.set_defaults(run=card)
     pairs = verbs.add_parser("trials")
     pairs.add_argument("--rounds", type=int, default=3)
     pairs.add_argument("--timesteps", type=int, default=200_000)

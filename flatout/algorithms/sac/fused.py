@@ -1,6 +1,6 @@
 """SAC's loss and its gradient written out for plain ReLU MLPs on the CPU; tests hold them equal to `loss.py`.
 
-A minibatch is computed in two halves, in two threads where there are two cores; what is computed does not depend on that.
+The work has two shares, in two threads where there are two cores; what is computed does not depend on that.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Sequence
-from itertools import pairwise
 from threading import Thread
 from typing import Any
 
@@ -48,8 +47,6 @@ NARROW = 4
 """Inputs or outputs of a layer up to which a loop is faster than a matrix product."""
 DRAWN_AT_ONCE = 8
 """Updates whose noise is drawn together."""
-Samples = tuple[Array, ...]
-"""A minibatch's features of observations and next observations, action, reward, discount, weight and noise."""
 
 
 @compiled
@@ -85,53 +82,45 @@ def draw(raw: Array, noise: Array, squashed: Array, action: Array, log_prob: Arr
 
 @compiled
 def td_gradient(
-    samples: tuple[Array, ...],
-    q_values: tuple[Array, ...],
+    samples: tuple[Array, Array, Array],
+    q: Array,
+    next_q: tuple[Array, Array],
     log_prob: Array,
-    ent_coef: float,
-    share: float,
-    out: tuple[Array, ...],
+    scale: Array,
+    out: tuple[Array, Array, Array],
 ) -> None:
-    """The critics' loss: its gradient w.r.t. both Q-values, absolute TD errors, and sums of loss, value and error.
+    """One critic's loss: its gradient w.r.t. the Q-values, its half of the absolute TD errors, and sums of loss, value, error.
 
-    `share`: of each sample in the mean.
+    `log_prob`: of the next actions; `scale`: of entropy, and each sample's share in the mean.
     """
     reward, discount, weight = samples
-    q_1, q_2, next_1, next_2 = q_values
-    grad_1, grad_2, error_out, sums_out = out
-    alpha, part = np.float32(ent_coef), np.float32(share)
+    next_1, next_2 = next_q
+    grad, error_out, sums_out = out
+    alpha, part = np.float32(scale[0]), np.float32(scale[1])
     total, values, sizes = 0.0, 0.0, 0.0
     for b in range(len(reward)):
         a, c = next_1[b, 0], next_2[b, 0]
         least = a if a < c or a != a else c  # NaN stays NaN
-        target = reward[b] + discount[b] * (least - alpha * log_prob[b])
-        error_1, error_2 = q_1[b, 0] - target, q_2[b, 0] - target
-        grad_1[b, 0], grad_2[b, 0] = weight[b] * error_1 * part, weight[b] * error_2 * part
-        error_out[b] = _HALF * (abs(error_1) + abs(error_2))
-        total += np.float64(_HALF * weight[b] * (error_1 * error_1 + error_2 * error_2))
-        values += np.float64(_HALF * (q_1[b, 0] + q_2[b, 0]))
+        error = q[b, 0] - (reward[b] + discount[b] * (least - alpha * log_prob[b]))
+        grad[b, 0] = weight[b] * error * part
+        error_out[b] = _HALF * abs(error)
+        total += np.float64(_HALF * weight[b] * error * error)
+        values += np.float64(_HALF * q[b, 0])
         sizes += np.float64(error_out[b])
     sums_out[0], sums_out[1], sums_out[2] = total, values, sizes
 
 
 @compiled
-def sort_rows(q_1: Array, q_2: Array, rows: Array) -> tuple[int, float]:
-    """Put the rows whose first Q-value is the lower one to the front of `rows`, the others to its end.
-
-    Returns how many are in front, and the sum of the lower values.
-    """
-    front, back, total = 0, len(rows) - 1, 0.0
+def lower_rows(q_1: Array, q_2: Array, is_first: bool, rows: Array) -> tuple[int, float]:
+    """Write the rows in which this critic's value is the lower one; returns how many, and the sum of these values."""
+    count, total = 0, 0.0
     for b in range(len(rows)):
         a, c = q_1[b, 0], q_2[b, 0]
-        first = a < c or a != a
-        total += np.float64(a if first else c)
-        if first:
-            rows[front] = b
-            front += 1
-        else:
-            rows[back] = b
-            back -= 1
-    return front, total
+        if (a < c or a != a) == is_first:
+            total += np.float64(a if is_first else c)
+            rows[count] = b
+            count += 1
+    return count, total
 
 
 @compiled
@@ -199,47 +188,71 @@ def action_gradient(
             out[rows[i], j] = to_actions[i * n_actions + j]
 
 
-@compiled
-def differentiate(
-    samples: Samples,
-    actor: Learned,
-    critics: tuple[Learned, Learned],
-    targets: tuple[Network, Network],
-    buffers: tuple[Array, ...],
-    squashed: Array,
-    ent_coef: float,
-    share: float,
-    errors: Array,
-    sums: Array,
-) -> None:
-    """The gradient, the TD errors and the sums of some rows of a minibatch, each with this share in the mean.
+Share = tuple[Any, ...]
+"""One of two shares of the work: half of the rows of everything that the actor computes, and one critic with its target.
 
-    Observations and next observations go through the actor together, and so do taken and chosen actions through a critic.
-    """
-    obs, next_obs, taken, reward, discount, weight, noise = samples
-    x, inputs, action, log_prob, order, action_grad, flat_x, flat_inputs, to_actions = buffers
-    (one, two), n, width = critics, len(obs), inputs.shape[1]
+A minibatch's samples in these rows, the first row, the actor, the critic, the target critic, whether it is the first
+critic, and buffers."""
+Common = tuple[Any, ...]
+"""What both shares read and write: rewards, discounts and weights; inputs of the critics for taken, chosen and next actions;
+log-probabilities of chosen and next actions; Q-values of taken and chosen actions, and of next ones; the critics' gradient
+w.r.t. chosen actions; which dimensions are squashed; the scale of entropy, and each row's in the mean."""
+
+
+@compiled
+def act(share: Share, common: Common) -> None:
+    """Actions for the observations and next observations of some rows, which go through the actor together."""
+    obs, next_obs, taken, noise = share[0]
+    first, actor, n = share[1], share[2], len(obs)
+    x, flat_x, action, own_log_prob = share[6]
+    inputs, log_prob, squashed = common[1], common[3], common[7]
+    n_all = len(log_prob) // 2
+    if n == 0:
+        return
     x[:n] = obs
     x[n:] = next_obs
     forward(flat_x, actor[0], actor[1])
-    raw = actor[2]
-    draw(raw, noise, squashed, action, log_prob)
-    put(x, taken, squashed, inputs[:n])
-    put(x, action, squashed, inputs[n:])
-    for critic in critics:
-        forward(flat_inputs[: 2 * n * width], critic[0], critic[1])
-    for target in targets:
-        forward(flat_inputs[2 * n * width :], target[0], target[1])
-    q_1, q_2 = one[2], two[2]
-    values = q_1[:n], q_2[:n], targets[0][2], targets[1][2]
-    out = one[5], two[5], errors, sums
-    td_gradient((reward, discount, weight), values, log_prob[n:], ent_coef, share, out)
-    for critic in critics:
-        backward(flat_inputs, critic[0], critic[1], critic[3], critic[4])
-    n_first, sums[4] = sort_rows(q_1[n:], q_2[n:], order)
-    action_gradient(one, order[:n_first], n, -share, to_actions, action_grad)
-    action_gradient(two, order[n_first:], n, -share, to_actions, action_grad)
-    policy_gradient(raw, noise, squashed, action, action_grad, ent_coef * share, actor[5])
+    draw(actor[2], noise, squashed, action, own_log_prob)
+    put(x, taken, squashed, inputs[first : first + n])
+    for i in range(2):  # chosen actions, then next ones
+        begin = i * n_all + first
+        log_prob[begin : begin + n] = own_log_prob[i * n : (i + 1) * n]
+        put(x[i * n :], action[i * n :], squashed, inputs[n_all + begin : n_all + begin + n])
+
+
+@compiled
+def evaluate(share: Share, common: Common) -> None:
+    """One critic's values of taken and chosen actions, which go through it together, and its target's of next ones."""
+    critic, target, flat_inputs = share[3], share[4], common[2]
+    begin = len(flat_inputs) // 3 * 2
+    forward(flat_inputs[:begin], critic[0], critic[1])
+    forward(flat_inputs[begin:], target[0], target[1])
+
+
+@compiled
+def learn_values(share: Share, common: Common) -> None:
+    """One critic's gradient, and the one w.r.t. the chosen actions that it values lower than the other."""
+    critic, is_first = share[3], share[5]
+    errors, sums, rows, to_actions = share[7]
+    samples, _, flat_inputs, log_prob, q, next_q, action_grad, _, scale = common
+    n = len(errors)
+    td_gradient(samples, critic[2][:n], next_q, log_prob[n:], scale, (critic[5], errors, sums))
+    backward(flat_inputs, critic[0], critic[1], critic[3], critic[4])
+    count, sums[4] = lower_rows(q[0][n:], q[1][n:], is_first, rows)
+    action_gradient(critic, rows[:count], n, -scale[1], to_actions, action_grad)
+
+
+@compiled
+def learn_actions(share: Share, common: Common) -> None:
+    """What some rows add to the actor's gradient."""
+    noise, first, actor = share[0][3], share[1], share[2]
+    _, flat_x, action, log_prob = share[6]
+    sums, n = share[7][1], len(noise)
+    action_grad, squashed, scale = common[6], common[7], common[8]
+    if n == 0:
+        return
+    grad = action_grad[first : first + n]
+    policy_gradient(actor[2], noise, squashed, action, grad, scale[0] * scale[1], actor[5])
     backward(flat_x, actor[0], actor[1], actor[3], actor[4])
     sums[3] = 0.0
     for b in range(n):
@@ -247,110 +260,78 @@ def differentiate(
 
 
 @compiled
-def work_along(
-    calls: tuple[Array, Array, Array],
-    samples: Samples,
-    actor: Learned,
-    critics: tuple[Learned, Learned],
-    targets: tuple[Network, Network],
-    buffers: tuple[Array, ...],
-    squashed: Array,
-    scale: Array,
-    errors: Array,
-    sums: Array,
-) -> None:
-    """`differentiate` whenever `calls` ask for it, until they say that it was the last time."""
-    begin, end, is_over = calls
+def differentiate(first: Share, second: Share, common: Common) -> None:
+    """The gradient, the TD errors and the sums of a minibatch: each step needs both shares of the one before."""
+    act(first, common)
+    act(second, common)
+    evaluate(first, common)
+    evaluate(second, common)
+    learn_values(first, common)
+    learn_values(second, common)
+    learn_actions(first, common)
+    learn_actions(second, common)
+
+
+@compiled
+def differentiate_share(share: Share, common: Common, here: Array, there: Array) -> None:
+    """One share of `differentiate`, while another thread computes the other; `here` and `there` is where they wait."""
+    act(share, common)
+    post(there)
+    wait(here)
+    evaluate(share, common)
+    post(there)
+    wait(here)
+    learn_values(share, common)
+    post(there)
+    wait(here)
+    learn_actions(share, common)
+    post(there)
+    wait(here)
+
+
+@compiled
+def work_along(share: Share, common: Common, here: Array, there: Array, is_over: Array) -> None:
+    """The second share whenever the other thread begins, until it says that it was the last time."""
     while True:
-        wait(begin)
+        wait(here)
         if is_over[0]:
             return
-        differentiate(samples, actor, critics, targets, buffers, squashed, scale[0], scale[1], errors, sums)
-        post(end)
+        differentiate_share(share, common, here, there)
 
 
-class FusedShare:
-    """Some rows of each minibatch: what they add to the gradient and the means."""
-
-    def __init__(
-        self, networks: TargetCritics, params: FlatParams, gradient: Tensor, samples: Samples, scale: Array
-    ) -> None:
-        """`gradient`: where theirs is written, in the order of `params`; `scale`: of entropy, and each row's in the mean."""
-        model, n = networks.online, len(samples[0])
-        size = model.action.size
-        actor, own = model.acting_layers(), list(model.critics.parameters())
-        places = {id(p): view for p, view in zip(params.tensors, params.views(gradient), strict=True)}
-        grads, target = [places[id(p)] for p in own], networks.views(networks.target)
-        acting = FusedMLP(actor, 2 * n, "relu", layers_in(params, gradient, actor), n, NARROW)
-        critics = [
-            FusedMLP(_critic(own, i), 2 * n, "relu", _critic(grads, i), n, NARROW, flipped=True)
-            for i in (0, 1)
-        ]
-        targets = [FusedMLP(_critic(target, i), n, "relu", narrow=NARROW, flipped=True) for i in (0, 1)]
-        n_features, real = actor[0][0].shape[1], np.float32
-        x = np.zeros((2 * n, n_features), real)  # inputs of the actor: observations, next observations
-        inputs = np.zeros((3 * n, n_features + size), real)  # of the critics: taken, chosen and next actions
-        action, log_prob = np.zeros((2 * n, size), real), np.zeros(2 * n, real)
-        order, grad, to_actions = np.zeros(n, np.int64), np.zeros((n, size), real), np.zeros(n * size, real)
-        buffers = x, inputs, action, log_prob, order, grad, x.reshape(-1), inputs.reshape(-1), to_actions
-        learned = [
-            (it.net, it.outputs, it.out, it.grads, it.param_grads, it.grad) for it in (acting, *critics)
-        ]
-        nexts = tuple([(it.net, it.outputs, it.out) for it in targets])
-        actor_parts, *critic_parts = learned
-        self.sums = np.zeros(5)
-        """Of the critics' losses, values and TD errors, of log-probabilities and values of chosen actions."""
-        self.errors = np.zeros(n, real)
-        """TD errors."""
-        self._scale = scale
-        self._fixed: Any = samples, actor_parts, tuple(critic_parts), nexts, buffers, model.action.bounded
-
-    def differentiate(self) -> None:
-        """Fill in the gradient, the sums and the errors."""
-        own: Any = *self._fixed, *self._scale, self.errors, self.sums
-        differentiate(*own)
-
-    def work_along(self, calls: tuple[Array, Array, Array]) -> None:
-        """The same whenever another thread asks for it."""
-        own: Any = *self._fixed, self._scale, self.errors, self.sums
-        work_along(calls, *own)
+@compiled
+def work_ahead(share: Share, common: Common, here: Array, there: Array) -> None:
+    """The first share, and the second one by the other thread; in one call, which no signal can cut in two."""
+    post(there)
+    differentiate_share(share, common, here, there)
 
 
 class Partner:
-    """A thread that computes one share of every minibatch while the caller computes another.
+    """A thread that computes the second share of every minibatch while the caller computes the first.
 
     It stays in compiled code: waking it does not take Python's lock, for which the two would wait in turn.
     """
 
-    def __init__(self, share: FusedShare, begin: Array, end: Array, n_threads: int) -> None:
+    def __init__(self, second: Share, common: Common, here: Array, there: Array, n_threads: int) -> None:
         """`n_threads`: of each of its matrix products."""
-        self._begin, self._end, self._is_over = begin, end, np.ones(1, np.bool_)
-        self.n_threads, self._share = n_threads, share
-        self.begin()
-        self._work_along()  # ends at once, and is compiled from here on: nobody waits for a thread that could not begin
+        self.n_threads, self.here, self.there = n_threads, here, there
+        self._is_over = np.ones(1, np.bool_)
+        self._work: Any = second, common, there, here, self._is_over
+        post(there)
+        # It ends at once, and is compiled from here on: nobody waits for a thread that could not begin.
+        work_along(*self._work)
         self._is_over[0] = False
         self._thread = Thread(target=self._run, name="flatout-update", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         torch.set_num_threads(self.n_threads)  # of operations in this thread
-        self._work_along()
-
-    def _work_along(self) -> None:
-        self._share.work_along((self._begin, self._end, self._is_over))
-
-    def begin(self) -> None:
-        """Begin with what the samples hold now."""
-        post(self._begin)
-
-    def finish(self) -> None:
-        """Wait for the end of it."""
-        wait(self._end)
+        work_along(*self._work)
 
     def close(self) -> None:
         """End the thread."""
         self._is_over[0] = True
-        self.begin()
+        post(self.there)
         self._thread.join()
 
 
@@ -367,20 +348,38 @@ class FusedSAC(FusedBackend[SACMinibatch]):
         places = zip(params.tensors, params.views(self.gradient), strict=True)
         self._log_ent_coef = model.log_ent_coef.detach()
         (self._ent_coef_grad,) = (view for p, view in places if p is model.log_ent_coef)
-        self._others = torch.zeros_like(self.gradient)
-        """The gradient of the second half."""
-        n, size, n_features = self._n, model.action.size, model.acting_layers()[0][0].shape[1]
+        n, size, actor = self._n, model.action.size, model.acting_layers()
+        n_features, real = actor[0][0].shape[1], np.float32
         shapes: list[tuple[int, ...]] = [(n, n_features), (n, n_features), (n, size), (n,), (n,), (n,)]
-        self._samples = tuple([np.zeros(shape, np.float32) for shape in (*shapes, (n, 2 * size))])
+        self._samples = tuple([np.zeros(shape, real) for shape in (*shapes, (n, 2 * size))])
+        obs, next_obs, taken, *rest, noise = self._samples
         self._scale = np.array([0.0, 1 / n])
-        cuts = sorted({0, n // 2, n})
-        self._shares = [
-            FusedShare(
-                networks, params, gradient, tuple([x[slice(*cut)] for x in self._samples]), self._scale
-            )
-            for gradient, cut in zip((self.gradient, self._others), pairwise(cuts), strict=False)
-        ]
+        second = torch.zeros_like(self.gradient)  # of which the actor's part is used
+        halves = [layers_in(params, gradient, actor) for gradient in (self.gradient, second)]
+        ends = [view for layer in halves[1] for view in layer]
+        begin, end = (f(ends, key=Tensor.storage_offset) for f in (min, max))
+        own = slice(begin.storage_offset(), end.storage_offset() + end.numel())
+        self._actor_grads = self.gradient[own], second[own]
+        """The whole, and what the second half of the rows adds to it."""
+        critics, targets = _critics(networks, params, self.gradient, n)
+        self._shares: list[Any] = []
+        for i, rows in enumerate((slice(0, (n + 1) // 2), slice((n + 1) // 2, n))):
+            m = max(rows.stop - rows.start, 1)
+            acting = FusedMLP(actor, 2 * m, "relu", halves[i], m, NARROW)
+            x, action = np.zeros((2 * m, n_features), real), np.zeros((2 * m, size), real)
+            buffers = x, x.reshape(-1), action, np.zeros(2 * m, real)
+            outs = np.zeros(n, real), np.zeros(5), np.zeros(n, np.int64), np.zeros(n * size, real)
+            samples = tuple([it[rows] for it in (obs, next_obs, taken, noise)])
+            target = targets[i].net, targets[i].outputs, targets[i].out
+            networks_of = _learned(acting), _learned(critics[i]), target
+            self._shares.append((samples, rows.start, *networks_of, i == 0, buffers, outs))
+        inputs = np.zeros((3 * n, n_features + size), real)
+        q, next_q = (tuple([it.out for it in both]) for both in (critics, targets))
+        between = np.zeros(2 * n, real), q, next_q, np.zeros((n, size), real)
+        fixed = model.action.bounded, self._scale
+        self._common: Any = tuple(rest), inputs, inputs.reshape(-1), *between, *fixed
         self._calls = (new_semaphore(), new_semaphore()) if usable_cores() > 1 and n > 1 else (None, None)
+        """Where this thread and the other one wait for each other."""
         self._partner: Partner | None = None
 
     def differentiate(self, batch: SACMinibatch) -> None:
@@ -390,33 +389,27 @@ class FusedSAC(FusedBackend[SACMinibatch]):
         for to, given in zip(self._samples, (*features, *[x.numpy() for x in rest]), strict=True):
             to[:] = given
         self._scale[0] = ent_coef = math.exp(self._log_ent_coef.item())
-        first, *others = self._shares
+        first, second = self._shares
         partner = self._with_partner()
-        if partner is not None:
-            partner.begin()
-        try:
-            first.differentiate()
-        finally:  # a Ctrl-C here must not leave an end behind that the next minibatch would take for its own
-            if partner is not None:
-                partner.finish()
-        for share in others:
-            if partner is None:
-                share.differentiate()
-            self.gradient.add_(self._others)
-        np.concatenate(
-            [share.errors for share in self._shares], out=self._update.sample_output.numpy()[: self._n]
-        )
-        self._set_means(np.sum([share.sums for share in self._shares], 0) / self._n, ent_coef)
+        if partner is None:
+            differentiate(first, second, self._common)
+        else:
+            work_ahead(first, self._common, partner.here, partner.there)
+        whole, more = self._actor_grads
+        whole.add_(more)
+        (errors, sums, *_), (more_errors, more_sums, *_) = first[-1], second[-1]
+        np.add(errors, more_errors, out=self._update.sample_output.numpy()[: self._n])
+        self._set_means((sums + more_sums) / self._n, ent_coef)
 
     def _with_partner(self) -> Partner | None:
         """The other thread, each of whose products has as many threads as those of this one; None: there is none."""
-        begin, end = self._calls
-        if begin is None or end is None:
+        here, there = self._calls
+        if here is None or there is None:
             return None
         n_threads = torch.get_num_threads()
         if self._partner is None or self._partner.n_threads != n_threads:
             self.close()
-            self._partner = Partner(self._shares[1], begin, end, n_threads)
+            self._partner = Partner(self._shares[1], self._common, here, there, n_threads)
             self._end_of_partner = weakref.finalize(self, self._partner.close)
         return self._partner
 
@@ -434,6 +427,24 @@ class FusedSAC(FusedBackend[SACMinibatch]):
         if self._partner is not None:
             self._end_of_partner()
             self._partner = None
+
+
+def _critics(
+    networks: TargetCritics, params: FlatParams, gradient: Tensor, n: int
+) -> tuple[list[FusedMLP], list[FusedMLP]]:
+    """Both critics, for taken and chosen actions of `n` samples, the first of which are learned from; and their targets."""
+    own, target = list(networks.online.critics.parameters()), networks.views(networks.target)
+    places = {id(p): view for p, view in zip(params.tensors, params.views(gradient), strict=True)}
+    grads = [places[id(p)] for p in own]
+    critics = [
+        FusedMLP(_critic(own, i), 2 * n, "relu", _critic(grads, i), n, NARROW, flipped=True) for i in (0, 1)
+    ]
+    targets = [FusedMLP(_critic(target, i), n, "relu", narrow=NARROW, flipped=True) for i in (0, 1)]
+    return critics, targets
+
+
+def _learned(it: FusedMLP) -> Learned:
+    return it.net, it.outputs, it.out, it.grads, it.param_grads, it.grad
 
 
 def _critic(tensors: Sequence[Tensor], i: int) -> list[Layer]:
