@@ -180,7 +180,7 @@ def test_names_and_texts_of_a_run_are_shown_and_not_run(browser: webdriver.Chrom
         assert browser.find_element(By.ID, "x").text == "hello"
         # An alert would have raised in any of the calls above.
         policy = server.ask("/sweep-page/swept")[2]["content-security-policy"]
-        assert policy.startswith("sandbox; default-src 'none'")
+        assert policy.startswith("sandbox allow-same-origin; default-src 'none'")
 
 
 def test_what_does_not_come_from_its_own_page_is_refused(tmp_path: Path) -> None:
