@@ -30,6 +30,7 @@ from flatout.perf.findings import UNFILLED, UNFILLED_CARD, diagnose, unfilled
 from flatout.perf.planner import UpdateProbe, copied_to_cpu
 from flatout.perf.roofline import on_card
 from flatout.perf.simulate import FEW_ENV_STEPS, Forecast, ladder, simulate
+from flatout.runlog.files import plural
 from flatout.runlog.samples import Samples, read_samples
 from flatout.views.notebook import text_html
 
@@ -89,7 +90,7 @@ class Diagnosis:
         ratio = settings.train_ratio
         work = f"{settings.n_epochs} epochs" if ratio is None else f"{ratio:g} updates per env step"
         lines = [
-            f"{self.env} on {self.device} with {settings.n_cores} cores: {settings.n_envs} envs × {settings.n_steps} "
+            f"{self.env} on {self.device} with {plural(settings.n_cores, 'core')}: {plural(settings.n_envs, 'env')} × {settings.n_steps} "
             f"steps, batch {settings.batch_size}, {work}, {self.timesteps:,} steps in all",
             f"executor {settings.executor}{where}: {self.executor_reason}",
             f"overlap {'on' if settings.overlap else 'off'}: {self.overlap_reason}",

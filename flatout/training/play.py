@@ -77,7 +77,8 @@ class Player:
         if isinstance(space, gym.spaces.Box):
             low, high = (np.ravel(bound).astype(float) for bound in (space.low, space.high))
             known = np.isfinite(high - low).all() and (high > low).all()
-            return {"shares": ((np.ravel(action) - low) / (high - low)).tolist()} if known else {}
+            ends = {"shares": np.ravel(action), "zeros": np.clip(0, low, high)}
+            return {key: ((it - low) / (high - low)).tolist() for key, it in ends.items()} if known else {}
         parts = (np.ravel(action) - np.ravel(getattr(space, "start", 0))).tolist()
         offsets = [sum(nvec[:nth]) for nth in range(len(nvec))]
         return {"chosen": tuple(offset + int(part) for offset, part in zip(offsets, parts, strict=False))}
