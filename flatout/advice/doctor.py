@@ -95,14 +95,14 @@ class Diagnosis:
             f"executor {settings.executor}{where}: {self.executor_reason}",
             f"overlap {'on' if settings.overlap else 'off'}: {self.overlap_reason}",
             "",
-            f"measured       {_speed(self.steps_per_second, self.learner_busy)}",
-            f"a step         {_time(self.step_seconds)}, {kind}",
-            f"an update      {_time(self.update_seconds)}, {settings.n_updates:,g} per iteration",
-            f"collect rate   {forecast.collect_rate:,.0f} steps/s if collectors never waited",
-            f"learn rate     {forecast.learn_rate:,.0f} steps/s if data were always ready",
-            f"pipeline limit {forecast.limit:,.0f} steps/s: {limit} is the limit",
+            f"measured        {_speed(self.steps_per_second, self.learner_busy)}",
+            f"a step          {_time(self.step_seconds)}, {kind}",
+            f"an update       {_time(self.update_seconds)}, {settings.n_updates:,g} per iteration",
+            f"collect rate    {forecast.collect_rate:,.0f} steps/s if collectors never waited",
+            f"learn rate      {forecast.learn_rate:,.0f} steps/s if data were always ready",
+            f"pipeline limit  {forecast.limit:,.0f} steps/s: {limit} is the limit",
         ]
-        lines += [f"device         {finding.what}: {finding.change}" for finding in self._unfilled]
+        lines += [f"device          {finding.what}: {finding.change}" for finding in self._unfilled]
         shown = [finding for finding in self.findings if finding not in self._unfilled]
         for nth, finding in enumerate(shown[:MAX_SHOWN], 1):
             lines += ["", f"{nth}. {finding.what}", f"   {finding.evidence}", f"   → {_advice(finding)}"]

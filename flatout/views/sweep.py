@@ -34,7 +34,7 @@ table.best-runs td, table.best-runs th { text-align: left; padding: 4px 12px 4px
   vertical-align: top; }
 table.best-runs th { width: auto; }
 @media (max-width: 720px) {
-  .scroll { overflow-x: auto; } .scroll svg { min-width: 700px; } .slices svg { min-width: 0; }
+  .scroll { overflow-x: auto; } .scroll svg { min-width: 700px; } .slices .scroll { overflow: visible; } .slices svg { min-width: 0; }
   table.best-runs tr { display: grid; grid-template-columns: auto 1fr; } table.best-runs th:last-child { display: none; }
   table.best-runs td:last-child { grid-column: 1 / 3; width: auto; } table.best-runs td:not(:last-child) { border: 0; }
 }
