@@ -290,9 +290,9 @@ def test_many_runs_long_files_and_idle_clients(tmp_path: Path) -> None:
     for nth in range(1, 200):
         shutil.copytree(first, tmp_path / "runs" / f"run-{nth}", copy_function=os.link)
     huge = write_run(tmp_path / "runs" / "huge")
-    header, _, lines = (huge / "metrics.csv").read_bytes().partition(b"\n")
+    names, _, lines = (huge / "metrics.csv").read_bytes().partition(b"\n")
     with (huge / "metrics.csv").open("wb") as file:
-        file.write(header + b"\n")
+        file.write(names + b"\n")
         block = lines * (1 + (1 << 20) // len(lines))
         while file.tell() < 1 << 30:
             file.write(block)
