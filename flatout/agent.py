@@ -40,7 +40,7 @@ from flatout.models.policy import Policy
 from flatout.perf.costs import Costs
 from flatout.perf.planner import measured_batch_size, needs_step_times
 from flatout.perf.trial import try_out
-from flatout.runlog.files import write_json
+from flatout.runlog.files import plural, write_json
 from flatout.runlog.folder import RunFolder, default_run_name
 from flatout.runlog.recorder import Recorder, Sink
 from flatout.timing import CompileWatch
@@ -446,7 +446,7 @@ class Agent:
         config = self.config
         lines = [
             f"{config.env} · {config.descriptor.title} · settings: {self._settings_source()} · {self.device} "
-            f"({self.machine.cores} cores) · seed {config.seed}",
+            f"({plural(self.machine.cores, 'core')}) · seed {config.seed}",
             config.arithmetic(),
         ]
         if normalized := [

@@ -30,6 +30,7 @@ from flatout.perf.findings import UNFILLED, UNFILLED_CARD, diagnose, unfilled
 from flatout.perf.planner import UpdateProbe, copied_to_cpu
 from flatout.perf.roofline import on_card
 from flatout.perf.simulate import FEW_ENV_STEPS, Forecast, ladder, simulate
+from flatout.runlog.files import plural
 from flatout.runlog.samples import Samples, read_samples
 from flatout.views.notebook import text_html
 
@@ -89,19 +90,19 @@ class Diagnosis:
         ratio = settings.train_ratio
         work = f"{settings.n_epochs} epochs" if ratio is None else f"{ratio:g} updates per env step"
         lines = [
-            f"{self.env} on {self.device} with {settings.n_cores} cores: {settings.n_envs} envs × {settings.n_steps} "
+            f"{self.env} on {self.device} with {plural(settings.n_cores, 'core')}: {plural(settings.n_envs, 'env')} × {settings.n_steps} "
             f"steps, batch {settings.batch_size}, {work}, {self.timesteps:,} steps in all",
             f"executor {settings.executor}{where}: {self.executor_reason}",
             f"overlap {'on' if settings.overlap else 'off'}: {self.overlap_reason}",
             "",
-            f"measured       {_speed(self.steps_per_second, self.learner_busy)}",
-            f"a step         {_time(self.step_seconds)}, {kind}",
-            f"an update      {_time(self.update_seconds)}, {settings.n_updates:,g} per iteration",
-            f"collect rate   {forecast.collect_rate:,.0f} steps/s if collectors never waited",
-            f"learn rate     {forecast.learn_rate:,.0f} steps/s if data were always ready",
-            f"pipeline limit {forecast.limit:,.0f} steps/s: {limit} is the limit",
+            f"measured        {_speed(self.steps_per_second, self.learner_busy)}",
+            f"a step          {_time(self.step_seconds)}, {kind}",
+            f"an update       {_time(self.update_seconds)}, {settings.n_updates:,g} per iteration",
+            f"collect rate    {forecast.collect_rate:,.0f} steps/s if collectors never waited",
+            f"learn rate      {forecast.learn_rate:,.0f} steps/s if data were always ready",
+            f"pipeline limit  {forecast.limit:,.0f} steps/s: {limit} is the limit",
         ]
-        lines += [f"device         {finding.what}: {finding.change}" for finding in self._unfilled]
+        lines += [f"device          {finding.what}: {finding.change}" for finding in self._unfilled]
         shown = [finding for finding in self.findings if finding not in self._unfilled]
         for nth, finding in enumerate(shown[:MAX_SHOWN], 1):
             lines += ["", f"{nth}. {finding.what}", f"   {finding.evidence}", f"   → {_advice(finding)}"]

@@ -157,9 +157,11 @@ def _run(plan: SweepPlan, args: argparse.Namespace, place: Mapping[str, Any]) ->
         def search(runner: Runner) -> None:
             for name in trials.to_prune & runner.jobs.keys():
                 runner.stop(runner.jobs[name])
-            _tell_trials(trials, told, display)
+            if _tell_trials(trials, told, display):
+                _write(plan, trials, None, stopped=False)
             _show(display, runner, _title(trials, began))
 
+        _write(plan, trials, None, stopped=False)
         searching.run()
         _tell_trials(trials, told, display)
         stopped_by = searching.processes.stopped_by
@@ -198,13 +200,15 @@ def _is_ours(lock: RunLock) -> bool:
     return True
 
 
-def _tell_trials(trials: Trials, told: set[int], display: JobsDisplay) -> None:
-    """A line for each trial that has ended since the last call."""
+def _tell_trials(trials: Trials, told: set[int], display: JobsDisplay) -> bool:
+    """A line for each trial that has ended since the last call; whether there was one."""
+    before = len(told)
     for point in points(trials):
         if point.number not in told and point.state != "running":
             told.add(point.number)
             result = "" if point.state == "failed" else f": {_value(point.value, trials.plan)}"
             display.note(f"trial {point.number} {point.state}{result}")
+    return len(told) > before
 
 
 def _title(trials: Trials, began: float) -> str:
@@ -263,7 +267,8 @@ def _write(
     config = plan.folder / "best.json"
     if best is not None:
         write_config(plan, best.settings, config)
-    verdict = _verdict(plan, known, ranked, best)
+    status = "finished" if done else "stopped" if stopped else "running"
+    verdict = _verdict(plan, known, ranked, best, is_running=status == "running")
     what = "return" if plan.maximizes else f"seconds to a return of {plan.target:g}"
     command = f"flatout train --config {config}" if best is not None else ""
     page = SweepPage(
@@ -275,7 +280,7 @@ def _write(
         importances=importances(trials.study),
         candidates=[(it.name, _result(it, plan), _words(it.settings)) for it in ranked],
         command=command,
-        status="finished" if done else "stopped" if stopped else "running",
+        status=status,
         best=best.trial if best is not None else None,
         logs=frozenset(name for name, it in plan.space.items() if isinstance(it, Number) and it.log),
         choices=frozenset(name for name, it in plan.space.items() if isinstance(it, Choice)),
@@ -320,18 +325,25 @@ def _result(candidate: Candidate, plan: SweepPlan) -> str:
 def _words(settings: Mapping[str, Any]) -> str:
     return (
         ", ".join(f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in settings.items())
+        .replace(" True", " on")
+        .replace(" False", " off")
         or "as they are"
     )
 
 
 def _verdict(
-    plan: SweepPlan, known: Sequence[TrialPoint], ranked: Sequence[Candidate], best: Candidate | None
+    plan: SweepPlan,
+    known: Sequence[TrialPoint],
+    ranked: Sequence[Candidate],
+    best: Candidate | None,
+    *,
+    is_running: bool,
 ) -> str:
     """The result in two or three sentences."""
     n_done, n_pruned = (sum(it.state == state for it in known) for state in ("done", "pruned"))
     told = f"{plural(n_done, 'trial')} to the end, {n_pruned} pruned."
     if best is None:
-        return f"{told} Nothing is confirmed yet: the same command goes on."
+        return f"{told} Nothing is confirmed yet{'' if is_running else ': the same command goes on'}."
     defaults = next(it for it in ranked if it.trial is None)
     if best is defaults:
         return f"{told} Nothing found is better than the defaults over new seeds: {_result(best, plan)}."

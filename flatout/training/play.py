@@ -19,6 +19,7 @@ from flatout.envs.wrappers import run_blocking
 from flatout.errors import FlatoutError, one_line
 from flatout.models.heads import CategoricalHead, GreedyHead, masked
 from flatout.models.policy import ActorCritic, Policy
+from flatout.views.figures import number
 from flatout.views.film import Shot
 
 FPS = 30.0
@@ -76,7 +77,8 @@ class Player:
         if isinstance(space, gym.spaces.Box):
             low, high = (np.ravel(bound).astype(float) for bound in (space.low, space.high))
             known = np.isfinite(high - low).all() and (high > low).all()
-            return {"shares": ((np.ravel(action) - low) / (high - low)).tolist()} if known else {}
+            ends = {"shares": np.ravel(action), "zeros": np.clip(0, low, high)}
+            return {key: ((it - low) / (high - low)).tolist() for key, it in ends.items()} if known else {}
         parts = (np.ravel(action) - np.ravel(getattr(space, "start", 0))).tolist()
         offsets = [sum(nvec[:nth]) for nth in range(len(nvec))]
         return {"chosen": tuple(offset + int(part) for offset, part in zip(offsets, parts, strict=False))}
@@ -90,14 +92,14 @@ class Player:
         tensors = tuple(torch.from_numpy(x).to(policy.device) for x in policy.obs.batch(obs)[0])
         thoughts: dict[str, Any] = {}
         if isinstance(model, ActorCritic):
-            thoughts["note"] = f"expects {float(model.value(tensors)):,.4g}"
+            thoughts["note"] = f"expects {number(float(model.value(tensors)))}"
         if isinstance(model.head, CategoricalHead):
             parts = masked(model.policy(tensors), model.mask(tensors))[0].split(policy.action.nvec)
             thoughts["shares"] = torch.cat([part.softmax(-1) for part in parts]).tolist()
         elif isinstance(model.head, GreedyHead):
             values = model(tensors)[0]
             low, high = float(values.min()), float(values.max())
-            thoughts["note"] = f"expects {high:,.4g}"
+            thoughts["note"] = f"expects {number(high)}"
             thoughts["shares"] = ((values - low) / max(high - low, 1e-9)).mul(0.9).add(0.1).tolist()
         return thoughts
 

@@ -78,7 +78,7 @@ const flatoutCharts = (() => {
     for (const s of series) {
       // The spread around a mean: [x, low, high] at each place.
       if (s.band) draw("path", { class: "band", d: "M" + [...s.band.map((p) => [p[0], p[2]]), ...s.band.map((p) => [p[0], p[1]]).reverse()].map(([x, y]) => `${px(x).toFixed(1)} ${py(y).toFixed(1)}`).join("L") + "Z", style: `fill: var(${s.color})` }, svg);
-      if (s.dots) for (const [x, y] of s.points) draw("circle", { cx: px(x), cy: py(y), r: 4, style: `fill: var(${s.color}); stroke: var(--card); stroke-width: 1.5` }, svg);
+      if (s.dots || s.points.length === 1) for (const [x, y] of s.points) draw("circle", { cx: px(x), cy: py(y), r: 4, style: `fill: var(${s.color}); stroke: var(--card); stroke-width: 1.5` }, svg);
       else draw("path", { d: "M" + s.points.map(([x, y]) => `${px(x).toFixed(1)} ${py(y).toFixed(1)}`).join("L"), style: `stroke: var(${s.color})` }, svg);
       if (named) {
         draw("circle", { cx: key + 5, cy: 8, r: 5, style: `fill: var(${s.color})` }, svg);
@@ -95,5 +95,17 @@ const flatoutCharts = (() => {
     figure.onpointerleave = () => { cross.setAttribute("visibility", "hidden"); hideTip(); };
   };
 
-  return { byId, css, clamp, digits, short, percent, span, clock, ticks, showTip, hideTip, say, lines };
+  // The load of the machine, in #gauges.
+  const gauges = (machine) => {
+    const all = [["cores", machine.cores], ["memory", machine.memory], ...Object.entries(machine.cards).map(([name, card]) => [`GPU ${name}`, card.utilization])];
+    byId("gauges").replaceChildren(...all.filter(([, v]) => typeof v === "number").map(([name, value]) => {
+      const node = document.createElement("span"), bar = document.createElement("meter");
+      node.className = "gauge";
+      bar.value = value;
+      node.append(name, bar, percent(value));
+      return node;
+    }));
+  };
+
+  return { byId, css, clamp, digits, short, percent, span, clock, ticks, showTip, hideTip, say, lines, gauges };
 })();

@@ -1,7 +1,7 @@
 // The front page of the dashboard: the table of runs, the curves of the chosen ones, and the machine, kept up to date.
 "use strict";
 (() => {
-  const { byId, digits, short, percent, clock, lines } = flatoutCharts;
+  const { byId, digits, short, percent, clock, lines, gauges } = flatoutCharts;
   const runs = new Map(), curves = new Map(), stale = new Set();
   const COLORS = 8;
   const figure = (show) => (v) => v === null ? "–" : show(v);
@@ -12,7 +12,7 @@
     { key: "algo", title: "algo", wide: true },
     { key: "status", title: "status" },
     { key: "env_steps", title: "env steps", number: true, wide: true, show: figure(short) },
-    { key: "return_mean", title: "return", number: true, show: figure(short) },
+    { key: "return_mean", title: "return", number: true, show: figure((v) => Math.abs(v) >= 1 && Math.abs(v) < 1e3 ? v.toFixed(1) : short(v)) },
     { key: "steps_per_second", title: "steps/s", number: true, wide: true, show: figure(short) },
     { key: "learner_busy", title: "learner busy", number: true, wide: true, show: figure(percent) },
     { key: "card_busy", title: "card busy", number: true, wide: true, show: figure(percent) },
@@ -29,7 +29,7 @@
     for (const key in attributes) node.setAttribute(key, attributes[key]);
     return node;
   };
-  const address = (name) => "/run/" + name.split("/").map(encodeURIComponent).join("/");
+  const address = (name, kind = "run") => `/${kind}/` + name.split("/").map(encodeURIComponent).join("/");
   const dot = (nth) => { const node = element("i", "", { class: "dot" }); if (nth >= 0) node.style.background = `var(--c${nth % COLORS})`; return node; };
 
   // The table.
@@ -44,24 +44,28 @@
     };
     return [...runs.values()].filter(fits).sort(order);
   };
+  const hasCard = () => [...runs.values()].some((run) => run.card_busy !== null);
   const head = () => {
     const row = element("tr");
     row.append(element("th"));
     for (const column of columns) {
+      if (column.key === "card_busy" && !hasCard()) continue;
       const cell = element("th", column.title, { class: `${column.number ? "number" : ""} ${column.wide ? "wide-only" : ""}` });
-      if (sort.key === column.key) { cell.setAttribute("aria-sort", sort.down ? "descending" : "ascending"); cell.textContent += sort.down ? " ↓" : " ↑"; }
+      const down = sort.down !== (column.key === "time"); // the newest run has the least age
+      if (sort.key === column.key) { cell.setAttribute("aria-sort", down ? "descending" : "ascending"); cell.textContent += down ? " ↓" : " ↑"; }
       cell.onclick = () => { sort = { key: column.key, down: sort.key === column.key ? !sort.down : Boolean(column.number) }; table(); };
       row.append(cell);
     }
     document.querySelector("#runs thead").replaceChildren(row);
   };
-  const line = (run) => {
+  const line = (run, card) => {
     const row = element("tr"), box = element("input", undefined, { type: "checkbox", "aria-label": `choose ${run.name}` }), first = element("td");
     box.checked = chosen.has(run.name);
     box.onchange = () => { if (box.checked) chosen.add(run.name); else chosen.delete(run.name); keep(); table(); refresh(); };
     first.append(box);
     row.append(first);
     for (const column of columns) {
+      if (column.key === "card_busy" && !card) continue;
       const cell = element("td", undefined, { class: `c-${column.key} ${column.number ? "number" : ""} ${column.wide ? "wide-only" : ""}` });
       if (column.key === "name") { const link = element("a", run.name, { href: address(run.name), title: run.name }); cell.append(link); }
       else if (column.key === "status") cell.append(element("span", run.status, { class: `status ${/^[a-z]+$/.test(run.status) ? run.status : ""}` }));
@@ -72,11 +76,12 @@
   };
   const table = () => {
     head();
-    const rows = shown();
-    document.querySelector("#runs tbody").replaceChildren(...rows.map(line));
+    const rows = shown(), card = hasCard();
+    document.querySelector("#runs tbody").replaceChildren(...rows.map((run) => line(run, card)));
     const running = [...runs.values()].filter((run) => run.status === "running").length;
-    byId("counts").textContent = `· ${runs.size} runs, ${running} running`;
+    byId("counts").textContent = `· ${runs.size} ${runs.size === 1 ? "run" : "runs"}, ${running} running`;
     byId("empty").hidden = rows.length > 0;
+    byId("compare").hidden = runs.size === 0;
     byId("empty").textContent = runs.size ? "No run fits the filter." : "There are no runs here yet: flatout train CartPole-v1 makes one.";
     const statuses = [...new Set([...runs.values()].map((run) => run.status))].sort(), select = byId("status"), now = select.value;
     if (select.options.length !== statuses.length + 1) {
@@ -135,14 +140,9 @@
     if (needed.length === 50) refresh();
   };
 
-  // The machine.
-  const gauges = (machine) => {
-    const all = [["cores", machine.cores], ["memory", machine.memory], ...Object.entries(machine.cards).map(([name, card]) => [`GPU ${name}`, card.utilization])];
-    byId("gauges").replaceChildren(...all.filter(([, v]) => typeof v === "number").map(([name, value]) => {
-      const node = element("span", undefined, { class: "gauge" }), bar = element("meter", undefined, { min: 0, max: 1, value });
-      node.append(name, bar, percent(value));
-      return node;
-    }));
+  const sweeps = (names) => {
+    byId("sweeps").hidden = !names.length;
+    byId("sweep-names").replaceChildren(...names.map((name) => element("a", name, { href: address(name, "sweep") })));
   };
 
   // Changes from the server. A hidden page closes its stream: a browser has six connections for a server.
@@ -157,6 +157,7 @@
       for (const row of news.rows) { runs.set(row.name, row); stale.add(row.name); }
       for (const name of news.gone) { runs.delete(name); curves.delete(name); }
       gauges(news.machine);
+      sweeps(news.sweeps);
       if (news.rows.length || news.gone.length) table();
       if (news.rows.some((row) => chosen.has(row.name)) || news.gone.length) refresh();
     };
@@ -169,8 +170,7 @@
       version = known.version;
       runs.clear();
       for (const row of known.rows) { runs.set(row.name, row); stale.add(row.name); }
-      byId("sweeps").hidden = !known.sweeps.length;
-      document.querySelector("#sweeps ul").replaceChildren(...known.sweeps.map((name) => { const item = element("li"); item.append(element("a", name, { href: "/sweep/" + name.split("/").map(encodeURIComponent).join("/") })); return item; }));
+      sweeps(known.sweeps);
       if (kept === null) { // at first, the newest runs
         const newest = [...runs.values()].filter((run) => run.return_mean !== null).sort((a, b) => b.time - a.time);
         newest.filter((run) => run.env === newest[0].env).slice(0, 6).forEach((run) => chosen.add(run.name)); // returns of other envs are on another scale

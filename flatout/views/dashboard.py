@@ -38,8 +38,8 @@ CSP = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; media-src 'self'; "
     "connect-src 'self'; frame-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-SWEEP_CSP = "sandbox; default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'self'"
-"""Of a sweep's own page, which has its styles inside: nothing in it runs or is loaded."""
+SWEEP_CSP = "sandbox allow-same-origin; default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'self'"
+"""Of a sweep's own page, which has its styles inside: nothing in it runs or is loaded. The page around it reads its height."""
 HEADERS = {
     "content-security-policy": CSP,
     "x-content-type-options": "nosniff",
@@ -49,7 +49,9 @@ HEADERS = {
     "cache-control": "no-store",
 }
 ASSETS = {"page.css": "text/css", "dashboard.css": "text/css"}
-ASSETS |= dict.fromkeys(("charts.js", "page.js", "dashboard.js", "run.js", "jobs.js"), "text/javascript")
+ASSETS |= dict.fromkeys(
+    ("charts.js", "page.js", "dashboard.js", "run.js", "jobs.js", "sweep.js"), "text/javascript"
+)
 LOCAL = ("localhost", "127.0.0.1", "::1")
 TICK_SECONDS = 1.0
 MAX_STREAMS = 800
@@ -166,7 +168,12 @@ def _text(text: str, status: int) -> Response:
 
 
 def _no_token() -> Response:
-    return _text("open the address with ?token=… that 'flatout dashboard' printed in its terminal", 401)
+    text = "Open the address with <code>?token=…</code> that <code>flatout dashboard</code> printed in its terminal."
+    return HTMLResponse(_shell("flatout", f"<main><p>{text}</p></main>"), 401)
+
+
+class _NoSuchPage(FlatoutError):
+    """A page of a run or sweep that does not exist."""
 
 
 class Dashboard:
@@ -201,7 +208,10 @@ class Dashboard:
         }
         routes = [Route(path, answer, methods=["GET"]) for path, answer in get.items()]
         routes.append(Route("/api/{verb}", self._act, methods=["POST"]))
-        return Starlette(routes=routes, exception_handlers={FlatoutError: _failed, OSError: _failed})
+        return Starlette(
+            routes=routes,
+            exception_handlers={_NoSuchPage: _not_found, FlatoutError: _failed, OSError: _failed},
+        )
 
     async def _front(self, _: Request) -> Response:
         root = self._index.root.resolve()
@@ -228,14 +238,14 @@ class Dashboard:
     async def _run_page(self, request: Request) -> Response:
         name = request.path_params["name"]
         if await self._path(name) is None:
-            return _text("there is no such run", 404)
+            raise _NoSuchPage(f"There is no run {name} here.")
         return HTMLResponse(await self._read(name, "page", lambda path: self._page(name, path)))
 
     async def _run_data(self, request: Request) -> Response:
         name = request.path_params["name"]
         if await self._path(name) is None:
             return _text("there is no such run", 404)
-        return JSONResponse(await self._read(name, "data", _live_parts))
+        return JSONResponse(await self._read(name, "data", lambda path: _live_parts(name, path)))
 
     async def _recording(self, request: Request) -> Response:
         path = await self._path(request.path_params["name"])
@@ -244,7 +254,9 @@ class Dashboard:
 
     async def _sweep(self, request: Request) -> Response:
         name = await self._sweep_name(request)
-        frame = f'<iframe class="sweep" sandbox src="/sweep-page/{quote(name)}" title="sweep"></iframe>'
+        address = f"/sweep-page/{quote(name)}"
+        frame = f'<iframe class="sweep" sandbox="allow-same-origin" src="{address}" title="sweep"></iframe>'
+        frame += '<script src="/assets/sweep.js"></script>'
         return HTMLResponse(_shell(f"{name} · flatout", _nav(self._actions.is_read_only) + frame))
 
     async def _sweep_page(self, request: Request) -> Response:
@@ -254,12 +266,13 @@ class Dashboard:
     async def _sweep_name(self, request: Request) -> str:
         await self._refresh()
         if (name := request.path_params["name"]) not in self._index.sweeps:
-            raise FlatoutError("there is no such sweep")
+            raise _NoSuchPage(f"There is no sweep {name} here.")
         return str(name)
 
     async def _jobs_page(self, _: Request) -> Response:
         body = _nav(self._actions.is_read_only) + (
-            '<main><section><h2>Jobs</h2><div class="wide"><table id="jobs"></table></div></section></main>'
+            '<main><section><h2>Jobs</h2><div class="wide"><table id="jobs"></table></div>'
+            '<p class="none" id="empty" hidden>There are no jobs here yet: flatout jobs FILE.toml runs some.</p></section></main>'
             '<script src="/assets/charts.js"></script><script src="/assets/jobs.js"></script>'
         )
         return HTMLResponse(_shell("jobs · flatout", body))
@@ -325,7 +338,8 @@ class Dashboard:
         """What a page that has seen version `since` is sent; the same text for all of them."""
         if since not in self._events:
             rows, gone = self._index.changes(since)
-            changed = {"rows": [asdict(row) for row in rows], "gone": gone, "machine": self._machine}
+            changed = {"rows": [asdict(row) for row in rows], "gone": gone}
+            changed |= {"machine": self._machine, "sweeps": list(self._index.sweeps)}
             self._events[since] = f"data: {json.dumps(changed)}\n\n"
         return self._events[since]
 
@@ -369,14 +383,14 @@ class Dashboard:
             else '<button id="stop" hidden>stop</button><button id="resume" hidden>resume</button>'
         )
         nav = _nav(self._actions.is_read_only, f'<span id="acts" data-run="{escape(name)}">{buttons}</span>')
-        return page_of_run(
-            read_run(path), name, head=head, scripts=scripts, nav=nav, recording=_recording_part(name, path)
-        )
+        recording = f'<div id="gauges"></div><div id="recording">{_recording_part(name, path)}</div>'
+        return page_of_run(read_run(path), name, head=head, scripts=scripts, nav=nav, recording=recording)
 
 
-def _live_parts(path: Path) -> dict[str, Any]:
+def _live_parts(name: str, path: Path) -> dict[str, Any]:
     records = read_run(path)
-    return {"parts": page_parts(records), "data": drawn(records), "status": records.summary.get("status")}
+    parts = page_parts(records) | {"recording": _recording_part(name, path)}
+    return {"parts": parts, "data": drawn(records), "status": records.summary.get("status")}
 
 
 def _recording_part(name: str, path: Path) -> str:
@@ -386,7 +400,7 @@ def _recording_part(name: str, path: Path) -> str:
     tag = f'<img src="{source}" alt="the agent at play">'
     if found.suffix == ".mp4":
         tag = f'<video src="{source}" autoplay loop muted playsinline></video>'
-    return f'<section id="recording"><h2>The agent at play</h2>{tag}</section>'
+    return f"<section><h2>The agent at play</h2>{tag}</section>"
 
 
 def _mark(path: Path) -> object:
@@ -416,6 +430,11 @@ def _shell(title: str, body: str) -> str:
         '<link rel="stylesheet" href="/assets/page.css"><link rel="stylesheet" href="/assets/dashboard.css">'
         f"</head><body>{body}</body></html>"
     )
+
+
+async def _not_found(_: Request, error: Exception) -> Response:
+    text = f'{escape(str(error))} <a href="/">All runs</a>'
+    return HTMLResponse(_shell("flatout", f"{_nav(False)}<main><section><p>{text}</p></section></main>"), 404)
 
 
 async def _failed(_: Request, error: Exception) -> Response:

@@ -41,6 +41,8 @@ class Shot:
     """Why the episode is over, if it is."""
     shares: Sequence[float] = ()
     """A bar for each action, 0 to 1: probabilities, values between their least and largest, or a continuous action itself."""
+    zeros: Sequence[float] = ()
+    """Where each bar begins; at the bottom if not given."""
     chosen: Collection[int] = ()
     """Of the bars, the actions that were taken."""
     note: str = ""
@@ -110,10 +112,11 @@ def _bars(pen: ImageDraw.ImageDraw, shot: Shot, width: int, top: int) -> None:
     room, base, font = (width - 16) / len(shares), top + CAPTION - 5, _font(10)
     for nth, share in enumerate(shares):
         left = 8 + nth * room
-        high = base - 17 * min(1.0, max(0.0, share))
+        ends = share, shot.zeros[nth] if shot.zeros else 0.0
+        high, low = (base - 17 * min(1.0, max(0.0, it)) for it in (max(ends), min(ends)))
         pen.rectangle((left, base - 17, left + room - 3, base), fill="#222732")
-        if base - high >= 1:
-            pen.rectangle((left, high, left + room - 3, base), fill=CHOSEN if nth in shot.chosen else BAR)
+        if low - high >= 1:
+            pen.rectangle((left, high, left + room - 3, low), fill=CHOSEN if nth in shot.chosen else BAR)
         if room >= 20:
             pen.text((left + 4, base - 14), str(nth), fill=INK, font=font)
 

@@ -10,16 +10,22 @@
     name.append(job.env_steps === null ? job.name : link);
     state.append(cell("span", job.state, `status ${/^[a-z]+$/.test(job.state) ? job.state : ""}`));
     const share = job.state === "finished" ? 1 : job.total_steps ? (job.env_steps ?? 0) / job.total_steps : 0;
-    node.append(name, cell("td", job.env), state, cell("td", percent(share), "number"), cell("td", known(job.env_steps, short), "number"),
-      cell("td", known(job.return_mean, short), "number"), cell("td", known(job.steps_per_second, short), "number"), cell("td", job.error, "problem"));
-    return node;
+    node.append(name, cell("td", job.env, "wide-only"), state, cell("td", percent(share), "number"), cell("td", known(job.env_steps, short), "number wide-only"),
+      cell("td", known(job.return_mean, short), "number"), cell("td", known(job.steps_per_second, short), "number wide-only"));
+    if (!job.error) return [node];
+    const below = document.createElement("tr"), problem = cell("td", job.error, "problem");
+    problem.colSpan = node.children.length;
+    below.append(problem);
+    return [node, below];
   };
   const load = async () => {
     if (!document.hidden) {
       try {
         const jobs = await (await fetch("/api/jobs")).json(), head = document.createElement("tr");
-        for (const title of ["job", "env", "state", "done", "env steps", "return", "steps/s", ""]) head.append(cell("th", title, ["done", "env steps", "return", "steps/s"].includes(title) ? "number" : ""));
-        byId("jobs").replaceChildren(...(jobs.length ? [head, ...jobs.map(row)] : [cell("caption", "There are no jobs here: flatout jobs FILE.toml runs some.", "none")]));
+        const kinds = { job: "", env: "wide-only", state: "", done: "number", "env steps": "number wide-only", return: "number", "steps/s": "number wide-only" };
+        for (const title in kinds) head.append(cell("th", title, kinds[title]));
+        byId("jobs").replaceChildren(...(jobs.length ? [head, ...jobs.flatMap(row)] : []));
+        byId("empty").hidden = jobs.length > 0;
         byId("live").textContent = "live";
       } catch { byId("live").textContent = "no connection"; }
     }

@@ -156,4 +156,5 @@ def table_html(title: str, rows: Iterable[tuple[str, str]], after: str = "") -> 
 
 def _row(label: str, value: str) -> str:
     left = 'style="text-align:left"'
-    return f"<tr><th {left}>{escape(label)}</th><td {left}>{escape(value.strip())}</td></tr>"
+    label = escape(label).replace(" ", "&nbsp;")
+    return f"<tr><th {left}>{label}</th><td {left}>{escape(value.strip())}</td></tr>"

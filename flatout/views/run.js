@@ -1,10 +1,11 @@
 // A run's page in the dashboard: brings it up to date while the run trains, and has buttons that stop and resume it.
 "use strict";
 (() => {
-  const { byId } = flatoutCharts;
+  const { byId, gauges } = flatoutCharts;
   const name = byId("acts").dataset.run, live = byId("live");
   const address = "/api/run/" + name.split("/").map(encodeURIComponent).join("/");
-  const places = { status: "status", identity: "identity", verdict: "verdict", tiles: "tiles", idle: "idle", findings: "findings-part", missing: "missing-part", figures: "figures" };
+  const places = { status: "status", identity: "identity", verdict: "verdict", tiles: "tiles", idle: "idle", findings: "findings-part", missing: "missing-part", figures: "figures", recording: "recording" };
+  const shown = {};
   let busy = false, again = false, last = 0, due = 0;
   const buttons = (status) => {
     if (!byId("stop")) return;
@@ -20,7 +21,9 @@
       if (!answer.ok) throw new Error(await answer.text());
       const now = await answer.json();
       // The server has escaped everything in these texts.
-      for (const part in places) byId(places[part]).innerHTML = now.parts[part];
+      for (const part in places) {
+        if (shown[part] !== now.parts[part]) byId(places[part]).innerHTML = shown[part] = now.parts[part]; // else a GIF would begin again
+      }
       flatoutPage.update(now.data);
       buttons(now.status);
     } catch (error) { live.textContent = String(error.message ?? error); }
@@ -35,6 +38,7 @@
     stream.onerror = () => { live.textContent = "no connection"; };
     stream.onmessage = (event) => {
       const news = JSON.parse(event.data), row = news.rows.find((it) => it.name === name);
+      if (byId("status").textContent.trim() === "running") gauges(news.machine); else byId("gauges").replaceChildren();
       if (news.gone.includes(name)) live.textContent = "the run's folder is gone";
       if (!row) return;
       buttons(row.status);

@@ -18,7 +18,7 @@ WIDTH, HEIGHT, LEFT, BOTTOM = 1060, 260, 64, 26
 SLICE_WIDTH, SLICE_HEIGHT = 250, 150
 MOST_SLICES, MOST_AXES = 24, 10
 STYLE = """
-svg { display: block; width: 100%; height: auto; overflow: visible; }
+.scroll svg { display: block; width: 100%; height: auto; overflow: visible; }
 svg text { font-size: 11.5px; fill: var(--soft); font-variant-numeric: tabular-nums; paint-order: stroke;
   stroke: var(--card); stroke-width: 3px; }
 .grid { stroke: var(--faint); } .axis { stroke: var(--line); }
@@ -32,7 +32,12 @@ table.best-runs { border-collapse: collapse; margin-top: 10px; width: 100%; }
 table.best-runs td:last-child, table.best-runs th:last-child { width: 60%; }
 table.best-runs td, table.best-runs th { text-align: left; padding: 4px 12px 4px 0; border-bottom: 1px solid var(--faint);
   vertical-align: top; }
-pre { overflow-x: auto; }
+table.best-runs th { width: auto; }
+@media (max-width: 720px) {
+  .scroll { overflow-x: auto; } .scroll svg { min-width: 700px; } .slices .scroll { overflow: visible; } .slices svg { min-width: 0; }
+  table.best-runs tr { display: grid; grid-template-columns: auto 1fr; } table.best-runs th:last-child { display: none; }
+  table.best-runs td:last-child { grid-column: 1 / 3; width: auto; } table.best-runs td:not(:last-child) { border: 0; }
+}
 """
 
 
@@ -106,7 +111,7 @@ def sweep_page(page: SweepPage) -> str:
     body = "".join(f"<section><h2>{title}</h2>{content}</section>" for title, content in sections if content)
     return (
         f"<!doctype html><html lang='en'><head><meta charset='utf-8'><meta name='viewport' "
-        f"content='width=device-width, initial-scale=1'><title>{escape(page.name)}</title><style>{css}</style></head>"
+        f"content='width=device-width, initial-scale=1'><meta name='color-scheme' content='light dark'><title>{escape(page.name)}</title><style>{css}</style></head>"
         f"<body><header><p class='brand'>flatout <span>sweep</span></p><h1>{escape(page.name)} "
         f"<span class='status {page.status}'>{page.status}</span></h1><p id='verdict'>{escape(page.verdict)}</p></header>"
         f"<main>{body}</main></body></html>"
@@ -133,11 +138,14 @@ class _Axis:
             return 0.5
         return (self._scaled(value) - self._low) / (self._high - self._low)
 
-    def ticks(self, most: int = 5) -> list[tuple[float, str]]:
-        """Places and texts of marks."""
-        if not self.is_number or len(self._order) <= most:
-            values = list(self._order)
-            return [(self.at(it), _text(it)) for it in values[:: -(-len(values) // (most + 3))]]
+    def ticks(self, most: int = 5, *, at_values: bool = True) -> list[tuple[float, str]]:
+        """Places and texts of marks: at the values themselves if these are few, else at equal distances."""
+        if not self.is_number or (len(self._order) <= most and at_values) or len(self._order) == 1:
+            values, found = list(self._order), list[tuple[float, str]]()
+            for it in values[:: -(-len(values) // (most + 3))]:
+                if not (self.is_number and found and self.at(it) - found[-1][0] < 1 / (most + 1)):
+                    found.append((self.at(it), _text(it)))
+            return found
         places = [nth / (most - 1) for nth in range(most)]
         inside = [self._low + place * (self._high - self._low) for place in places]
         return [
@@ -161,13 +169,13 @@ def _value_axis(page: SweepPage) -> _Axis:
 
 
 def _svg(width: int, height: int, inside: str) -> str:
-    return f"<svg viewBox='0 0 {width} {height}' role='img'>{inside}</svg>"
+    return f"<div class='scroll'><svg viewBox='0 0 {width} {height}' role='img'>{inside}</svg></div>"
 
 
 def _frame(width: int, height: int, left: int, axis: _Axis) -> str:
     """Horizontal lines with their values."""
     lines = []
-    for place, text in axis.ticks():
+    for place, text in axis.ticks(at_values=False):
         y = _y(place, height)
         lines.append(f"<line class='grid' x1='{left}' x2='{width}' y1='{y:.1f}' y2='{y:.1f}'/>")
         lines.append(f"<text x='{left - 8}' y='{y + 4:.1f}' text-anchor='end'>{escape(text)}</text>")
@@ -226,7 +234,7 @@ def _bars(importances: Mapping[str, float]) -> str:
         return "<p class='none'>Too few trials to tell.</p>"
     most = max(importances.values()) or 1.0
     rows = "".join(
-        f"<div class='bar busy'><span>{escape(name)}</span><i><b style='width:{100 * share / most:.1f}%'></b></i>"
+        f"<div class='bar busy'><span>{escape(name)}</span><svg><rect width='{100 * share / most:.1f}%'/></svg>"
         f"<em>{100 * share:.0f} %</em></div>"
         for name, share in importances.items()
     )

@@ -160,9 +160,16 @@ def test_a_live_run_in_a_browser_is_stopped_and_resumed(browser: webdriver.Chrom
 
 def test_names_and_texts_of_a_run_are_shown_and_not_run(browser: webdriver.Chrome, tmp_path: Path) -> None:
     name = EVIL.replace("/", "∕")
-    run = write_run(tmp_path / "runs" / name, config=CONFIG | {"env": EVIL})
-    (run / "summary.json").write_text(json.dumps(SUMMARY | {"env": EVIL, "status": EVIL, "device": EVIL}))
+    run = write_run(tmp_path / "runs" / name, config=CONFIG | {"env": EVIL, "notes": EVIL, EVIL: EVIL})
+    executor = {"kind": EVIL, "reason": EVIL, "collectors": 1, "workers": 1}
+    texts = {"env": EVIL, "status": EVIL, "device": EVIL, "error": EVIL, "executor": executor}
+    (run / "summary.json").write_text(json.dumps(SUMMARY | texts))
     (run / "faults.log").write_text(EVIL)
+    (run / "system.json").write_text(json.dumps({"cpu": EVIL, EVIL: EVIL}))
+    metrics = (run / "metrics.csv").read_text()
+    (run / "metrics.csv").write_text(metrics.replace("\n", f",{EVIL}\n", 1))
+    with (run / "spans.jsonl").open("a") as file:
+        file.write(json.dumps({"lane": EVIL, "phase": EVIL, "start": 0.0, "end": 1.0}) + "\n")
     (tmp_path / "runs" / "swept").mkdir()
     (tmp_path / "runs" / "swept" / "sweep.html").write_text(f"<p id=x>hello</p>{EVIL}")
     browser.get("about:blank")
@@ -173,19 +180,30 @@ def test_names_and_texts_of_a_run_are_shown_and_not_run(browser: webdriver.Chrom
         assert name in shown(browser, ".c-name")
         browser.find_element(By.CSS_SELECTOR, ".c-name a").click()
         wait_until(lambda: name in shown(browser, "h1"))
+        assert EVIL in shown(browser, "#missing") + shown(browser, "#figures")
+        wait_until(lambda: shown(browser, "#live") == "live")
+        # The page is brought up to date, and its parts replaced.
+        (run / "summary.json").write_text(json.dumps(SUMMARY | texts | {"env_steps": 51_234}))
+        wait_until(lambda: "51,234" in shown(browser, "#figures") + shown(browser, "#verdict"))
         assert not browser.find_elements(By.CSS_SELECTOR, "img, body script:not([src]):not([type])")
         assert [line for line in console(browser) if server.base in line] == []  # others may come late
         browser.get(server.base + "sweep/swept")
         browser.switch_to.frame(browser.find_element(By.TAG_NAME, "iframe"))
         assert browser.find_element(By.ID, "x").text == "hello"
+        browser.switch_to.default_content()
+        wait_until(lambda: shown(browser, "#live") == "live")
+        (tmp_path / "runs" / "swept" / "sweep.html").write_text(f"<p id=x>again</p>{EVIL}")
+        os.utime(tmp_path / "runs" / "swept" / "sweep.html", (2e9, 2e9))
+        read = "return document.querySelector('iframe').contentDocument.querySelector('#x')?.innerText"
+        wait_until(lambda: browser.execute_script(read) == "again")
         # An alert would have raised in any of the calls above.
         policy = server.ask("/sweep-page/swept")[2]["content-security-policy"]
-        assert policy.startswith("sandbox; default-src 'none'")
+        assert policy.startswith("sandbox allow-same-origin; default-src 'none'")
 
 
 def test_what_does_not_come_from_its_own_page_is_refused(tmp_path: Path) -> None:
     write_killed_run(tmp_path / "runs" / "a")
-    (tmp_path / "secret").write_text("secret")
+    (tmp_path / "secret").write_text("hidden words")
     (tmp_path / "runs" / "out").symlink_to(tmp_path)
     linked = write_run(tmp_path / "runs" / "linked")
     (linked / "faults.log").symlink_to(tmp_path / "secret")
@@ -215,6 +233,9 @@ def test_what_does_not_come_from_its_own_page_is_refused(tmp_path: Path) -> None
                 "/run/../secret",
                 "/run/..%2fsecret",
                 "/run/%2e%2e/secret",
+                "/run/%252e%252e%252fsecret",
+                "/api/run/..%2fsecret",
+                "/run/..%5csecret",
                 "/recording/../secret",
                 "/run//etc/passwd",
             ),
@@ -228,7 +249,7 @@ def test_what_does_not_come_from_its_own_page_is_refused(tmp_path: Path) -> None
         ):
             status, text, _ = server.ask(path)
             assert status == 404, path
-            assert "secret" not in text
+            assert "hidden" not in text
         assert server.act("stop", "../secret")[0] == 404
         assert server.act("delete", "a")[0] == 404
         assert server.act("stop", "a") == (409, "flatout: this run is not running\n")
@@ -269,8 +290,12 @@ def test_many_runs_long_files_and_idle_clients(tmp_path: Path) -> None:
     for nth in range(1, 200):
         shutil.copytree(first, tmp_path / "runs" / f"run-{nth}", copy_function=os.link)
     huge = write_run(tmp_path / "runs" / "huge")
-    with (huge / "metrics.csv").open("r+b") as file:
-        file.truncate(1 << 30)
+    names, _, lines = (huge / "metrics.csv").read_bytes().partition(b"\n")
+    with (huge / "metrics.csv").open("wb") as file:
+        file.write(names + b"\n")
+        block = lines * (1 + (1 << 20) // len(lines))
+        while file.tell() < 1 << 30:
+            file.write(block)
     with serving(tmp_path) as server, ExitStack() as clients:
         assert server.ask("/api/jobs")[0] == 200
         listed = seconds(lambda: server.ask("/api/runs"))
@@ -312,3 +337,23 @@ def test_bad_input_is_one_line(argv: list[str], words: str, tmp_path: Path) -> N
     assert done.returncode == 2
     assert words in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_curves_of_one_point_and_pages_that_do_not_exist_are_shown(
+    browser: webdriver.Chrome, tmp_path: Path
+) -> None:
+    for name, n_lines in (("long", 100), ("one", 2)):
+        run = write_run(tmp_path / "runs" / name)
+        lines = (run / "metrics.csv").read_text().splitlines(keepends=True)
+        (run / "metrics.csv").write_text("".join(lines[:n_lines]))
+    with serving(tmp_path) as server:
+        browser.get(server.url)
+        wait_until(lambda: len(browser.find_elements(By.CSS_SELECTOR, "#overlay circle")) == 1)
+        assert len(browser.find_elements(By.CSS_SELECTOR, "#overlay path")) == 1
+        assert "card busy" not in shown(browser, "#runs thead")
+        assert "age ↑" in shown(browser, "#runs thead")  # the newest run first
+        browser.get(server.base + "run/gone")
+        assert "There is no run gone here." in shown(browser, "main")
+        browser.find_element(By.LINK_TEXT, "All runs").click()
+        wait_until(lambda: "2 runs, 0 running" in shown(browser, "#counts"))
+        browser.get("about:blank")

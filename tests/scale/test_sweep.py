@@ -286,6 +286,7 @@ def test_a_sweep_that_is_killed_goes_on_and_ends_with_a_config_and_a_page(tmp_pa
         time.sleep(0.2)
     process.kill()
     process.wait()
+    assert ">running<" in (folder / "sweep.html").read_text(), "the page is there while the sweep runs"
     before = {it.number: it.values for it in journal(folder) if it.state == TrialState.COMPLETE}
     done = flatout(*argv, "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
