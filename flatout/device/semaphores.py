@@ -27,11 +27,12 @@ def _found(name: str) -> int:
         return 0
 
 
-_ADDRESSES = {name: _found(name) for name in ("sem_init", "sem_post", "sem_wait")}
-for _name in ("sem_post", "sem_wait"):
+_ADDRESSES = {name: _found(name) for name in ("sem_init", "sem_post", "sem_wait", "sem_trywait")}
+for _name in ("sem_post", "sem_wait", "sem_trywait"):
     binding.add_symbol(f"flatout_{_name}", _ADDRESSES[_name])
 _post = _types.ExternalFunction("flatout_sem_post", _types.int32(_types.uintp))
 _wait = _types.ExternalFunction("flatout_sem_wait", _types.int32(_types.uintp))
+_try_wait = _types.ExternalFunction("flatout_sem_trywait", _types.int32(_types.uintp))
 
 
 def new_semaphore() -> Semaphore | None:
@@ -50,7 +51,10 @@ def post(semaphore: Semaphore) -> None:
 
 
 @compiled
-def wait(semaphore: Semaphore) -> None:
-    """Wait for a `post`; a signal does not end it."""
+def wait(semaphore: Semaphore, n_spins: int) -> None:
+    """Wait for a `post`, for so many tries without giving up the core; a signal does not end it."""
+    for _ in range(n_spins):
+        if _try_wait(semaphore.ctypes.data) == 0:
+            return
     while _wait(semaphore.ctypes.data) != 0:
         pass

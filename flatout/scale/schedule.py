@@ -34,6 +34,8 @@ BUSY = 0.9
 """Cores of a run that only computes, at least."""
 GAIN = 1.03
 """One more run must raise the total speed by this."""
+PAID = 0.5
+"""If the last run brought this share of what it would do alone, cores that seem full are not: another one is tried."""
 
 
 @dataclass
@@ -94,6 +96,8 @@ class Schedule:
         """… and how far each was when that began."""
         self._rates: dict[str, float] = {}
         """Steps/s of each run of the set that was measured last."""
+        self._brought = 0.0
+        """What the last run of the set brought, as a share of what it would do alone; 0 if that is not known."""
         self.reason = "" if at_once is None else f"--at-once {at_once}"
         """Why no more run side by side."""
 
@@ -108,7 +112,9 @@ class Schedule:
         if any(not it.is_settled and (it.predicted.cores < BUSY or it.device != "cpu") for it in running):
             return False  # what is predicted of such runs is less certain: see first
         wanted = sum(it.demand.cores for it in running) + candidate.cores
-        if wanted > self.n_cores + SLACK:
+        waits = all(it.predicted.cores < BUSY for it in running) and candidate.cores < BUSY
+        pays = waits and self._brought >= PAID and frozenset(it.name for it in running) == self._set
+        if wanted > self.n_cores + SLACK and not pays:
             self.reason = f"{len(running)} keep {self.n_cores} cores busy"
             return False
         on_card = sum(it.demand.device for it in running if it.device == device) + candidate.device
@@ -146,7 +152,7 @@ class Schedule:
             it.look()
         names = frozenset(running)
         if names != self._set:
-            self._set, self._since = names, {}
+            self._set, self._since, self._brought = names, {}, 0.0
         if not running or not all(it.is_settled and it.at is not None for it in running.values()):
             return
         if not self._since:
@@ -167,6 +173,7 @@ class Schedule:
         accuracy = median(rate / running[name].predicted.steps_per_second for name, rate in before.items())
         alone = accuracy * running[added[0]].predicted.steps_per_second
         total = sum(rates[name] / rate for name, rate in before.items()) + rates[added[0]] / max(alone, 1e-9)
+        self._brought = total - len(before)
         if total < GAIN * len(before):
             self._limit = len(before)
             brought = f"{total / len(before) - 1:+.0%}"

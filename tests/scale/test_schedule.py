@@ -100,6 +100,21 @@ def test_a_second_run_that_brings_nothing_is_the_last(rate: float, expected: boo
         assert "a second run brought" in schedule.reason
 
 
+@pytest.mark.parametrize(("rate", "expected"), [(900.0, True), (700.0, False)])
+def test_runs_that_wait_are_added_while_the_last_one_paid_though_cores_seem_full(
+    rate: float, expected: bool, tmp_path: Path
+) -> None:
+    schedule, half = schedule_of(2), replace(WAITS, cores=0.6)
+    runs = [Running(str(i), tmp_path / str(i), half) for i in range(3)]
+    now = pass_time(schedule, runs[:2], 1000.0, time.time())
+    assert schedule.admits(runs[:2], half)
+    pass_time(schedule, runs, rate, now)
+    assert schedule.admits(runs, half) is expected
+    assert not schedule.admits(runs, COMPUTES), "what computes needs a core"
+    if not expected:
+        assert schedule.reason == "3 keep 2 cores busy"
+
+
 def test_what_was_measured_replaces_what_was_predicted(tmp_path: Path) -> None:
     write_progress(tmp_path / "a", 100.0, time.time() + 1)
     samples = [
