@@ -34,7 +34,7 @@ BUSY = 0.9
 """Cores of a run that only computes, at least."""
 GAIN = 1.03
 """One more run must raise the total speed by this."""
-PAID = 0.5
+PAID = 0.25
 """If the last run brought this share of what it would do alone, cores that seem full are not: another one is tried."""
 
 
