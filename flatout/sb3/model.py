@@ -290,8 +290,8 @@ class Model:
         """Updates as Stable-Baselines3 counts them: PPO's epochs, gradient steps of others."""
         if self._logs_episodes:
             return n_updates
-        algorithm: Any = self._agent.config.algorithm
-        return math.ceil(n_updates * algorithm.batch_size / (algorithm.n_steps * self.n_envs))
+        given: Any = self._given
+        return math.ceil(n_updates * int(given.batch_size) / (int(given.n_steps) * self.n_envs))
 
     @property
     def _current_progress_remaining(self) -> float:
@@ -324,12 +324,13 @@ class Model:
                 "predict() was given a tuple",
                 "obs, info = env.reset() for a gym.Env; obs = env.reset() for a VecEnv",
             )
-        transposed, space = library("common.preprocessing").maybe_transpose, self.observation_space
+        transposed = library("common.preprocessing").maybe_transpose
+        parts = getattr(self.observation_space, "spaces", {})
         if not isinstance(observation, dict):
-            observation = transposed(np.asarray(observation), space)
-        elif hasattr(space, "spaces"):
+            observation = transposed(np.asarray(observation), self.observation_space)
+        else:
             observation = {
-                key: transposed(np.asarray(array), space[key]) if key in space.spaces else array
+                key: transposed(np.asarray(array), parts[key]) if key in parts else array
                 for key, array in observation.items()
             }
         return self._agent.predict(observation, state, episode_start, deterministic)

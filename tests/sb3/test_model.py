@@ -250,7 +250,8 @@ def test_learning_and_saving_begin_with_the_parameters_that_were_set(
         found = it.get_parameters()["policy"]["pi_body.0.weight"]
         np.testing.assert_allclose(found, wanted["pi_body.0.weight"], atol=1e-4)
         if name == "DQN":
-            networks = it._agent.trainer().learner.networks
+            learner: Any = it._agent.trainer().learner
+            networks = learner.networks
             np.testing.assert_allclose(networks.target, networks._params.flat, atol=1e-4)
 
 
@@ -270,4 +271,5 @@ def test_an_epsilon_of_adam_is_the_given_one() -> None:
         batch_size=8,
         policy_kwargs={"optimizer_kwargs": {"eps": 1e-3}},
     ).learn(8)
-    assert model._agent.trainer().learner.update.optimizer._optimizer.param_groups[0]["eps"] == 1e-3
+    optimizer: Any = model._agent.trainer().learner.update.optimizer
+    assert optimizer._optimizer.param_groups[0]["eps"] == 1e-3

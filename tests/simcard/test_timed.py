@@ -228,8 +228,8 @@ def test_processes_share_a_card_and_count_their_own_work(tmp_path: Path) -> None
 
     def users(n: int) -> list[subprocess.Popen[str]]:
         command = [sys.executable, "-c", QUEUE]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        found = [subprocess.Popen(command, env=env, text=True, **pipes) for _ in range(n)]
+        pipe = subprocess.PIPE
+        found = [subprocess.Popen(command, env=env, text=True, stdin=pipe, stdout=pipe) for _ in range(n)]
         for process in found:
             assert process.stdout is not None
             assert process.stdout.readline() == "queued\n"
