@@ -72,7 +72,9 @@ def _n_envs(n_envs: int | None, num_envs: int | None) -> int:
     if n_envs is not None and num_envs is not None and n_envs != num_envs:
         raise FlatoutError(f"n_envs is {n_envs} and num_envs {num_envs}; both mean the same, so give one")
     given = n_envs if num_envs is None else num_envs
-    return 1 if given is None else given
+    if not isinstance(given, int | np.integer | None):
+        raise FlatoutError(f"n_envs must be a whole number, got {given!r}")
+    return 1 if given is None else int(given)
 
 
 def _is_next_step(mode: AutoresetMode | str) -> bool:

@@ -1,9 +1,14 @@
-"""Links of the documentation lead somewhere, to headings too, and every page is in the site's navigation."""
+"""Links of the documentation lead somewhere, to headings too, every page is in the site's navigation, and the site builds."""
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parent.parent
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
@@ -36,3 +41,16 @@ def test_every_page_is_in_the_navigation() -> None:
     named = set(re.findall(r": ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M))
     docs = ROOT / "docs"
     assert named == {str(page.relative_to(docs)) for page in docs.rglob("*.md")} | GENERATED
+
+
+def test_the_site_is_built_without_a_warning_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs", reason="it builds the site")
+    build = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(tmp_path)]
+    found = subprocess.run(
+        build, cwd=ROOT, env={**os.environ, "PYTHONPATH": "."}, capture_output=True, text=True
+    )
+    assert (found.returncode, found.stderr) == (0, "")
+    loaded = r"""<(?:script|img|iframe)[^>]+src="(https?:[^"]+)|<link rel="(?:stylesheet|icon|preload)[^>]+href="(https?:[^"]+)"""
+    assert {
+        page.name: urls for page in tmp_path.rglob("*.html") if (urls := re.findall(loaded, page.read_text()))
+    } == {}

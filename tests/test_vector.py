@@ -298,6 +298,7 @@ def test_a_lost_env_is_a_truncated_episode(monkeypatch: pytest.MonkeyPatch) -> N
             "executor is 'seriel'; it must be one of auto, serial, .* did you mean 'serial'",
         ),
         ({"n_envs": 0}, "n_envs must be at least 1, got 0"),
+        ({"n_envs": "2"}, "n_envs must be a whole number, got '2'"),
         ({"n_envs": 2, "num_envs": 3}, "n_envs is 2 and num_envs 3; both mean the same, so give one"),
         (
             {"autoreset_mode": "Disabled"},

@@ -53,6 +53,13 @@ def on_post_page(output: str, **_: Any) -> str:
     return output.replace("</head>", '<style id="hljs-light"></style><style id="hljs-dark"></style></head>')
 
 
+def on_post_build(config: MkDocsConfig) -> None:
+    """Search for what was typed before the index was ready; MkDocs waits for one more key."""
+    script = Path(config.site_dir, "search", "main.js")
+    ready = 'search_input.addEventListener("keyup", doSearch);'
+    script.write_text(script.read_text().replace(ready, f"{ready}\n    if (search_input.value) doSearch();"))
+
+
 def code_style() -> str:
     """Colours of code, for light and dark pages."""
     light, dark = (HtmlFormatter(style=style) for style in ("default", "github-dark"))

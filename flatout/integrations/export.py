@@ -159,7 +159,8 @@ def to_safetensors(exported: Exported, out: Path) -> float:
     from safetensors.torch import save_file
 
     model = exported.policy.model
-    save_file({name: t.detach().cpu().contiguous() for name, t in model.state_dict().items()}, out)
+    # Copies: safetensors refuses names that share memory, as DQN's epsilon does.
+    save_file({name: t.detach().cpu().contiguous().clone() for name, t in model.state_dict().items()}, out)
     out.with_suffix(".json").write_text(json.dumps(exported.describe() | {"model": str(model)}, indent=2))
     return 0.0
 
@@ -199,6 +200,7 @@ def to_onnx(exported: Exported, out: Path) -> float:
             input_names=exported.names,
             output_names=exported.outputs,
             dynamo=True,
+            external_data=False,
             verbose=False,
         )
     session = runtime.InferenceSession(str(out), providers=["CPUExecutionProvider"])

@@ -127,7 +127,8 @@ class Arguments:
             else partial(make_extractor, make=extractor[0], kwargs=extractor[1]),
             "optimizer": _optimizer(wanted),
         }
-        wanted.pop("log_std_init", None)
+        if self.ALGO == "sac":
+            wanted.pop("log_std_init", None)  # has an effect with use_sde only
         if wanted:
             known = [*WITHOUT_EFFECT, "net_arch", "activation_fn", "log_std_init", "features_extractor_class"]
             name = next(iter(wanted))
@@ -140,7 +141,9 @@ class Arguments:
         self, policy: str, obs: ObsLayout, wanted: dict[str, Any]
     ) -> tuple[tuple[Any, dict[str, Any]] | None, bool]:
         """The class of the features extractor and its arguments, None for flatout's own, and whether it is shared."""
-        shared = wanted.pop("share_features_extractor", True)
+        shared = self.ALGO == "ppo"
+        if self.ALGO != "dqn":  # it has none
+            shared = wanted.pop("share_features_extractor", shared)
         kwargs = dict(wanted.pop("features_extractor_kwargs", None) or {})
         chosen = wanted.pop("features_extractor_class", None)
         has_images = any(spec.kind == "image" for spec in obs.specs)
@@ -148,6 +151,8 @@ class Arguments:
             layers = library("common.torch_layers")
             by_policy = {"CnnPolicy": layers.NatureCNN, "MultiInputPolicy": layers.CombinedExtractor}
             chosen = by_policy.get(policy, layers.FlattenExtractor)
+        if chosen is not None and shared and self.ALGO == "sac":
+            raise refuse("SAC's actor and critics cannot share a features extractor", "leave it out")
         return (None if chosen is None else (chosen, kwargs)), shared
 
 
@@ -416,7 +421,7 @@ def _activation(kind: Any) -> str | None:
 def _optimizer(wanted: dict[str, Any]) -> Any:
     """The user's own optimizer; None for Adam as it is."""
     kind, kwargs = wanted.pop("optimizer_class", torch.optim.Adam), wanted.pop("optimizer_kwargs", None) or {}
-    if kind is torch.optim.Adam and kwargs.keys() <= {"eps"}:
+    if kind is torch.optim.Adam and kwargs in ({}, {"eps": 1e-5}):
         return None
     return partial(kind, **kwargs)
 

@@ -55,9 +55,13 @@ def import_model(path: Path, *, trust: bool, env: str | None = None) -> Checkpoi
             weights = torch.load(
                 io.BytesIO(archive.read("policy.pth")), map_location="cpu", weights_only=True
             )
-    except (zipfile.BadZipFile, KeyError, ValueError, RuntimeError, pickle.UnpicklingError) as error:
+        return _checkpoint(dict(data), weights, env)
+    except FlatoutError:
+        raise
+    except pickle.UnpicklingError as error:
+        raise FlatoutError(f"{str(path)!r}: its policy.pth holds more than tensors") from error
+    except Exception as error:  # a file of any content
         raise FlatoutError(f"{str(path)!r} is no model of Stable-Baselines3: {one_line(error)}") from error
-    return _checkpoint(data, weights, env)
 
 
 def _checkpoint(data: Mapping[str, Any], weights: Mapping[str, Tensor], env: str | None) -> Checkpoint:

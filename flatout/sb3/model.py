@@ -6,8 +6,10 @@ Stable-Baselines3; the policy is the same during a rollout in both.
 
 from __future__ import annotations
 
+import copy
 import io
 import json
+import math
 import sys
 import time
 import warnings
@@ -27,11 +29,12 @@ from flatout.config.run_config import RunConfig, resolve
 from flatout.device.accelerator import resolve_device
 from flatout.device.machine import usable_cores
 from flatout.envs.spaces import Array, ObsLayout, space_from_json
-from flatout.errors import FlatoutError
+from flatout.errors import FlatoutError, one_line
 from flatout.runlog.recorder import Progress
 from flatout.sb3.arguments import Arguments, DQNArguments, PPOArguments, SACArguments, check_policy, refuse
 from flatout.sb3.envs import VecEnvAdapter, wrapped
 from flatout.sb3.library import library
+from flatout.timing import PhaseClock
 from flatout.training.checkpoint import Checkpoint
 from flatout.training.checkpoint import read as read_checkpoint
 from flatout.training.checkpoint import write as write_checkpoint
@@ -40,6 +43,17 @@ AGENT, ABOUT = "agent.flatout", "sb3.json"
 """Files in the zip that `save` writes."""
 NOT_SAVED = ("envs.", "ready.")
 """Tensors of a checkpoint that belong to its envs."""
+MAY_CHANGE = ("verbose", "tensorboard_log", "stats_window_size", "policy_kwargs", "device")
+"""Arguments that may be set after a model is made; others are compiled into it."""
+NOT_CALLED = (
+    "train",
+    "collect_rollouts",
+    "_setup_model",
+    "_setup_learn",
+    "_store_transition",
+    "_sample_action",
+)
+"""Methods of Stable-Baselines3's models that flatout does without."""
 CODE = "code"
 """Marks an argument that was a function or class, in the file."""
 
@@ -73,10 +87,16 @@ class Model:
 
     def _begin(self, policy: Any, given: Arguments, venv: Any | None) -> None:
         """Set the attributes that do not need the agent."""
+        for name in NOT_CALLED:
+            if hasattr(type(self), name):
+                raise refuse(
+                    f"{type(self).__name__}.{name}() would never be called",
+                    "write an algorithm of your own (docs/algorithms.md) or use a callback",
+                )
         vars(self).update(vars(given))
         self._given, self._policy_name = given, check_policy(policy)
         self.env: Any = venv
-        self.num_timesteps = self._n_stored = self._episode_num = 0
+        self.num_timesteps = self._n_stored = self._episode_num = self._n_updates = 0
         self.ep_info_buffer: deque[Any] | None = None
         self.ep_success_buffer: deque[Any] | None = None
         self._logger: Any = None
@@ -88,6 +108,21 @@ class Model:
         """A replay buffer that was loaded, until the learner takes it."""
         if venv is not None:
             self._check(venv)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if (
+            name in vars(self).get("_given", self).__dict__
+            and name not in MAY_CHANGE
+            and "_agent" in vars(self)
+        ):
+            raise refuse(
+                f"model.{name} cannot be changed after the model is made",
+                f"save it and give {name} to load(path, env, {name}=…)",
+            )
+        super().__setattr__(name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"flatout.sb3: {type(self).__name__} has no {name}; see docs/migrating.md")
 
     def _hold(self, agent: Agent, adapter: VecEnvAdapter | None) -> None:
         self._agent, self._adapter = agent, adapter
@@ -246,9 +281,21 @@ class Model:
         self._iteration += 1
         for name, value in progress.metrics.items():
             self.logger.record(name, value)
-        self.logger.record("train/n_updates", progress.updates, exclude="tensorboard")
+        self._n_updates = self._counted(progress.updates)
+        self.logger.record("train/n_updates", self._n_updates, exclude="tensorboard")
         if not self._logs_episodes and self._log_interval and self._iteration % self._log_interval == 0:
             self.dump_logs(self._iteration)
+
+    def _counted(self, n_updates: int) -> int:
+        """Updates as Stable-Baselines3 counts them: PPO's epochs, gradient steps of others."""
+        if self._logs_episodes:
+            return n_updates
+        given: Any = self._given
+        return math.ceil(n_updates * int(given.batch_size) / (int(given.n_steps) * self.n_envs))
+
+    @property
+    def _current_progress_remaining(self) -> float:
+        return 1.0 - self.num_timesteps / self._total_timesteps
 
     def dump_logs(self, iteration: int = 0) -> None:
         """Write the log."""
@@ -272,10 +319,20 @@ class Model:
         self, observation: Any, state: Any = None, episode_start: Any = None, deterministic: bool = False
     ) -> tuple[Any, Any]:
         """The action for an observation or a batch of them."""
-        if not isinstance(observation, dict):
-            observation = library("common.preprocessing").maybe_transpose(
-                np.asarray(observation), self.observation_space
+        if isinstance(observation, tuple):
+            raise refuse(
+                "predict() was given a tuple",
+                "obs, info = env.reset() for a gym.Env; obs = env.reset() for a VecEnv",
             )
+        transposed = library("common.preprocessing").maybe_transpose
+        parts = getattr(self.observation_space, "spaces", {})
+        if not isinstance(observation, dict):
+            observation = transposed(np.asarray(observation), self.observation_space)
+        else:
+            observation = {
+                key: transposed(np.asarray(array), parts[key]) if key in parts else array
+                for key, array in observation.items()
+            }
         return self._agent.predict(observation, state, episode_start, deterministic)
 
     def get_env(self) -> Any:
@@ -349,12 +406,33 @@ class Model:
 
     def set_parameters(self, load_path_or_dict: Any, exact_match: bool = True, device: Any = "auto") -> None:  # noqa: ARG002
         """Set the parameters, from `get_parameters` or from a file that `save` wrote."""
-        if isinstance(load_path_or_dict, dict):
-            tensors = load_path_or_dict["policy"]
-        else:
+        if not isinstance(load_path_or_dict, dict):
             checkpoint, _ = _read(load_path_or_dict)
             tensors = _model_tensors(checkpoint)
+        elif load_path_or_dict.keys() == {"policy"}:
+            tensors = load_path_or_dict["policy"]
+        else:
+            raise refuse(
+                f"set_parameters() was given {', '.join(load_path_or_dict) or 'nothing'}",
+                "give {'policy': …} as get_parameters() returns it",
+            )
         self.policy.load_state_dict(tensors, strict=exact_match)
+
+    def _begin_from_parameters(self) -> None:
+        """Let target networks have the parameters that were set, and the next learn() and save() begin with them."""
+        agent = self._agent
+        if agent._trainer is not None:
+            networks = getattr(agent._trainer.learner, "networks", None)
+            if networks is not None:
+                networks.soft_update(1.0)
+        elif agent._checkpoint is not None:
+            saved, config = agent._checkpoint, agent.config
+            model = copy.deepcopy(agent.policy.model)
+            how = {"n_envs": self.n_envs, "seed": config.seed, "clock": PhaseClock(), "precision": "fp32"}
+            state = config.descriptor.make_learner(model, config.algorithm, **how).state()
+            kept = {name: t for name, t in saved.tensors.items() if name.startswith("optimizer.")}
+            new = {name: t.detach().cpu() for name, t in state.items()} | kept
+            agent._checkpoint = Checkpoint(saved.tensors | new, saved.state, saved.replay)
 
     def save(self, path: Any, exclude: Any = None, include: Any = None) -> None:
         """Write the model to a zip that `load` reads; it holds no pickle."""
@@ -442,7 +520,19 @@ class Policy:
 
     def load_state_dict(self, tensors: Mapping[str, torch.Tensor], strict: bool = True) -> None:
         """Set parameters."""
-        self._module.load_state_dict(tensors, strict=strict)
+        known = self._module.state_dict()
+        if known.keys().isdisjoint(tensors):
+            raise refuse(
+                "none of these names is a parameter",
+                f"flatout's are {', '.join([name for name in known if name.startswith('pi_')][:3])}, …",
+            )
+        try:
+            self._module.load_state_dict(tensors, strict=strict)
+        except RuntimeError as error:
+            raise refuse(
+                f"the parameters do not fit the model ({one_line(error)})", "make it with the same network"
+            ) from error
+        self._model._begin_from_parameters()
 
     def parameters(self) -> Any:
         """The parameters' tensors."""
@@ -526,7 +616,12 @@ class ReplayBuffer:
 
     def size(self) -> int:
         """Transitions in it."""
-        return min(self._model._n_stored, int(self._model.buffer_size))  # type: ignore[attr-defined]
+        return min(self._model._n_stored, int(self._model.buffer_size))
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"flatout.sb3: model.replay_buffer has no {name}, only size(); see docs/migrating.md"
+        )
 
 
 class DQN(ReplayModel):

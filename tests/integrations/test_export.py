@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from safetensors.torch import load_file
 
 import flatout
 from flatout.envs.spaces import ActionLayout, ObsLayout
@@ -67,6 +68,7 @@ def test_the_exported_policy_differs_by_less_than_1e_5(form: str, case: str, tmp
     worst = export(a_policy(case), form, out)
     assert 0 <= worst < 1e-5
     assert out.stat().st_size > 500
+    assert len(list(tmp_path.iterdir())) == (2 if form == "numpy" else 1)  # nothing that could be left behind
 
 
 def test_onnx_takes_batches_of_any_size_and_acts_like_predict(tmp_path: Path) -> None:
@@ -96,6 +98,15 @@ print(Policy().predict(obs)[0].tolist())
     )
     action = json.loads(found.stdout)
     assert action == [1, 0]  # all that the mask allows
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_safetensors_hold_all_parameters(case: str, tmp_path: Path) -> None:
+    policy = a_policy(case)
+    export(policy, "safetensors", tmp_path / "policy.safetensors")
+    saved = load_file(tmp_path / "policy.safetensors")
+    assert saved.keys() == policy.model.state_dict().keys()
+    policy.model.load_state_dict(saved)
 
 
 def test_safetensors_come_with_a_description(tmp_path: Path) -> None:

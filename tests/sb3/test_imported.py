@@ -127,6 +127,33 @@ def test_a_hostile_zip_runs_nothing_without_trust(tmp_path: Path, capsys: pytest
     assert [file.name for file in tmp_path.iterdir()] == ["model.zip"]
 
 
+@pytest.mark.parametrize(
+    ("data", "weights"),
+    [
+        ({}, {"action_net.weight": torch.zeros(7, 64)}),
+        ({}, [1, 2]),
+        ({}, b""),
+        ({"observation_space": None}, {}),
+        ({"n_envs": "many"}, {}),
+        ({"policy_kwargs": [1]}, {}),
+        (3, {}),
+    ],
+)
+def test_a_zip_with_other_content_is_refused_in_one_line(data: Any, weights: Any, tmp_path: Path) -> None:
+    spaces = {"observation_space": gym.spaces.Box(-1, 1, (4,)), "action_space": gym.spaces.Discrete(2)}
+    pickled = {
+        name: {":serialized:": base64.b64encode(pickle.dumps(space)).decode()}
+        for name, space in spaces.items()
+    }
+    with zipfile.ZipFile(tmp_path / "model.zip", "w") as archive:
+        archive.writestr("data", json.dumps({"clip_range": 0.2} | pickled | data if data != 3 else data))
+        with archive.open("policy.pth", "w") as file:
+            file.write(weights) if isinstance(weights, bytes) else torch.save(weights, file)
+    with pytest.raises(FlatoutError, match="is no model of Stable-Baselines3") as caught:
+        import_model(tmp_path / "model.zip", trust=True)
+    assert "\n" not in str(caught.value)
+
+
 def test_what_is_no_model_is_refused_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "model.zip").write_text("hello")
     with pytest.raises(FlatoutError, match="is no model of Stable-Baselines3"):

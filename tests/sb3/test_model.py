@@ -11,6 +11,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
+import torch
 
 from flatout.errors import FlatoutError
 
@@ -20,6 +21,7 @@ sb3 = pytest.importorskip(
 
 from stable_baselines3.common.callbacks import BaseCallback  # noqa: E402
 from stable_baselines3.common.env_util import make_vec_env  # noqa: E402
+from stable_baselines3.common.torch_layers import FlattenExtractor  # noqa: E402
 
 from flatout.sb3 import DQN, PPO, SAC  # noqa: E402
 from flatout.sb3.arguments import DQNArguments, PPOArguments, SACArguments  # noqa: E402
@@ -123,6 +125,16 @@ def test_a_model_of_stable_baselines_is_not_loaded_by_mistake(tmp_path: Path) ->
         PPO.load(tmp_path / "theirs")
 
 
+EXTRACTOR = {"features_extractor_class": FlattenExtractor}
+
+
+class OwnTraining(PPO):
+    """Overrides what flatout does not call."""
+
+    def train(self) -> None:
+        raise AssertionError
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -135,6 +147,28 @@ def test_a_model_of_stable_baselines_is_not_loaded_by_mistake(tmp_path: Path) ->
             "netarch.*did you mean 'net_arch'",
         ),
         (lambda: SAC("MlpPolicy", "Pendulum-v1", action_noise=object()), "action_noise"),
+        (
+            lambda: SAC(
+                "MlpPolicy", "Pendulum-v1", policy_kwargs={"share_features_extractor": True} | EXTRACTOR
+            ),
+            "cannot share a features extractor",
+        ),
+        (
+            lambda: DQN("MlpPolicy", "CartPole-v1", policy_kwargs={"log_std_init": -2}),
+            "log_std_init has no counterpart",
+        ),
+        (lambda: OwnTraining("MlpPolicy", "CartPole-v1"), r"OwnTraining.train\(\) would never be called"),
+        (lambda: setattr(PPO("MlpPolicy", "CartPole-v1"), "gamma", 0.9), "model.gamma cannot be changed"),
+        (lambda: PPO("MlpPolicy", "CartPole-v1").predict((np.zeros(4), {})), r"obs, info = env.reset\(\)"),
+        (lambda: PPO("MlpPolicy", "CartPole-v1").set_parameters({}), "as get_parameters"),
+        (
+            lambda: PPO("MlpPolicy", "CartPole-v1").set_parameters({"policy": {"x": np.zeros(1)}}),
+            "none of these names is a parameter.*pi_body.0.weight",
+        ),
+        (
+            lambda: PPO("MlpPolicy", "CartPole-v1").policy.load_state_dict({"pi_out.bias": torch.zeros(2)}),
+            "do not fit the model",
+        ),
         (lambda: SAC("MlpPolicy", "Pendulum-v1", train_freq=(1, "episode")), "counts episodes"),
         (lambda: DQN("MlpPolicy", "CartPole-v1", tau=0.5), "target_update_interval=1"),
         (lambda: SAC("MlpPolicy", "CartPole-v1"), "SAC chooses continuous actions"),
@@ -157,3 +191,85 @@ def test_arguments_and_defaults_are_those_of_stable_baselines(name: str, ours: A
 
     theirs = list(inspect.signature(getattr(sb3, name).__init__).parameters.values())[3:]
     assert [(it.name, it.default) for it in theirs] == [(field.name, field.default) for field in fields(ours)]
+
+
+@pytest.mark.parametrize("name", ["rollout_buffer", "lr_schedule", "actor", "train"])
+def test_an_attribute_that_is_missing_says_where_to_read_about_it(name: str) -> None:
+    model = DQN("MlpPolicy", "CartPole-v1", buffer_size=100)
+    assert not hasattr(model, name)
+    with pytest.raises(AttributeError, match=f"DQN has no {name}; see docs/migrating.md"):
+        getattr(model, name)
+    with pytest.raises(AttributeError, match="replay_buffer has no sample, only size"):
+        model.replay_buffer.sample(4)
+
+
+class Screen(gym.Env[Any, Any]):
+    """An image with channels last, and a vector."""
+
+    observation_space = gym.spaces.Dict(
+        {"image": gym.spaces.Box(0, 255, (36, 40, 3), np.uint8), "x": gym.spaces.Box(-1, 1, (2,))}
+    )
+    action_space = gym.spaces.Discrete(3)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        return self.observation_space.sample(), {}
+
+    def step(self, action: Any) -> Any:
+        return self.observation_space.sample(), 1.0, False, False, {}
+
+
+def test_images_in_a_dict_are_taken_with_channels_first_and_last() -> None:
+    model = PPO("MultiInputPolicy", Screen(), n_steps=8, batch_size=8)
+    obs = Screen.observation_space.sample()
+    turned = obs | {"image": obs["image"].transpose(2, 0, 1)}
+    first, last = (model.predict(it, deterministic=True)[0] for it in (turned, obs))
+    assert first == last
+
+
+@pytest.mark.parametrize("name", ["PPO", "DQN"])
+@pytest.mark.parametrize("is_loaded", [True, False])
+def test_learning_and_saving_begin_with_the_parameters_that_were_set(
+    name: str, is_loaded: bool, tmp_path: Path
+) -> None:
+    arguments: dict[str, Any] = (
+        {"n_steps": 16} if name == "PPO" else {"learning_starts": 0, "buffer_size": 64}
+    )
+    kind = {"PPO": PPO, "DQN": DQN}[name]
+    model = kind("MlpPolicy", "CartPole-v1", learning_rate=1e-9, batch_size=16, seed=1, **arguments)
+    model.learn(16)
+    if is_loaded:
+        model.save(tmp_path / "first")
+        model = kind.load(tmp_path / "first", env="CartPole-v1")
+    wanted = {key: value + 1 for key, value in model.get_parameters()["policy"].items()}
+    model.set_parameters({"policy": wanted})
+    model.save(tmp_path / "second")
+    model.learn(16)
+    loaded = kind.load(tmp_path / "second", env="CartPole-v1")
+    loaded.learn(16)
+    for it in (model, loaded):
+        found = it.get_parameters()["policy"]["pi_body.0.weight"]
+        np.testing.assert_allclose(found, wanted["pi_body.0.weight"], atol=1e-4)
+        if name == "DQN":
+            learner: Any = it._agent.trainer().learner
+            networks = learner.networks
+            np.testing.assert_allclose(networks.target, networks._params.flat, atol=1e-4)
+
+
+def test_updates_are_counted_as_by_stable_baselines() -> None:
+    counts = []
+    for kind in (sb3.PPO, PPO):
+        model = kind("MlpPolicy", "CartPole-v1", n_steps=32, batch_size=8, n_epochs=3).learn(64)
+        counts.append((model._n_updates, model._current_progress_remaining))
+    assert counts[0][0] == counts[1][0] == 6
+
+
+def test_an_epsilon_of_adam_is_the_given_one() -> None:
+    model = PPO(
+        "MlpPolicy",
+        "CartPole-v1",
+        n_steps=8,
+        batch_size=8,
+        policy_kwargs={"optimizer_kwargs": {"eps": 1e-3}},
+    ).learn(8)
+    optimizer: Any = model._agent.trainer().learner.update.optimizer
+    assert optimizer._optimizer.param_groups[0]["eps"] == 1e-3
