@@ -155,6 +155,5 @@ def table_html(title: str, rows: Iterable[tuple[str, str]], after: str = "") -> 
 
 
 def _row(label: str, value: str) -> str:
-    left = 'style="text-align:left"'
-    label = escape(label).replace(" ", "&nbsp;")
-    return f"<tr><th {left}>{label}</th><td {left}>{escape(value.strip())}</td></tr>"
+    head, cell = 'style="text-align:left;white-space:nowrap"', 'style="text-align:left"'
+    return f"<tr><th {head}>{escape(label)}</th><td {cell}>{escape(value.strip())}</td></tr>"

@@ -186,7 +186,8 @@ def test_stop_ends_one_job_or_all(tmp_path: Path) -> None:
         ),
         ("[[job]]\nname='a'\nenv='CartPole-v1'\nconfig='no.json'", "config 'no.json': there is no such file"),
         ("[[job]]\nname='a'\nenv='CartPole-v1'\n" * 2, "two jobs are called 'a'"),
-        ("[[job]]\nname='a'\nenv='CartPole-v1'\noptimizer='x.py:Opt'", "pass --trust"),
+        ("[[job]]\nname='a'\nenv='CartPole-v1'\noptimizer='x.py:Opt'", "x.py:Opt' is not there"),
+        ("[[job]]\nname='a'\nenv='CartPole-v1'\noptimizer='os:system'", "pass --trust"),
     ],
 )
 def test_a_mistake_in_a_file_is_one_line_with_its_place(text: str, words: str, tmp_path: Path) -> None:

@@ -61,8 +61,8 @@ def test_texts_become_tables_and_paragraphs_without_markup_of_their_own() -> Non
     )
     assert html == (
         "<div><p>Finished: &lt;b&gt;</p><table>"
-        '<tr><th style="text-align:left">run</th><td style="text-align:left">CartPole &amp; co and more</td></tr>'
-        '<tr><th style="text-align:left">speed</th><td style="text-align:left">3</td></tr></table>'
+        '<tr><th style="text-align:left;white-space:nowrap">run</th><td style="text-align:left">CartPole &amp; co and more</td></tr>'
+        '<tr><th style="text-align:left;white-space:nowrap">speed</th><td style="text-align:left">3</td></tr></table>'
         "<p>1. slow<br>because<br>→ faster</p></div>"
     )
 
