@@ -20,7 +20,7 @@ def export(argv: Sequence[str]) -> int:
         "a run's folder, its name in --runs-dir, or a .flatout file",
     )
     parser.flag("--format", "onnx, safetensors, torch, numpy or all (all)", default=ALL, metavar="FORMAT")
-    parser.flag("--out", "file, or folder for all formats (RUN/export)", type=Path, metavar="PATH")
+    parser.flag("--out", "file, or folder for policy.* (RUN/export)", type=Path, metavar="PATH")
     parser.flag("--best", "export the best checkpoint, not the newest")
     parser.flag("--network", "where its own network is now, if elsewhere", metavar="FILE.py:NAME")
     add_trust(parser)
@@ -42,7 +42,8 @@ def export(argv: Sequence[str]) -> int:
     folder = path / "export" if path.is_dir() else path.with_suffix("")
     if args.format != ALL:
         suffix, _ = FORMATS[args.format]
-        out = args.out or folder / f"policy{suffix}"
+        is_file = args.out is not None and args.out.suffix and not args.out.is_dir()
+        out = args.out if is_file else (args.out or folder) / f"policy{suffix}"
         _tell(out, write(agent.policy, args.format, out))
         return 0
     folder, n_written = args.out or folder, 0

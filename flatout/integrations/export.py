@@ -228,7 +228,8 @@ def _silent(name: str) -> Iterator[None]:
 def to_numpy(exported: Exported, out: Path) -> float:
     """A .npz, and beside it a policy.py that acts with NumPy alone."""
     arrays: dict[str, Any] = _arrays(exported.policy)
-    np.savez(out, **arrays)
+    with out.open("wb") as file:  # of any name: given a path, NumPy adds .npz
+        np.savez(file, **arrays)
     shutil.copyfile(numpy_policy.__file__, out.with_suffix(".py"))
     policy = numpy_policy.Policy(out)
 

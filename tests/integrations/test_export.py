@@ -125,3 +125,13 @@ def test_a_masked_agent_exports_its_mask(tmp_path: Path) -> None:
     agent = flatout.PPO(OnlyTheMaskTells, n_envs=2, n_steps=8, batch_size=16)
     assert isinstance(agent.policy.obs.space, gym.spaces.Dict)
     assert export(agent.policy, "numpy", tmp_path / "policy.npz") < 1e-5
+
+
+@pytest.mark.parametrize(("out", "file"), [("folder", "folder/policy.npz"), ("a/b.bin", "a/b.bin")])
+def test_out_is_a_folder_or_a_file_of_any_name(out: str, file: str, tmp_path: Path) -> None:
+    flatout.PPO("CartPole-v1", n_envs=2, n_steps=8, batch_size=16).save(str(tmp_path / "agent.flatout"))
+    argv = [sys.executable, "-m", "flatout", "export", "agent.flatout", "--format", "numpy", "--out", out]
+    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / file).is_file()
+    assert (tmp_path / file).with_suffix(".py").is_file()
