@@ -70,12 +70,21 @@ class Running:
             self.is_settled = True
             self.demand = self._measured(number(progress.get("learner_busy")) or 0.0)
 
-    def _measured(self, learner_busy: float) -> Demand:
-        samples, demand = read_samples(self.run / "samples.jsonl"), self.predicted
-        load, memory = samples.run_cpu[-8:], samples.run_memory[-8:]
+    @property
+    def computes(self) -> bool:
+        """Whether it keeps its cores busy if nothing else runs there, as far as the model knows."""
+        return self.predicted.cores >= BUSY
+
+    def load(self) -> float:
+        """Cores that it has kept busy lately."""
+        load = read_samples(self.run / "samples.jsonl").run_cpu[-8:]
         load = load[np.isfinite(load)]
-        cores = float(load.mean()) / 100 if len(load) else demand.cores
-        if demand.cores >= BUSY:
+        return float(load.mean()) / 100 if len(load) else self.predicted.cores
+
+    def _measured(self, learner_busy: float) -> Demand:
+        demand, memory = self.predicted, read_samples(self.run / "samples.jsonl").run_memory[-8:]
+        cores = self.load()
+        if self.computes:
             cores = max(cores, demand.cores)  # it may be starved by others, not idle
         used = int(np.nanmax(memory, initial=demand.memory))
         device = learner_busy if self.device != "cpu" else 0.0
@@ -109,10 +118,10 @@ class Schedule:
             return False
         if self._fixed is not None:
             return True
-        if any(not it.is_settled and (it.predicted.cores < BUSY or it.device != "cpu") for it in running):
+        if any(not it.is_settled and (not it.computes or it.device != "cpu") for it in running):
             return False  # what is predicted of such runs is less certain: see first
         wanted = sum(it.demand.cores for it in running) + candidate.cores
-        waits = all(it.predicted.cores < BUSY for it in running) and candidate.cores < BUSY
+        waits = not any(it.computes for it in running) and candidate.cores < BUSY
         pays = waits and self._brought >= PAID and frozenset(it.name for it in running) == self._set
         if wanted > self.n_cores + SLACK and not pays:
             self.reason = f"{len(running)} keep {self.n_cores} cores busy"
@@ -169,10 +178,17 @@ class Schedule:
         added = [name for name in rates if name not in before]
         if self._fixed is not None or not before or len(added) != 1 or len(rates) != len(before) + 1:
             return
-        # What the new run would do alone is not known: as much as predicted, by how right that was for the others.
-        accuracy = median(rate / running[name].predicted.steps_per_second for name, rate in before.items())
-        alone = accuracy * running[added[0]].predicted.steps_per_second
-        total = sum(rates[name] / rate for name, rate in before.items()) + rates[added[0]] / max(alone, 1e-9)
+        new, kept = running[added[0]], sum(rates[name] / rate for name, rate in before.items())
+        if new.computes and new.device == "cpu":
+            # The time in which it has a core, and what an hour of a core brings now.
+            share = new.load() / new.predicted.cores * kept / len(before)
+        else:
+            # What it would do alone is not known: as much as predicted, by how right that was for the others.
+            accuracy = median(
+                rate / running[name].predicted.steps_per_second for name, rate in before.items()
+            )
+            share = rates[new.name] / max(accuracy * new.predicted.steps_per_second, 1e-9)
+        total = kept + share
         self._brought = total - len(before)
         if total < GAIN * len(before):
             self._limit = len(before)

@@ -100,6 +100,15 @@ def test_a_second_run_that_brings_nothing_is_the_last(rate: float, expected: boo
         assert "a second run brought" in schedule.reason
 
 
+def test_a_run_that_is_slower_than_predicted_still_counts(tmp_path: Path) -> None:
+    schedule = schedule_of(64)
+    first, second = (Running(name, tmp_path / name, COMPUTES) for name in "ab")
+    now = pass_time(schedule, [first], 1000.0, time.time())
+    second.predicted = replace(COMPUTES, steps_per_second=100_000.0)  # it does a hundredth of that
+    pass_time(schedule, [first, second], 1000.0, now)
+    assert schedule.admits([first], COMPUTES)
+
+
 @pytest.mark.parametrize(("rate", "expected"), [(900.0, True), (700.0, False)])
 def test_runs_that_wait_are_added_while_the_last_one_paid_though_cores_seem_full(
     rate: float, expected: bool, tmp_path: Path
