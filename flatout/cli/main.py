@@ -44,8 +44,24 @@ LOADING = {
     "doctor": "measuring",
     "tune": "tuning",
     "sweep": "searching for settings of",
+    "runs": "reading",
+    "compare": "comparing",
+    "report": "reading",
+    "trace": "reading",
+    "list": "listing",
+    "init": "writing",
+    "dashboard": "reading",
+    "monitor": "looking at",
+    "jobs": "jobs:",
 }
-"""What verbs that load torch say first."""
+"""What verbs that need a moment say first, about their first argument."""
+WITHOUT = {
+    "runs": "runs/",
+    "dashboard": "runs/",
+    "monitor": "this machine",
+    "list": "envs, algorithms, recipes and presets",
+}
+"""What it is about where there is no argument."""
 
 LATER = ("bench",)
 """Verbs of later versions."""
@@ -85,23 +101,18 @@ def _dispatch(argv: list[str]) -> int:
         raise FlatoutError(f"unknown command {verb!r}{did_you_mean(verb, VERBS)}")
     module, _ = VERBS[verb]
     if verb in LOADING:
-        _say_first(LOADING[verb], rest)
+        _say_first(LOADING[verb], rest, WITHOUT.get(verb))
     function = f"{verb}_" if iskeyword(verb) else verb
     exit_code: int = getattr(import_module(f"flatout.cli.{module}"), function)(rest)
     return exit_code
 
 
-def _say_first(word: str, argv: list[str]) -> None:
+def _say_first(word: str, argv: list[str], otherwise: str | None) -> None:
     """On a terminal, `starting CartPole-v1 …` before anything is loaded; elsewhere a refusal is one line."""
     silent = {"-h", "--help", "--quiet", "--json"}
-    if (
-        argv
-        and not argv[0].startswith("-")
-        and silent.isdisjoint(argv)
-        and sys.stderr.isatty()
-        and not is_rank()
-    ):
-        print(f"{word} {argv[0]} …", file=sys.stderr, flush=True)
+    what = argv[0] if argv and not argv[0].startswith("-") else otherwise
+    if what and silent.isdisjoint(argv) and sys.stderr.isatty() and not is_rank():
+        print(f"{word} {what} …", file=sys.stderr, flush=True)
 
 
 def help_text() -> str:

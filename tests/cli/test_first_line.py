@@ -18,6 +18,13 @@ COMMANDS = {
     "play saved.flatout": "loading saved.flatout …",
     "export saved.flatout": "loading saved.flatout …",
     "import sb3 model.zip": "importing from sb3 …",
+    "runs": "reading runs/ …",
+    "report last": "reading last …",
+    "compare a b": "comparing a …",
+    "jobs status": "jobs: status …",
+    "dashboard --no-browser": "reading runs/ …",
+    "monitor": "looking at this machine …",
+    "list": "listing envs, algorithms, recipes and presets …",
 }
 
 
