@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, strftime
 from typing import Any
 
 from flatout.algorithms.space import Choice, Number
@@ -273,7 +273,8 @@ def _write(
     command = f"flatout train --config {config}" if best is not None else ""
     page = SweepPage(
         name=plan.folder.name,
-        verdict=verdict,
+        # A process that is killed cannot write that it has ended.
+        verdict=verdict + (f" As of {strftime('%Y-%m-%d %H:%M')}." if status == "running" else ""),
         what=what,
         maximizes=plan.maximizes,
         trials=known,
