@@ -6,6 +6,6 @@ loggers and `evaluate_policy` stay Stable-Baselines3's own. An argument that has
 
 from __future__ import annotations
 
-from flatout.sb3.model import DQN, PPO, SAC
+from flatout.sb3.algorithms import DQN, PPO, SAC
 
 __all__ = ["DQN", "PPO", "SAC"]

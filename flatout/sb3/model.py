@@ -1,4 +1,4 @@
-"""PPO, DQN and SAC with the interface of Stable-Baselines3's models.
+"""A model with the interface of Stable-Baselines3's, whatever its algorithm.
 
 A model holds a VecEnv and a flatout agent that steps it in this process. Callbacks are called at every step, as in
 Stable-Baselines3; the policy is the same during a rollout in both.
@@ -7,7 +7,6 @@ Stable-Baselines3; the policy is the same during a rollout in both.
 from __future__ import annotations
 
 import copy
-import io
 import json
 import math
 import sys
@@ -29,18 +28,16 @@ from flatout.config.run_config import RunConfig, resolve
 from flatout.device.accelerator import resolve_device
 from flatout.device.machine import usable_cores
 from flatout.envs.spaces import Array, ObsLayout, space_from_json
-from flatout.errors import FlatoutError, one_line
+from flatout.errors import one_line
 from flatout.runlog.recorder import Progress
-from flatout.sb3.arguments import Arguments, DQNArguments, PPOArguments, SACArguments, check_policy, refuse
+from flatout.sb3.arguments import Arguments, check_policy, refuse
 from flatout.sb3.envs import VecEnvAdapter, wrapped
+from flatout.sb3.files import ABOUT, AGENT, from_json, place_of, read_model, to_json
 from flatout.sb3.library import library
 from flatout.timing import PhaseClock
 from flatout.training.checkpoint import Checkpoint
-from flatout.training.checkpoint import read as read_checkpoint
 from flatout.training.checkpoint import write as write_checkpoint
 
-AGENT, ABOUT = "agent.flatout", "sb3.json"
-"""Files in the zip that `save` writes."""
 NOT_SAVED = ("envs.", "ready.")
 """Tensors of a checkpoint that belong to its envs."""
 MAY_CHANGE = ("verbose", "tensorboard_log", "stats_window_size", "policy_kwargs", "device")
@@ -54,8 +51,6 @@ NOT_CALLED = (
     "_sample_action",
 )
 """Methods of Stable-Baselines3's models that flatout does without."""
-CODE = "code"
-"""Marks an argument that was a function or class, in the file."""
 
 
 class Model:
@@ -407,7 +402,7 @@ class Model:
     def set_parameters(self, load_path_or_dict: Any, exact_match: bool = True, device: Any = "auto") -> None:  # noqa: ARG002
         """Set the parameters, from `get_parameters` or from a file that `save` wrote."""
         if not isinstance(load_path_or_dict, dict):
-            checkpoint, _ = _read(load_path_or_dict)
+            checkpoint, _ = read_model(load_path_or_dict)
             tensors = _model_tensors(checkpoint)
         elif load_path_or_dict.keys() == {"policy"}:
             tensors = load_path_or_dict["policy"]
@@ -441,12 +436,12 @@ class Model:
         about = {
             "algorithm": self.ARGUMENTS.ALGO,
             "policy": self._policy_name,
-            "arguments": {name: _saved(value) for name, value in vars(self._given).items()},
+            "arguments": {name: to_json(value) for name, value in vars(self._given).items()},
             "n_envs": self.n_envs,
             "num_timesteps": self.num_timesteps,
             "episodes": [[float(it[key]) for key in "rlt"] for it in self.ep_info_buffer or ()],
         }
-        place = _place(path, ".zip", reading=False)
+        place = place_of(path, ".zip", reading=False)
         with TemporaryDirectory() as folder, zipfile.ZipFile(place, "w") as archive:
             write_checkpoint(Path(folder, AGENT), self._checkpoint())
             archive.write(Path(folder, AGENT), AGENT)
@@ -475,12 +470,12 @@ class Model:
         """A model from a file that `save` wrote; `custom_objects` and keywords replace its arguments."""
         if print_system_info:
             library("common.utils").get_system_info()
-        checkpoint, about = _read(path)
+        checkpoint, about = read_model(path)
         if about["algorithm"] != cls.ARGUMENTS.ALGO:
             raise refuse(
                 f"this is a model of {about['algorithm'].upper()}", f"use {about['algorithm'].upper()}.load"
             )
-        arguments = {name: _loaded(name, value) for name, value in about["arguments"].items()}
+        arguments = {name: from_json(name, value) for name, value in about["arguments"].items()}
         arguments |= {"device": device} | dict(custom_objects or {}) | keywords
         self = cls.__new__(cls)
         venv = None if env is None else wrapped(env, int(arguments["verbose"]))
@@ -561,86 +556,6 @@ class Locals(dict[str, Any]):
         raise KeyError(f"{key}: flatout's callbacks have no such local variable; there are {', '.join(self)}")
 
 
-class PPO(Model):
-    """Stable-Baselines3's PPO, trained by flatout."""
-
-    ARGUMENTS = PPOArguments
-    LOG_INTERVAL = 1
-
-
-class ReplayModel(Model):
-    """A model with a replay buffer."""
-
-    LOG_INTERVAL = 4
-
-    @property
-    def replay_buffer(self) -> ReplayBuffer:
-        """Its size."""
-        return ReplayBuffer(self)
-
-    def save_replay_buffer(self, path: Any) -> None:
-        """Write the replay buffer, as arrays in NumPy's format, whatever the file's suffix says."""
-        learner: Any = self._agent.trainer().learner
-        arrays = learner.experience.arrays() | {"starts": np.array([learner._starts])}
-        place = _place(path, ".pkl", reading=False)
-        with place if isinstance(place, io.IOBase) else place.open("wb") as file:
-            np.savez(file, n_stored=np.array([self._n_stored]), **arrays)
-
-    def load_replay_buffer(self, path: Any, truncate_last_traj: bool = True) -> None:  # noqa: ARG002
-        """Read what `save_replay_buffer` wrote, into a model that has not learned since it was made or loaded."""
-        try:
-            with np.load(_place(path, ".pkl", reading=True), allow_pickle=False) as saved:
-                arrays = dict(saved)
-        except ValueError as error:
-            if isinstance(error, FlatoutError):
-                raise
-            raise refuse(
-                f"{str(path)!r} was not written by flatout's save_replay_buffer", "collect anew"
-            ) from error
-        self._n_stored = int(arrays.pop("n_stored")[0])
-        agent = self._agent
-        if agent._trainer is not None:
-            learner: Any = agent._trainer.learner
-            learner.restore_replay(arrays, agent._trainer.state.env_steps)
-        elif agent._checkpoint is None:
-            agent.trainer().learner.restore_replay(arrays, 0)
-        else:
-            self._replay = arrays
-
-
-class ReplayBuffer:
-    """`model.replay_buffer`."""
-
-    def __init__(self, model: ReplayModel) -> None:
-        self._model = model
-
-    def size(self) -> int:
-        """Transitions in it."""
-        return min(self._model._n_stored, int(self._model.buffer_size))
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(
-            f"flatout.sb3: model.replay_buffer has no {name}, only size(); see docs/migrating.md"
-        )
-
-
-class DQN(ReplayModel):
-    """Stable-Baselines3's DQN, trained by flatout."""
-
-    ARGUMENTS = DQNArguments
-
-    @property
-    def exploration_rate(self) -> float:
-        """The probability of a random action now."""
-        return float(self._agent.policy.model.get_buffer("head.epsilon"))
-
-
-class SAC(ReplayModel):
-    """Stable-Baselines3's SAC, trained by flatout."""
-
-    ARGUMENTS = SACArguments
-
-
 def _as_callback(callback: Any, progress_bar: bool) -> Any:
     callbacks = library("common.callbacks")
     if isinstance(callback, list):
@@ -648,79 +563,6 @@ def _as_callback(callback: Any, progress_bar: bool) -> Any:
     if not isinstance(callback, callbacks.BaseCallback):
         callback = callbacks.ConvertCallback(callback)
     return callbacks.CallbackList([callback, callbacks.ProgressBarCallback()]) if progress_bar else callback
-
-
-def _saved(value: Any) -> Any:
-    """An argument as JSON; functions and classes only by name."""
-    if isinstance(value, dict):
-        return {key: _saved(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_saved(item) for item in value]
-    if value is None or isinstance(value, str | int | float):
-        return value
-    if isinstance(value, np.generic):
-        return value.item()
-    if isinstance(value, torch.device):
-        return str(value)
-    named = value if hasattr(value, "__qualname__") else type(value)
-    return {CODE: f"{named.__module__}:{named.__qualname__}"}
-
-
-def _loaded(name: str, value: Any) -> Any:
-    """An argument from JSON. Classes are looked up in modules that are imported already: nothing is imported for a file."""
-    if isinstance(value, dict) and value.keys() == {CODE}:
-        module, _, qualname = value[CODE].partition(":")
-        found = getattr(sys.modules.get(module), qualname, None)
-        if isinstance(found, type) and issubclass(found, torch.nn.Module | torch.optim.Optimizer):
-            return found
-        return Missing(name, value[CODE])
-    if isinstance(value, dict):
-        return {key: _loaded(name, item) for key, item in value.items()}
-    return value
-
-
-class Missing:
-    """A function or class that was an argument of a saved model and is not known here."""
-
-    def __init__(self, name: str, code: str) -> None:
-        self._name, self._code, self._is_first = name, code, True
-
-    def __call__(self, *_: Any, **__: Any) -> Any:
-        if self._is_first and self._name in ("learning_rate", "clip_range"):
-            self._is_first = False  # acting needs no schedule
-            return 1.0
-        raise refuse(
-            f"{self._name} of this model was '{self._code}', which is not here",
-            f"give it again: load(…, custom_objects={{'{self._name}': …}})",
-        )
-
-
-def _place(path: Any, suffix: str, *, reading: bool) -> Any:
-    """The path with its suffix, as Stable-Baselines3 would add it; a file that is open already as it is."""
-    if isinstance(path, io.IOBase):
-        return path
-    path = Path(path)
-    path = path if path.suffix or (reading and path.exists()) else path.with_name(path.name + suffix)
-    if not reading:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    elif not path.is_file():
-        raise FlatoutError(f"there is no file {str(path)!r}")
-    return path
-
-
-def _read(path: Any) -> tuple[Checkpoint, dict[str, Any]]:
-    """The checkpoint in a file that `save` wrote, and the arguments."""
-    try:
-        with TemporaryDirectory() as folder, zipfile.ZipFile(_place(path, ".zip", reading=True)) as archive:
-            if ABOUT not in archive.namelist():
-                raise refuse(
-                    f"{str(path)!r} was not written by flatout.sb3",
-                    f"flatout import sb3 {path} --trust reads a model of Stable-Baselines3",
-                )
-            archive.extract(AGENT, folder)
-            return read_checkpoint(Path(folder, AGENT)), json.loads(archive.read(ABOUT))
-    except zipfile.BadZipFile as error:
-        raise refuse(f"{str(path)!r} is no zip", "give a file that save() wrote") from error
 
 
 def _model_tensors(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
