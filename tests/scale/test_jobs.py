@@ -138,11 +138,16 @@ def test_ctrl_c_stops_all_and_the_next_start_goes_on(tmp_path: Path) -> None:
     queue = subprocess.Popen(command("jobs", "jobs.toml", "--at-once", "2", "--quiet"), cwd=tmp_path)
     runs = tmp_path / "runs"
     wait_until(lambda: sum((runs / name / "progress.json").exists() for name in "abc") == 2, queue)
+    begun = [read_json(path)["process"].get("pid") for path in (runs / ".jobs").glob("?.json")]
+    for pid in filter(None, begun):
+        os.kill(pid, signal.SIGSTOP)  # they wait, so that they have not finished when all are stopped
     second = flatout("jobs", cwd=tmp_path)
     assert second.returncode == 2
     assert f"are run by process {queue.pid}; 'flatout jobs add' adds to them" in second.stderr
     added = flatout("jobs", "add", "CartPole-v1", *TINY, "--timesteps", "2048", "--name", "d", cwd=tmp_path)
     assert "1 job added" in added.stdout, added.stderr
+    for pid in filter(None, begun):
+        os.kill(pid, signal.SIGCONT)
     queue.send_signal(signal.SIGINT)
     assert queue.wait(100) == 130
     assert set(states(tmp_path).values()) <= {"stopped", "waiting", "finished"}
