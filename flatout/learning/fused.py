@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from flatout.device.blas import IS_FAST, product
+from flatout.device.blas import product
 from flatout.device.jit import compiled
 from flatout.envs.spaces import Array
 from flatout.learning.update import BETA1, BETA2, EPSILON, Batch, Ranks, Update
@@ -28,8 +28,6 @@ ACTIVATIONS = ("relu", "tanh")
 """Activations whose derivative follows from their output."""
 NARROW = 16
 """Inputs or outputs of a layer up to which a loop is faster than a matrix product of a small batch."""
-LOOPS_WIDTH = 128
-"""Widest layer for which the fused backend is the fastest where matrix products are plain loops."""
 NO_MASK = np.zeros((0, 1), np.bool_)
 
 _KEEP1, _KEEP2 = np.float32(1 - BETA1), np.float32(1 - BETA2)
@@ -167,13 +165,7 @@ class FusedBackend(ABC, Generic[Batch]):
 def is_plain(model: PolicyNet, device: torch.device) -> bool:
     """Whether all that this network learns is in plain layers after one another, on the CPU."""
     plain = model.is_plain and not model.layer_norm and model.activation in ACTIVATIONS
-    wide = not IS_FAST and max(max(parameter.shape) for parameter in model.parameters()) > LOOPS_WIDTH
-    return (
-        plain
-        and not wide
-        and device.type == "cpu"
-        and not any(spec.kind == "image" for spec in model.obs.specs)
-    )
+    return plain and device.type == "cpu" and not any(spec.kind == "image" for spec in model.obs.specs)
 
 
 def layers_in(

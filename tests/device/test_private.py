@@ -74,7 +74,6 @@ def _trained(folder: Path | None, words: str) -> str:
         ("PPO", PPO | {"compile": "off"}, ["torch._foreach_copy_", "torch._foreach_zero_"], "eager", 0),
         ("PPO", PPO | {"compile": "off"}, ["torch._fused_adam_"], "eager", 1e-5),
         ("PPO", PPO, ["sgemm_"], "fused", 1e-5),
-        ("PPO", PPO | {"network_arch": [256]}, ["sgemm_"], "eager", 1e-5),
         ("DQN", DQN, ["torch._foreach_copy_", *CACHING], "fused", 0),
     ],
 )
