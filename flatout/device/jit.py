@@ -22,15 +22,17 @@ IndexDataCacheFile: Any = find("numba.core.caching.IndexDataCacheFile") or objec
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def compiled(function: Function, *, nogil: bool = True, contract: bool = False) -> Function:
+def compiled(
+    function: Function, *, nogil: bool = True, contract: bool = False, reorder: bool = False
+) -> Function:
     """The function, compiled at its first call.
 
     Floating-point operations keep the order in which they are written; `contract` lets a multiply and an add become
-    one instruction. `nogil=False` keeps Python's lock: for functions that take less time than getting the lock back.
+    one instruction, `reorder` sums change their order, too, so that they use wide registers. `nogil=False` keeps Python's lock: for functions that take less time than getting the lock back.
     """
     options: dict[str, Any] = {"error_model": "numpy", "nogil": nogil}
-    if contract:
-        options["fastmath"] = {"contract"}
+    if contract or reorder:
+        options["fastmath"] = {"contract", "reassoc"} if reorder else {"contract"}
     dispatcher = njit(**options)(function)
     with suppress(
         Exception

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Generic
 
 import numpy as np
@@ -27,7 +28,7 @@ from flatout.models.policy import OBS_CLIP, Obs, PolicyNet
 ACTIVATIONS = ("relu", "tanh")
 """Activations whose derivative follows from their output."""
 NARROW = 16
-"""Inputs or outputs of a layer up to which a loop is faster than a matrix product of a small batch."""
+"""Outputs of the last layer up to which a loop goes back through it faster than matrix products of a small batch."""
 NO_MASK = np.zeros((0, 1), np.bool_)
 
 _KEEP1, _KEEP2 = np.float32(1 - BETA1), np.float32(1 - BETA2)
@@ -40,10 +41,10 @@ State = tuple[Array, ...]
 """What `adam` changes, and the gradient and metrics that it reads."""
 
 
-Net = tuple[Array, Array, bool, bool, bool, bool, Array]
+Net = tuple[Array, Array, bool, bool, bool]
 """The parameters, and in a row per layer its inputs, its outputs and where its weight and bias begin among them, then
 where their gradients begin; whether weights are stored as (inputs, outputs) instead of (outputs, inputs); whether the
-activation is ReLU; whether there are few inputs, and few outputs; a buffer for the first weight's transpose."""
+activation is ReLU; whether the last layer has few outputs."""
 
 
 class FusedMLP:
@@ -65,7 +66,7 @@ class FusedMLP:
     ) -> None:
         """`n_back`: how many of the samples, the first ones, go through `backward`; None: all.
 
-        `narrow`: inputs or outputs of a layer up to which a loop takes the place of a matrix product. `flipped`: weights
+        `narrow`: outputs of the last layer up to which a loop takes the place of matrix products. `flipped`: weights
         and their gradients are (inputs, outputs) instead of (outputs, inputs).
         """
         sizes = [weight.shape if flipped else weight.shape[::-1] for weight, _ in layers]
@@ -74,9 +75,8 @@ class FusedMLP:
             for both in zip(layers, grads or layers, strict=True)
         ]
         places = np.array([[*size, *begin] for size, begin in zip(sizes, begins, strict=True)])
-        few = sizes[0][0] <= narrow, len(sizes) > 1 and sizes[-1][1] <= (1 if flipped else narrow)
-        buffer = np.zeros(sizes[0][0] * sizes[0][1], np.float32)
-        self.net: Net = (_whole(layers), places, flipped, activation == "relu", *few, buffer)
+        is_narrow = len(sizes) > 1 and sizes[-1][1] <= (1 if flipped else narrow)
+        self.net: Net = (_whole(layers), places, flipped, activation == "relu", is_narrow)
         self.outputs, self.out = _buffers(n, sizes)
         """Those of all layers one after another, and the last ones."""
         if not grads:
@@ -192,16 +192,14 @@ def _buffers(n: int, sizes: Sequence[Sequence[int]]) -> tuple[Array, Array]:
 @compiled
 def forward(x: Array, net: Net, outputs: Array) -> None:
     """Every layer's outputs. Matrices are in flat arrays here, so that there is one compiled function for all layers."""
-    params, places, flipped, is_relu, few_inputs, _, buffer = net
+    params, places, flipped, is_relu, _ = net
     n, begin, before = len(x) // places[0, 0], 0, x
     for k in range(len(places)):
         n_inputs, n_outputs = places[k, 0], places[k, 1]
         weight, bias = params[places[k, 2] :], params[places[k, 3] :]
         out = outputs[begin : begin + n * n_outputs]
-        if k == 0 and few_inputs:
-            if not flipped:
-                _transpose(weight, n_outputs, n_inputs, buffer)
-            _affine(before, buffer if not flipped else weight, n_inputs, n_outputs, out)
+        if n_outputs == 1:
+            _dot(before, weight[:n_inputs], out)
         else:
             product(n, n_outputs, n_inputs, before, False, weight, not flipped, out)
         _activate(out, bias, n_outputs, k < len(places) - 1, is_relu)
@@ -212,7 +210,7 @@ def forward(x: Array, net: Net, outputs: Array) -> None:
 @compiled
 def backward(x: Array, net: Net, outputs: Array, grads: Array, param_grads: Array) -> None:
     """Gradients of all parameters, from the one w.r.t. the last outputs; those w.r.t. hidden ones are before activation."""
-    params, places, flipped, is_relu, few_inputs, few_outputs, buffer = net
+    params, places, flipped, is_relu, few_outputs = net
     last, total = len(places) - 1, 0
     for k in range(len(places)):
         total += places[k, 1]
@@ -230,10 +228,6 @@ def backward(x: Array, net: Net, outputs: Array, grads: Array, param_grads: Arra
             grad_before = grads[n * total : n * (total + n_inputs)]
         if k == last and few_outputs:
             _backward_few_outputs(grad, before, weight, n_outputs, weight_out, grad_before)
-        elif k == 0 and few_inputs:
-            _backward_few_inputs(before, grad, n_inputs, n_outputs, n, buffer if not flipped else weight_out)
-            if not flipped:
-                _transpose(buffer, n_inputs, n_outputs, weight_out)
         else:
             if flipped:
                 product(n_inputs, n_outputs, n, before, True, grad, False, weight_out)
@@ -247,24 +241,15 @@ def backward(x: Array, net: Net, outputs: Array, grads: Array, param_grads: Arra
         grad = grad_before
 
 
-@compiled
-def _transpose(x: Array, n_rows: int, n_columns: int, out: Array) -> None:
-    for i in range(n_rows):
-        for j in range(n_columns):
-            out[j * n_rows + i] = x[i * n_columns + j]
-
-
-@compiled
-def _affine(x: Array, weight: Array, n_inputs: int, n_outputs: int, out: Array) -> None:
-    """out = x W for a layer of few inputs, W being (inputs, outputs)."""
-    for b in range(len(x) // n_inputs):
-        row = out[b * n_outputs : (b + 1) * n_outputs]
-        for j in range(n_outputs):
-            row[j] = _ZERO
-        for k in range(n_inputs):
-            size, side = x[b * n_inputs + k], weight[k * n_outputs : (k + 1) * n_outputs]
-            for j in range(n_outputs):
-                row[j] += size * side[j]
+@partial(compiled, reorder=True)
+def _dot(x: Array, weight: Array, out: Array) -> None:
+    """A layer of a single output."""
+    n = len(weight)
+    for b in range(len(out)):
+        row, total = x[b * n : (b + 1) * n], _ZERO
+        for k in range(n):
+            total += row[k] * weight[k]
+        out[b] = total
 
 
 @compiled
@@ -327,19 +312,6 @@ def _backward_few_outputs(
             for j in range(width):
                 side_out[j] += size * seen[j]
                 row[j] += size * side[j]
-
-
-@compiled
-def _backward_few_inputs(x: Array, grad: Array, n_inputs: int, n_outputs: int, n: int, out: Array) -> None:
-    """The gradient of a first layer's weight, (inputs, outputs), where there are few inputs."""
-    for i in range(n_inputs * n_outputs):
-        out[i] = _ZERO
-    for b in range(n):
-        row = grad[b * n_outputs : (b + 1) * n_outputs]
-        for k in range(n_inputs):
-            size, side = x[b * n_inputs + k], out[k * n_outputs : (k + 1) * n_outputs]
-            for j in range(n_outputs):
-                side[j] += size * row[j]
 
 
 @compiled

@@ -44,7 +44,7 @@ _LOG_2 = np.float32(math.log(2))
 _ZERO, _HALF, _ONE, _TWO = np.float32(0), np.float32(0.5), np.float32(1), np.float32(2)
 
 NARROW = 4
-"""Inputs or outputs of a layer up to which a loop is faster than a matrix product."""
+"""Outputs of the actor up to which a loop goes back through its last layer faster than matrix products."""
 SPINS = 2000
 """Tries to meet the other thread before this one sleeps, some 20 µs: it is seldom later than that, and waking up takes longer."""
 DRAWN_AT_ONCE = 8
@@ -438,10 +438,8 @@ def _critics(
     own, target = list(networks.online.critics.parameters()), networks.views(networks.target)
     places = {id(p): view for p, view in zip(params.tensors, params.views(gradient), strict=True)}
     grads = [places[id(p)] for p in own]
-    critics = [
-        FusedMLP(_critic(own, i), 2 * n, "relu", _critic(grads, i), n, NARROW, flipped=True) for i in (0, 1)
-    ]
-    targets = [FusedMLP(_critic(target, i), n, "relu", narrow=NARROW, flipped=True) for i in (0, 1)]
+    critics = [FusedMLP(_critic(own, i), 2 * n, "relu", _critic(grads, i), n, flipped=True) for i in (0, 1)]
+    targets = [FusedMLP(_critic(target, i), n, "relu", flipped=True) for i in (0, 1)]
     return critics, targets
 
 
