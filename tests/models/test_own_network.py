@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +21,7 @@ from flatout.envs.spaces import ActionLayout, ObsLayout
 from flatout.errors import FlatoutError
 from flatout.models.config import NetworkConfig
 from flatout.models.policy import ActorCritic, QNetwork, build
+from tests import command
 from tests.known import Match
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "attention.py"
@@ -238,8 +237,7 @@ def test_a_class_in_a_function_is_trained_saved_and_asked_for_back(tmp_path: Pat
 
 
 def run(*words: str, cwd: Path, code: int = 0) -> str:
-    command = [sys.executable, "-m", "flatout", *words]
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=300, check=False)
+    done = command.flatout(*words, cwd=cwd)
     assert done.returncode == code, done.stderr
     return done.stdout + done.stderr
 
