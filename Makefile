@@ -47,11 +47,11 @@ card: install
 	@$(BIN)/python -c "from simcard import build; build.library()"
 
 test: check browser card
-	@$(BIN)/pytest -n 2 -m "not slow"
+	@$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow"
 
 # Before a release: whole runs with ranks that die, clusters, searches and other tests of 20 s and more, too.
 test-all: check browser card
-	@$(BIN)/pytest -n 2
+	@$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # For a machine with a card: the tests that need one, two minutes of benchmark, and a text to paste into an issue.
 test-gpu: install
