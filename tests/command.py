@@ -12,6 +12,7 @@ import gc
 import json
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import tempfile
@@ -35,16 +36,13 @@ def flatout(*argv: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     global _helper
     if _helper is None or _helper.poll() is not None:
         _helper = _start()
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        files = [f"/proc/{os.getpid()}/fd/{file.fileno()}" for file in (out, err)]
-        question = {"argv": argv, "cwd": str(cwd), "env": dict(os.environ), "files": files}
+    with tempfile.NamedTemporaryFile("r") as out, tempfile.NamedTemporaryFile("r") as err:
+        files = [out.name, err.name]
         try:
-            code = _ask(_helper, question)
-        except BaseException:  # a timeout: the answer would be taken for the next one's
-            _helper.kill()
+            code = _ask(_helper, {"argv": argv, "cwd": str(cwd), "env": dict(os.environ), "files": files})
+        except BaseException:  # a timeout: the command must end, and its answer is not the next one's
+            _end(_helper)
             raise
-        out.seek(0)
-        err.seek(0)
         return subprocess.CompletedProcess(command(*argv), code, out.read(), err.read())
 
 
@@ -58,18 +56,25 @@ def _ask(helper: subprocess.Popen[str], question: dict[str, Any]) -> int:
 
 def _start() -> subprocess.Popen[str]:
     words = [sys.executable, "-m", "tests.command"]
-    helper = subprocess.Popen(words, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    atexit.register(helper.kill)
+    pipe = subprocess.PIPE
+    helper = subprocess.Popen(words, cwd=ROOT, stdin=pipe, stdout=pipe, text=True, start_new_session=True)
+    atexit.register(_end, helper)
     return helper
+
+
+def _end(helper: subprocess.Popen[str]) -> None:
+    """End the helper and what it has forked."""
+    if helper.poll() is None:
+        os.killpg(helper.pid, signal.SIGKILL)
+        helper.wait()
 
 
 def _become(argv: list[str], cwd: str, env: dict[str, str], files: list[str]) -> None:
     """In a fork of the helper: be the process that `python -m flatout` would have been."""
     for number, file in enumerate([os.devnull, *files]):
         os.dup2(os.open(file, os.O_RDWR), number)
-    waits = os.environ["OMP_WAIT_POLICY"]  # from the import of flatout
     os.environ.clear()
-    os.environ.update({"OMP_WAIT_POLICY": waits} | env)
+    os.environ.update(env)
     os.chdir(cwd)
     sys.path[0] = cwd
     tempfile.tempdir = None
