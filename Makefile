@@ -2,6 +2,8 @@
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
+# A file's tests run in one process, one after the other: what they share is made once.
+PYTEST := $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .PHONY: install train test test-all test-gpu check browser card format walk pictures wheel site chaos bench clean
@@ -47,11 +49,11 @@ card: install
 	@$(BIN)/python -c "from simcard import build; build.library()"
 
 test: check browser card
-	@$(BIN)/pytest -n 2 -m "not slow"
+	@$(PYTEST) -m "not slow"
 
 # Before a release: whole runs with ranks that die, clusters, searches and other tests of 20 s and more, too.
 test-all: check browser card
-	@$(BIN)/pytest -n 2
+	@$(PYTEST)
 
 # For a machine with a card: the tests that need one, two minutes of benchmark, and a text to paste into an issue.
 test-gpu: install

@@ -12,7 +12,12 @@ import pytest
 
 from .card_process import IN_CHILD, run_in_child
 
-os.environ["FLATOUT_CACHE"] = tempfile.mkdtemp(prefix="flatout-tests-")
+if "PYTEST_XDIST_WORKER" not in os.environ and IN_CHILD not in os.environ:  # one folder for all processes
+    os.environ["FLATOUT_CACHE"] = tempfile.mkdtemp(prefix="flatout-tests-")
+# As flatout does, if it is imported before torch; otherwise the threads of all the tests' processes would spin.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# Hundreds of processes would each compile what they import.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # A shell's background job has SIGINT ignored, one under nohup SIGHUP, and the children of the tests would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

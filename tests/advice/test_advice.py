@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from flatout.config.run_config import resolve
 from flatout.errors import FlatoutError
 from flatout.perf.costs import Costs, Network, Settings, UpdateCost
 from flatout.perf.decide import describe
+from tests import command
 from tests.executors.slow import Counter, Script
 
 SMALL: dict[str, Any] = {
@@ -82,9 +81,8 @@ def test_what_if_predicts_other_machines() -> None:
 
 def test_the_command_line_prints_json(tmp_path: Path) -> None:
     argv = "doctor CartPole-v1 --preset auto --n-envs 4 --n-steps 32 --batch-size 64 --json".split()
-    done = subprocess.run(
-        [sys.executable, "-m", "flatout", *argv], cwd=tmp_path, capture_output=True, text=True, check=True
-    )
+    done = command.flatout(*argv, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["steps_per_second"] > 0
     assert 0 < found["learner_busy"] <= 1

@@ -20,6 +20,7 @@ from flatout.algorithms.base import LearnerSpec
 from flatout.config.run_config import RunConfig, resolve
 from flatout.envs.spaces import ActionLayout, ObsLayout
 from flatout.errors import FlatoutError
+from tests import command
 
 FILE = Path(__file__).with_name("a2c_example.py")
 A2C = f"{FILE}:A2C"
@@ -27,8 +28,7 @@ A2C = f"{FILE}:A2C"
 
 def run(*words: str, cwd: Path) -> str:
     """What a `flatout` command prints; it must succeed."""
-    command = [sys.executable, "-m", "flatout", *words]
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=300, check=False)
+    done = command.flatout(*words, cwd=cwd)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +29,13 @@ pytestmark = pytest.mark.card
 CLOSE = 1e-5
 NORMALIZED = {"normalize_obs": True, "normalize_reward": True}
 SNAKE = {"executor": "auto"}
+
+
+@pytest.fixture(autouse=True)
+def _garbage_is_collected_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A collection for each failed allocation, of all that torch has loaded, would take longer than the runs."""
+    gc.collect()
+    monkeypatch.setattr(gc, "collect", lambda: 0)
 
 
 class Runs:

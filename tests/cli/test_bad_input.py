@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.command import flatout
 
 ENVS = '''
 import gymnasium as gym
@@ -58,10 +59,6 @@ class Raises(Base):
     def step(self, action):
         raise ZeroDivisionError("boom")
 '''
-
-
-def flatout(*argv: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "flatout", *argv], cwd=cwd, capture_output=True, text=True)
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from selenium import webdriver
 from selenium.webdriver.common.by import By
 
 from tests.cli.test_monitor import training, wait_until
-from tests.cli.test_runs import command, flatout
+from tests.command import command, flatout
 from tests.runlog.lane_examples import CONFIG, SUMMARY, write_killed_run, write_run
 from tests.views.test_browser import browser, console
 

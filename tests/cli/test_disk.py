@@ -19,7 +19,8 @@ from pathlib import Path
 import pytest
 
 from flatout import PPO
-from tests.cli.test_runs import TINY, command, flatout, start_and_wait, summary_of
+from tests.cli.test_runs import TINY, start_and_wait, summary_of
+from tests.command import command, flatout
 
 RUN = ["train", "CartPole-v1", *TINY, "--executor", "serial", "--checkpoint-every", "1000", "--run-name", "a"]
 

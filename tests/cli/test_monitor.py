@@ -21,7 +21,8 @@ from typing import Any
 
 import pytest
 
-from tests.cli.test_runs import TINY, command, flatout
+from tests.cli.test_runs import TINY
+from tests.command import command, flatout
 from tests.views.test_monitor import make_run
 
 ENDLESS = ["train", "CartPole-v1", *TINY, "--timesteps", "100000000", "--quiet", "--executor", "serial"]

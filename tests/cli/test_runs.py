@@ -18,16 +18,9 @@ import torch
 
 from flatout.agent import load
 from flatout.training.checkpoint import CheckpointFolder
+from tests.command import command, flatout
 
 TINY = "--n-envs 4 --n-steps 32 --batch-size 64 --n-epochs 2".split()
-
-
-def command(*argv: str) -> list[str]:
-    return [sys.executable, "-m", "flatout", *argv]
-
-
-def flatout(*argv: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(*argv), cwd=cwd, capture_output=True, text=True)
 
 
 def summary_of(run: Path) -> dict[str, Any]:

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.test_runs import TINY, assert_same, command, flatout, summary_of
+from tests.cli.test_runs import TINY, assert_same, summary_of
+from tests.command import command, flatout
 
 
 @pytest.mark.slow

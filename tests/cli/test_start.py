@@ -10,14 +10,14 @@ import pytest
 from PIL import Image
 
 from flatout.cli.main import VERBS, run
+from tests.command import flatout
 
 
 def test_init_writes_an_env_whose_test_passes_and_trains_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    flatout = [sys.executable, "-m", "flatout"]
-    made = subprocess.run([*flatout, "init", "grid_walk"], capture_output=True, text=True, check=False)
+    made = flatout("init", "grid_walk", cwd=tmp_path)
     assert made.returncode == 0, made.stderr
     assert "flatout train grid_walk/env.py:GridWalk" in made.stdout
     tests = subprocess.run(
@@ -25,21 +25,15 @@ def test_init_writes_an_env_whose_test_passes_and_trains_it(
     )
     assert "3 passed" in tests.stdout, tests.stdout
     first = Path("grid_walk", "runs", "first")
-    exported = subprocess.run(
-        [*flatout, "export", str(first), "--format", "numpy"], capture_output=True, text=True, check=False
-    )
+    exported = flatout("export", str(first), "--format", "numpy", cwd=tmp_path)
     assert "differs by at most" in exported.stdout, exported.stderr
     assert (first / "export" / "policy.py").exists()
     assert f"flatout play {first}" in made.stdout
-    played = subprocess.run(
-        [*flatout, "play", str(first), "--out", "first.gif"], capture_output=True, text=True, check=False
-    )
+    played = flatout("play", str(first), "--out", "first.gif", cwd=tmp_path)
     assert played.returncode == 0, played.stderr
     with Image.open("first.gif") as film:
         assert getattr(film, "n_frames", 1) > 4
-    elsewhere = subprocess.run(
-        [*flatout, "play", "runs/first"], cwd="grid_walk", capture_output=True, text=True, check=False
-    )
+    elsewhere = flatout("play", "runs/first", cwd=tmp_path / "grid_walk")
     assert "go to the folder where the run was begun" in elsewhere.stderr
 
 

@@ -20,6 +20,7 @@ from flatout.envs.spaces import ActionLayout, ObsLayout
 from flatout.errors import FlatoutError
 from flatout.integrations.export import FORMATS, export
 from flatout.models.policy import Policy
+from tests import command
 from tests.known import OnlyTheMaskTells
 
 VECTOR = spaces.Box(-1, 1, (4,), np.float32)
@@ -130,8 +131,7 @@ def test_a_masked_agent_exports_its_mask(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("out", "file"), [("folder", "folder/policy.npz"), ("a/b.bin", "a/b.bin")])
 def test_out_is_a_folder_or_a_file_of_any_name(out: str, file: str, tmp_path: Path) -> None:
     flatout.PPO("CartPole-v1", n_envs=2, n_steps=8, batch_size=16).save(str(tmp_path / "agent.flatout"))
-    argv = [sys.executable, "-m", "flatout", "export", "agent.flatout", "--format", "numpy", "--out", out]
-    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = command.flatout("export", "agent.flatout", "--format", "numpy", "--out", out, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / file).is_file()
     assert (tmp_path / file).with_suffix(".py").is_file()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +21,7 @@ from flatout.envs.spaces import ActionLayout, ObsLayout
 from flatout.errors import FlatoutError
 from flatout.models.config import NetworkConfig
 from flatout.models.policy import ActorCritic, QNetwork, build
+from tests import command
 from tests.known import Match
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "attention.py"
@@ -182,11 +181,11 @@ def test_the_critics_of_sac_and_a_memorys_layers_have_their_own_widths() -> None
 
 
 def test_parameters_that_are_frozen_or_unused_stay_as_they_are() -> None:
-    for settings in (ROLLOUTS, DQN, {"algo": "sac", "env": "Pendulum-v1", "learning_starts": 64, "seed": 1}):
+    for settings in (ROLLOUTS, DQN, {"algo": "sac", "env": "Pendulum-v1", "learning_starts": 32, "seed": 1}):
         agent = flatout.Agent(**({"env": "CartPole-v1"} | settings), network=Wide)
         own_part: Any = agent.policy.model.pi_encoder.module
         before = [p.detach().clone() for p in own_part.parameters()]
-        agent.learn(512)
+        agent.learn(128)
         after = list(own_part.parameters())
         changed = [not torch.equal(a, b) for a, b in zip(before, after, strict=True)]
         assert changed == [True, True, False, False, False, False]
@@ -204,15 +203,15 @@ def test_collectors_learn_the_same_and_a_resumed_run_continues_to_the_bit(
 ) -> None:
     # Not compiled: on a busy machine the eager updates take so long that `auto` would compile them in between.
     common = settings | {"network": Attention, "overlap": overlap, "compile": "off"}
-    whole = flatout.Agent(Gather, n_collectors=2, **common).learn(1024)
+    whole = flatout.Agent(Gather, n_collectors=2, **common).learn(512)
     assert whole.summary["executor"]["collectors"] == 2
-    alone = flatout.Agent(Gather, executor="serial", **common).learn(1024)
+    alone = flatout.Agent(Gather, executor="serial", **common).learn(512)
     assert torch.equal(params(whole), params(alone))
-    first = flatout.Agent(Gather, n_collectors=2, timesteps=1024, **common)
-    first.learn(callback=lambda progress: progress.env_steps < 512)
+    first = flatout.Agent(Gather, n_collectors=2, timesteps=512, **common)
+    first.learn(callback=lambda progress: progress.env_steps < 256)
     first.save(tmp_path / "half.flatout")
     again = flatout.load(tmp_path / "half.flatout", Gather).learn()
-    assert again.summary["env_steps"] == 1024
+    assert again.summary["env_steps"] == 512
     assert torch.equal(params(again), params(whole))
     for agent in (whole, alone, first, again):
         agent.close()
@@ -238,8 +237,7 @@ def test_a_class_in_a_function_is_trained_saved_and_asked_for_back(tmp_path: Pat
 
 
 def run(*words: str, cwd: Path, code: int = 0) -> str:
-    command = [sys.executable, "-m", "flatout", *words]
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=300, check=False)
+    done = command.flatout(*words, cwd=cwd)
     assert done.returncode == code, done.stderr
     return done.stdout + done.stderr
 

@@ -15,8 +15,9 @@ import pytest
 from flatout.errors import FlatoutError
 from flatout.runlog.folder import holder, is_locked
 from flatout.scale.cluster import see
-from tests.cli.test_runs import TINY, command, flatout
+from tests.cli.test_runs import TINY
 from tests.collect.test_ray import of_ray
+from tests.command import command, flatout
 from tests.scale.test_jobs import wait_until
 
 pytest.importorskip("ray")

@@ -23,7 +23,8 @@ from flatout.scale.processes import as_flags, find, identity
 from flatout.scale.runner import Runner
 from flatout.views.jobs import JobRow, console_for, job_table
 from flatout.views.stream import SafeStream
-from tests.cli.test_runs import TINY, assert_same, command, flatout, summary_of
+from tests.cli.test_runs import TINY, assert_same, summary_of
+from tests.command import command, flatout
 
 SHARED = "n_envs = 4\nn_steps = 32\nbatch_size = 64\nn_epochs = 2\n"
 BROKEN = """
@@ -58,7 +59,8 @@ def train_alone(folder: Path, name: str, *argv: str) -> None:
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cores)})
     try:
-        done = flatout("train", "CartPole-v1", *TINY, "--run-name", name, "--quiet", *argv, cwd=folder)
+        words = command("train", "CartPole-v1", *TINY, "--run-name", name, "--quiet", *argv)
+        done = subprocess.run(words, cwd=folder, capture_output=True, text=True)
     finally:
         os.sched_setaffinity(0, cores)
     assert done.returncode == 0, done.stderr

@@ -38,7 +38,8 @@ from flatout.scale.sweep import (
     value_of,
 )
 from flatout.views.sweep import SweepPage, TrialPoint, sweep_page
-from tests.cli.test_runs import TINY, command, flatout
+from tests.cli.test_runs import TINY
+from tests.command import command, flatout
 
 ENVS = {"sac": "Pendulum-v1"}
 

@@ -17,6 +17,7 @@ import torch
 
 from flatout.training.checkpoint import CheckpointFolder
 from tests import ranks
+from tests.command import flatout
 
 pytestmark = pytest.mark.timeout(
     900
@@ -237,8 +238,8 @@ def test_torchrun_starts_ranks_too(whole: Run, tmp_path: Path) -> None:
     ],
 )
 def test_mistakes_are_refused_in_one_line(flags: str, what: str, tmp_path: Path) -> None:
-    run = Run(tmp_path, *TRAIN, *flags.split())
-    assert run.end() == (2, "", f"flatout: {what}\n")
+    done = flatout(*TRAIN, *flags.split(), cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"flatout: {what}\n")
     assert not list(tmp_path.iterdir())
 
 

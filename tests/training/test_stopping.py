@@ -52,7 +52,7 @@ class Finalized:
 
 class Drops(Slow):
     def step(self, action):
-        if self.n == 100:
+        if self.n == 30:
             Finalized()
         return super().step(action)
 
@@ -76,7 +76,7 @@ def no_stray_signals() -> Iterator[None]:
 def start(folder: Path, env: str, *flags: str, **options: Any) -> subprocess.Popen[str]:
     """Start a run and wait until it has learned something."""
     (folder / "envs.py").write_text(ENVS)
-    sizes = "--n-envs 4 --n-steps 32 --batch-size 64 --n-epochs 1 --timesteps 1e6 --run-name r".split()
+    sizes = "--n-envs 4 --n-steps 8 --batch-size 32 --n-epochs 1 --timesteps 1e6 --run-name r".split()
     words = [sys.executable, "-m", "flatout", "train", f"envs.py:{env}", *sizes, *flags]
     pipe = subprocess.PIPE
     process = subprocess.Popen(words, cwd=folder, stdout=pipe, stderr=pipe, text=True, **options)
@@ -151,7 +151,7 @@ class Slow(gym.Env[Any, Any]):
         return np.zeros(2, np.float32), {}
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        time.sleep(0.02)
+        time.sleep(0.01)
         return self.now()
 
     def now(self) -> tuple[Any, float, bool, bool, dict[str, Any]]:
@@ -166,7 +166,7 @@ class SlowAsync(Slow):
         return super().reset(**kwargs)
 
     async def step(self, action: Any) -> Any:  # type: ignore[override]
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(0.01)
         return self.now()
 
 

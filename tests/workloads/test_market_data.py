@@ -16,6 +16,7 @@ import pytest
 from flatout.errors import FlatoutError
 from flatout.workloads.market import Bars, Market
 from flatout.workloads.market.data import COLUMNS, generate, read
+from tests.command import flatout
 
 BARS = generate("regime", 500, 2, 0)
 DAYS = [datetime(2020, 1, 1) + timedelta(days=k) for k in range(len(BARS))]
@@ -149,9 +150,7 @@ def test_parquet_without_pyarrow_says_what_to_install(tmp_path: Path) -> None:
 def test_the_command_line_refuses_a_bad_file(tmp_path: Path) -> None:
     write(tmp_path / "bad.csv", *cell(9, "close", "nan"))
     argv = ["train", "market", "--env-kwargs", '{"data": "bad.csv", "window": 20}']
-    done = subprocess.run(
-        [sys.executable, "-m", "flatout", *argv], cwd=tmp_path, capture_output=True, text=True
-    )
+    done = flatout(*argv, cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr.strip() == "flatout: bad.csv row 11: close is nan; it must be finite"
     assert not (tmp_path / "runs").exists()
