@@ -109,8 +109,9 @@ def _write_film(agent: Agent, args: argparse.Namespace, out: Path) -> int:
 
     n_frames = write_film(out, frames(), fps / every)
     returns = ", ".join(amount(shot.total_reward) for shot in last)
-    size = out.stat().st_size / 1e6
-    print(f"{out}: {plural(n, 'episode')}, {plural(n_frames, 'frame')}, {size:.1f} MB; returns {returns}")
+    n_bytes = out.stat().st_size
+    size = f"{n_bytes / 1e6:.1f} MB" if n_bytes >= 1e6 else f"{n_bytes / 1e3:.0f} kB"
+    print(f"{out}: {plural(n, 'episode')}, {plural(n_frames, 'frame')}, {size}; returns {returns}")
     if args.out is None:
         print(f"another checkpoint: --newest; a video: --out {out.with_suffix('.mp4')}")
     return 0
