@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -36,6 +37,7 @@ _STATUS = {
     "running": "Still running",
     "killed": "Killed",
 }
+_NEXT = {"finished": ("play",), "stopped": ("resume", "play"), "killed": ("resume", "play")}
 _BUSY_ENOUGH = 0.85
 
 
@@ -232,7 +234,7 @@ def busy_seconds(records: RunRecords) -> float:
 
 
 def report_text(run: Path | RunRecords, findings: Sequence[Finding] | None = None, width: int = 100) -> str:
-    """At most 15 lines: the verdict, where the time went, the first two findings, what is missing, the folder."""
+    """At most 15 lines: the verdict, where the time went, the first two findings, what is missing, the folder, what is next."""
     records = read_run(run) if isinstance(run, Path) else run
     findings = run_findings(records) if findings is None else findings
     summary = dict(summary_lines(records.summary))
@@ -243,7 +245,10 @@ def report_text(run: Path | RunRecords, findings: Sequence[Finding] | None = Non
     ]
     head = _wrap(verdict(records), width, _MOST_LINES // 3)
     missing = _row("missing", "; ".join(records.problems), width, 2)
+    verbs = _NEXT.get(str(records.summary.get("status")), ())
     tail = [*missing, f"{'folder':<{_LABEL_CELLS}}{records.path}"]
+    for label, verb in zip(("next", ""), verbs, strict=False):
+        tail.append(f"{label:<{_LABEL_CELLS}}flatout {verb} {shlex.quote(str(records.path))}")
     body: list[str] = []
     for label, text in lines:
         rows = _row(label, text, width, 2)
