@@ -270,7 +270,8 @@ def test_wrong_name_in_a_file_gets_the_nearest(env_file: Path) -> None:
     assert "has no 'make_corider'; did you mean 'make_corridor'" in refusal(f"{env_file}:make_corider")
     assert "has no 'zzz'; it has Corridor, make_corridor" in refusal(f"{env_file}:zzz")
     assert "'not_an_env' in env file" in refusal(f"{env_file}:not_an_env")
-    assert "is a file; add the function or gym.Env class" in refusal(str(env_file))
+    assert refusal(str(env_file)).endswith(f"gym.Env class that makes the env: '{env_file}:Corridor'")
+    assert refusal("nowhere.py") == "env file 'nowhere.py' does not exist"
     missing = refusal(f"{env_file.parent}/corider.py:Corridor")
     assert missing.endswith("corider.py' does not exist; did you mean 'corridor.py'?")
 
