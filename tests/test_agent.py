@@ -308,3 +308,18 @@ def test_accumulated_gradients_learn_what_whole_minibatches_do(algo: str) -> Non
     assert [agent.trainer().learner.update.parts.n_rows for agent in agents] == [64, 22, 4]
     assert [agent.summary["backend"] for agent in agents] == ["eager"] * 3
     assert "eager backend" in agents[1].header()[4]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "settings"),
+    [
+        (("MlpPolicy", "CartPole-v1"), {}),
+        (("CartPole-v1",), {"policy_kwargs": {}}),
+        (("CartPole-v1",), {"verbose": 1}),
+    ],
+)
+def test_the_signature_of_stable_baselines3_is_answered_with_the_import_that_takes_it(
+    arguments: Any, settings: dict[str, Any]
+) -> None:
+    with pytest.raises(flatout.FlatoutError, match=r"from flatout\.sb3 import PPO"):
+        flatout.PPO(*arguments, **settings)
