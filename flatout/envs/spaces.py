@@ -123,7 +123,7 @@ class ActionLayout:
         elif not self.nvec:
             raise FlatoutError(
                 f"action space {space} is not supported; supported are Discrete, MultiDiscrete, MultiBinary "
-                "and Box of floats"
+                "and Box of floats; for a Box of whole numbers take MultiDiscrete"
             )
         self.continuous = not self.nvec
         self.dtype: np.dtype[Any] = np.dtype(np.float32 if self.continuous else np.int64)

@@ -38,6 +38,10 @@ _STATUS = {
     "killed": "Killed",
 }
 _NEXT = {"finished": ("play",), "stopped": ("resume", "play"), "killed": ("resume", "play")}
+_LIMIT = (
+    "; if the env never ends one, give it a limit (gymnasium's TimeLimit, for an id --env-kwargs "
+    "'{\"max_episode_steps\": 500}')"
+)
 _BUSY_ENOUGH = 0.85
 
 
@@ -87,8 +91,7 @@ def _identity(summary: Summary) -> str:
 def _return(summary: Summary) -> str:
     mean, std, episodes, steps = numbers(summary, "return_mean", "return_std", "episodes", "env_steps")
     if mean is None:
-        limit = "; if the env never ends one, give it a limit (gymnasium's TimeLimit)" if steps else ""
-        return f"not known: no episode ended{limit}"
+        return f"not known: no episode ended{_LIMIT if steps else ''}"
     if episodes is None:
         return mean_and_std(mean, std)
     last = f"over the last {count(min(100, episodes))} of {count(episodes)} episodes"
@@ -204,7 +207,7 @@ def _outcome(summary: Summary) -> str:
     if not steps:
         return f"{status}: no env step is recorded."
     few = f" over {plural(int(n), 'episode')}" if n is not None and n < 100 else ""
-    result = f"return {mean_and_std(mean, std)}{few}" if mean is not None else "no episode ended"
+    result = f"return {mean_and_std(mean, std)}{few}" if mean is not None else f"no episode ended{_LIMIT}"
     return f"{status}: {_steps_and_time(summary)}, {result}."
 
 
