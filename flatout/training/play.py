@@ -25,6 +25,8 @@ from flatout.views.film import Shot
 
 FPS = 10.0
 """Of envs that do not say: slow enough for the eye to follow each step."""
+CUT = "cut here"
+"""Why an episode is over that would have gone on."""
 Predict = Callable[..., tuple[Any, Any]]
 
 
@@ -53,7 +55,7 @@ class Player:
             obs, reward, terminated, truncated, _ = self.env.step(action)
             total += float(reward)
             over = "terminated" if terminated else "truncated" if truncated else ""
-            over = over or ("cut here" if step == max_steps else "")
+            over = over or (CUT if step == max_steps else "")
             thoughts |= self._taken(action)
             yield self._shot(step, total, over=over, **thoughts)
             if over:

@@ -60,6 +60,15 @@ class Faint(Grey):
     def render(self):
         return np.full((60, 80, 3), 0.5)
 
+class Alternate(Counter):
+    before = None
+
+    def step(self, action):
+        self.n += 1
+        reward = float(self.n > 1 and list(action) != self.before)
+        self.before = list(action)
+        return np.zeros(1, np.float32), reward, self.n == 8, False, {}
+
 class Blank(Counter):
     metadata = {"render_modes": ["rgb_array"]}
     render = gym.Env.render
@@ -78,6 +87,7 @@ def agents(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("grey", f"{folder}/envs.py:Grey"),
         ("faint", f"{folder}/envs.py:Faint"),
         ("blank", f"{folder}/envs.py:Blank"),
+        ("alternate", f"{folder}/envs.py:Alternate"),
     ):
         agent = flatout.PPO(env, seed=1, **TINY)
         agent.learn(total_timesteps=32)
@@ -139,6 +149,17 @@ def test_the_last_frame_of_a_text_env_as_a_picture_and_all_of_it_as_text(
     assert frames_of(picture)[0].std() > 10
     assert run(["play", agent, "--live", "--max-steps", "2"]) == 0
     assert "episode 1: return 0.200 in 2 steps" in capsys.readouterr().out
+
+
+def test_an_agent_that_only_succeeds_with_sampled_actions_says_so(
+    agents: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["play", str(agents / "alternate.flatout"), "--out", str(tmp_path / "a.gif")]
+    note = r"note: in training, where actions are sampled, the return was .* ± .*; --stochastic shows that policy"
+    assert run(argv) == 0
+    assert re.search(note, capsys.readouterr().out)
+    assert run([*argv, "--stochastic"]) == 0
+    assert "note:" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
