@@ -215,6 +215,11 @@ def env_factory(source: EnvSource, kwargs: Mapping[str, Any] | None = None) -> E
         if kwargs:
             raise FlatoutError("env_kwargs have no effect on an env that is made already; leave them out")
     elif not callable(source):
+        if any(base.__module__.startswith("stable_baselines3") for base in type(source).__mro__):
+            raise FlatoutError(
+                f"{type(source).__name__} is of Stable-Baselines3; give what makes one env, and how many: n_envs=4 (or from "
+                "flatout.sb3 import PPO, which takes it)"
+            )
         raise FlatoutError(
             "give the env as an id, 'file.py:factory', a gym.Env class, a function that makes one, a gym.Env or a "
             f"batched env; got {type_name(source)}"
