@@ -11,6 +11,8 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 install: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml constraints.txt
+	@test -x $(BIN)/python || command -v $(PYTHON) >/dev/null || { \
+		echo "flatout: there is no $(PYTHON); install it, or name another: make train PYTHON=python3.12 (docs/training.md#platforms)"; exit 1; }
 	@echo "flatout: installing into $(VENV) (first time: a few minutes)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(PIP_INSTALL) torch

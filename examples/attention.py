@@ -25,7 +25,10 @@ MOVES = np.array([[0, 1], [0, -1], [1, 0], [-1, 0]], np.float32) / 10
 class Gather(gym.Env[dict[str, Any], Any]):
     """Walk to the ripe fruit among up to six; of each, position and ripeness are seen."""
 
-    def __init__(self, continuous: bool = False) -> None:
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 8}  # noqa: RUF012  # as Gymnasium declares it
+
+    def __init__(self, continuous: bool = False, render_mode: str | None = None) -> None:
+        self.render_mode = render_mode
         entities = spaces.Box(-2, 2, (N_FRUITS, 3))
         present = spaces.MultiBinary(N_FRUITS)
         self.observation_space = spaces.Dict({"fruits": entities, "present": present})
@@ -50,6 +53,15 @@ class Gather(gym.Env[dict[str, Any], Any]):
         found = self._distance() < 0.15
         reward = before - self._distance() + float(found)
         return self._obs(), reward, found, self._t >= 40, {}
+
+    def render(self) -> Any:
+        """The agent is blue, the ripe fruit red, the others green."""
+        picture = np.full((240, 240, 3), 240, np.uint8)
+        dots = [(place, (90, 170, 90)) for place in self._fruits[self._present]]
+        for (x, y), colour in [*dots, (self._fruits[self._ripe], (220, 60, 50)), (self._at, (50, 100, 220))]:
+            left, top = int(110 * (x + 1)), int(110 * (y + 1))
+            picture[top : top + 16, left : left + 16] = colour
+        return picture
 
     def _distance(self) -> float:
         return float(np.linalg.norm(self._fruits[self._ripe] - self._at))

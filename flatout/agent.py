@@ -102,6 +102,7 @@ class Agent:
     ) -> None:
         """`trust`: whether `config_file` may name code (an env, algorithm, network, …) that no run of yours wrote."""
         began_at = time()
+        _refuse_sb3_signature(env, settings)
         if isinstance(algo := settings.get("algo"), Algorithm):
             settings["algo"] = register_algorithm(algo).name
         if self.algo is not None and settings.setdefault("algo", self.algo) != self.algo:
@@ -766,6 +767,18 @@ def _stacked_by_the_env(obs: ObsLayout) -> list[str]:
         else f"{height}x{width}x{channels // stacked[0].frames}"
     )
     return [f"observations: {frame}, {stacked[0].frames} frames stacked by the env"]
+
+
+def _refuse_sb3_signature(env: Any, settings: Mapping[str, Any]) -> None:
+    """Name the import that takes Stable-Baselines3's arguments, where a script still gives them."""
+    policies = ("MlpPolicy", "CnnPolicy", "MultiInputPolicy")
+    given = [env] if isinstance(env, str) and env in policies else []
+    given += [name for name in ("policy", "policy_kwargs", "verbose", "tensorboard_log") if name in settings]
+    if given:
+        raise FlatoutError(
+            f"{given[0]!r} is of Stable-Baselines3's signature, which flatout.sb3 has: from flatout.sb3 import PPO; "
+            "flatout's own begins with the env: flatout.PPO('CartPole-v1')"
+        )
 
 
 def _for_one_env(factory: EnvFactory, settings: dict[str, Any]) -> dict[str, Any]:

@@ -8,13 +8,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
 
 import flatout
 from flatout.runlog.recorder import Progress
-from tests.known import Match
+from tests.known import Match, N
 
 SMALL: dict[str, Any] = {"n_envs": 4, "n_steps": 32, "batch_size": 64, "n_epochs": 2}
 
@@ -114,6 +115,31 @@ def test_a_loaded_agent_acts_without_its_env(tmp_path: Path) -> None:
         loaded.learn(256)
     again = flatout.load(tmp_path / "a.flatout", env=make).learn(256)
     assert again.summary["env_steps"] == 512
+
+
+class Parts(Match):
+    """The target is in "shown", and "about" is noise: the keys of this space are not in alphabetical order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        box = self.observation_space
+        self.observation_space = gym.spaces.Dict(shown=box, about=box)
+
+    def _show(self) -> Any:
+        noise = self.np_random.random(N).astype(np.float32)
+        return {"shown": super()._show(), "about": noise}
+
+
+def test_a_loaded_agent_reads_a_dict_in_the_order_of_its_keys(tmp_path: Path) -> None:
+    agent = flatout.PPO(Parts, seed=1, **SMALL).learn(256)
+    agent.save(tmp_path / "a.flatout")
+    loaded = flatout.load(tmp_path / "a.flatout", env=Parts)
+    env = Parts()
+    obs = env.reset(seed=1)[0]
+    for _ in range(20):
+        action = agent.predict(obs, deterministic=True)[0]
+        assert np.array_equal(loaded.predict(obs, deterministic=True)[0], action)
+        obs = env._show()
 
 
 def test_normalisation_is_saved_and_frozen_in_evaluation(tmp_path: Path) -> None:
@@ -282,3 +308,18 @@ def test_accumulated_gradients_learn_what_whole_minibatches_do(algo: str) -> Non
     assert [agent.trainer().learner.update.parts.n_rows for agent in agents] == [64, 22, 4]
     assert [agent.summary["backend"] for agent in agents] == ["eager"] * 3
     assert "eager backend" in agents[1].header()[4]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "settings"),
+    [
+        (("MlpPolicy", "CartPole-v1"), {}),
+        (("CartPole-v1",), {"policy_kwargs": {}}),
+        (("CartPole-v1",), {"verbose": 1}),
+    ],
+)
+def test_the_signature_of_stable_baselines3_is_answered_with_the_import_that_takes_it(
+    arguments: Any, settings: dict[str, Any]
+) -> None:
+    with pytest.raises(flatout.FlatoutError, match=r"from flatout\.sb3 import PPO"):
+        flatout.PPO(*arguments, **settings)

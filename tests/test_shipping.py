@@ -34,3 +34,15 @@ def test_the_wheel_and_the_sdist_hold_the_package_and_nothing_else(tmp_path: Pat
     with tarfile.open(sdist) as unpacked:
         inside = [name.partition("/")[2] for name in unpacked.getnames()]
     assert not [name for name in inside if name.startswith(("tests", "simcard"))]
+
+
+def test_make_without_the_python_it_wants_says_how_to_name_another(tmp_path: Path) -> None:
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    for file in ("pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / file, tmp_path)
+    done = subprocess.run(
+        ["make", "train", "PYTHON=python2.99"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode != 0
+    assert "there is no python2.99; install it, or name another: make train PYTHON=python3.12" in done.stdout
+    assert not (tmp_path / ".venv").exists()

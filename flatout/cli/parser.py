@@ -77,6 +77,10 @@ def run_path(run: str, runs_dir: Path) -> Path:
 
 
 def check_exists(path: Path) -> None:
-    """Refuse a checkpoint that is not there, before torch is loaded."""
-    if not path.exists():
+    """Refuse a run or a checkpoint that is not there, before torch is loaded."""
+    if path.suffix == ".flatout" and not path.exists():
         raise FlatoutError(f"checkpoint {str(path)!r} does not exist")
+    if not path.is_file() and not (path / "checkpoints").exists():
+        from flatout.runlog.folder import RunFolder
+
+        RunFolder.open(path)

@@ -91,7 +91,8 @@ def _shots(
 
 
 def _write_film(agent: Agent, args: argparse.Namespace, out: Path) -> int:
-    from flatout.training.play import together
+    from flatout.training.play import CUT, together
+    from flatout.views.figures import mean_and_std
     from flatout.views.film import Grid, amount, write_film
 
     n = args.episodes or 4
@@ -109,8 +110,14 @@ def _write_film(agent: Agent, args: argparse.Namespace, out: Path) -> int:
 
     n_frames = write_film(out, frames(), fps / every)
     returns = ", ".join(amount(shot.total_reward) for shot in last)
-    size = out.stat().st_size / 1e6
-    print(f"{out}: {plural(n, 'episode')}, {plural(n_frames, 'frame')}, {size:.1f} MB; returns {returns}")
+    n_bytes = out.stat().st_size
+    size = f"{n_bytes / 1e6:.1f} MB" if n_bytes >= 1e6 else f"{n_bytes / 1e3:.0f} kB"
+    print(f"{out}: {plural(n, 'episode')}, {plural(n_frames, 'frame')}, {size}; returns {returns}")
+    mean, std = agent.training_returns.mean, agent.training_returns.std
+    whole = not args.stochastic and not any(shot.over == CUT for shot in last)
+    if whole and mean is not None and std is not None and sum(s.total_reward for s in last) / n < mean - std:
+        text = f"the return was {mean_and_std(mean, std)}; --stochastic shows that policy"
+        print(f"note: in training, where actions are sampled, {text}")
     if args.out is None:
         print(f"another checkpoint: --newest; a video: --out {out.with_suffix('.mp4')}")
     return 0

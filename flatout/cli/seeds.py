@@ -139,7 +139,8 @@ def train(args: argparse.Namespace, config: RunConfig, given: Mapping[str, Any])
     words = _words(args, given)
     group.path.mkdir(parents=True, exist_ok=True)
     write_json(group.path / "summary.json", {"status": "running", "seeds": list(seeds)})
-    group.tell(f"{args.seeds} runs in {group.path}, the first alone")
+    group.tell(f"{args.seeds} runs in {group.path}: the first alone, then the others side by side")
+    group.tell(f"to watch them: flatout monitor {group.path}")
     began, first = perf_counter(), seeds[0]
     with group.processes.forwarding_signals():
         group.run({first: lambda: [*words, *_place(group, first)]}, 1)

@@ -55,7 +55,6 @@ def init(argv: Sequence[str]) -> int:
         if code:
             return code
     hints = {
-        f"flatout play {run}": "watch it",
         f"flatout train {source}": "train it for longer",
         f"flatout doctor {source}": "what limits its speed",
         f"python -m pytest {folder}": "test it",

@@ -262,11 +262,16 @@ def evaluate(argv: Sequence[str]) -> int:
     cli.check_exists(path)
 
     from flatout.agent import load
+    from flatout.views.figures import mean_and_std
 
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *_, **__: print(f"note: {message}", file=sys.stderr)
         code = {"network": args.network} if args.network is not None else {}
         agent = load(path, trust=args.trust, **code)
+        limit = agent.config.eval_max_steps if args.eval_max_steps is None else args.eval_max_steps
+        if sys.stderr.isatty() and not args.json:
+            episodes = plural(args.episodes, "episode")
+            print(f"playing {episodes} of at most {limit:,} steps …", file=sys.stderr)
         result = agent.evaluate(
             args.episodes,
             deterministic=not args.stochastic,
@@ -274,7 +279,6 @@ def evaluate(argv: Sequence[str]) -> int:
             env_kwargs=env_kwargs,
             max_steps=args.eval_max_steps,
         )
-    limit = agent.config.eval_max_steps if args.eval_max_steps is None else args.eval_max_steps
     if args.json:
         keys: dict[str, Any] = {"return_mean": result.return_mean, "return_std": result.return_std}
         keys |= {"length_mean": result.length_mean, "episodes": len(result.returns)}
@@ -285,7 +289,7 @@ def evaluate(argv: Sequence[str]) -> int:
         if result.n_cut:
             cut = f"; {result.n_cut} of them were cut after {limit:,} steps (--eval-max-steps)"
         print(
-            f"{agent.config.env}: return {result.return_mean:,.1f} ± {result.return_std:,.1f} over "
+            f"{agent.config.env}: return {mean_and_std(result.return_mean, result.return_std)} over "
             f"{plural(len(result.returns), 'episode')}, {result.length_mean:,.1f} steps each{cut}"
         )
         if not args.stochastic and not env_kwargs:
@@ -295,11 +299,12 @@ def evaluate(argv: Sequence[str]) -> int:
 
 def _compare(result: Evaluation, training: LastEpisodes) -> None:
     """Say so if the deterministic policy is much better or worse than the sampled one was in training."""
+    from flatout.views.figures import mean_and_std
     from flatout.views.text import differ_much
 
     deterministic = result.return_mean, result.return_std, len(result.returns)
     if differ_much(deterministic, (training.mean, training.std, len(training))):
         print(
-            f"note: in training, where actions are sampled, the return was {training.mean:,.1f} ± {training.std:,.1f}; "
+            f"note: in training, where actions are sampled, the return was {mean_and_std(training.mean, training.std)}; "
             "--stochastic evaluates that policy"
         )

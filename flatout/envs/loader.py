@@ -110,6 +110,8 @@ def type_name(value: object) -> str:
     """`an object of type module.Class`."""
     if value is None:
         return "None"
+    if isinstance(value, type):
+        return f"the class {value.__qualname__}"
     kind = type(value)
     prefix = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
     return f"an object of type {prefix}{kind.__qualname__}"

@@ -5,11 +5,13 @@ Every mistake of a user raises an error of one line, with the original exception
 
 from __future__ import annotations
 
+import ast
 import functools
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypeGuard
 
@@ -213,6 +215,11 @@ def env_factory(source: EnvSource, kwargs: Mapping[str, Any] | None = None) -> E
         if kwargs:
             raise FlatoutError("env_kwargs have no effect on an env that is made already; leave them out")
     elif not callable(source):
+        if any(base.__module__.startswith("stable_baselines3") for base in type(source).__mro__):
+            raise FlatoutError(
+                f"{type(source).__name__} is of Stable-Baselines3; give what makes one env, and how many: n_envs=4 (or from "
+                "flatout.sb3 import PPO, which takes it)"
+            )
         raise FlatoutError(
             "give the env as an id, 'file.py:factory', a gym.Env class, a function that makes one, a gym.Env or a "
             f"batched env; got {type_name(source)}"
@@ -241,11 +248,7 @@ def _is_engine(module: str) -> bool:
 
 
 def _registered(env_id: str) -> EnvSpec:
-    if env_id.endswith(".py"):
-        raise FlatoutError(
-            f"env '{env_id}' is a file; add the function or gym.Env class that makes the env: '{env_id}:name'"
-        )
-    if env_id not in gym.registry:
+    if env_id not in gym.registry and not env_id.endswith(".py"):
         from flatout.envs.libraries import import_library
 
         import_library(env_id)
@@ -258,9 +261,10 @@ def _registered(env_id: str) -> EnvSpec:
 
 def _unknown(env_id: str) -> str:
     if env_id.endswith(".py"):
-        return (
-            f"env '{env_id}' is a file; add the function or gym.Env class that makes the env: '{env_id}:name'"
-        )
+        if not Path(env_id).exists():
+            return f"env file '{env_id}' does not exist"
+        names = " or ".join(f"'{env_id}:{name}'" for name in _makers_in(env_id)[:3]) or f"'{env_id}:name'"
+        return f"env '{env_id}' is a file; add the function or gym.Env class that makes the env: {names}"
     by_version = sorted(gym.registry, key=lambda known: (len(known), known))
     stem, _, version = env_id.rpartition("-v")
     versions = [repr(known) for known in by_version if known.rpartition("-v")[0] == stem]
@@ -275,6 +279,17 @@ def _unknown(env_id: str) -> str:
     newest = {known.rpartition("-v")[0]: known for known in by_version}
     hint = did_you_mean(env_id, newest.values(), n=1)
     return f"unknown env '{env_id}'" + (hint or "; give a Gymnasium id, 'module:Id-v0' or 'file.py:factory'")
+
+
+def _makers_in(file: str) -> list[str]:
+    """Names in a Python file that look like envs, or else its functions; the file is not executed."""
+    try:
+        found = ast.parse(Path(file).read_bytes()).body
+    except (OSError, SyntaxError, ValueError):
+        return []
+    classes = [it for it in found if isinstance(it, ast.ClassDef)]
+    envs = [it.name for it in classes if any("Env" in ast.unparse(base) for base in it.bases)]
+    return envs or [it.name for it in found if isinstance(it, ast.FunctionDef) and it.name[0] != "_"]
 
 
 def _from_module(source: str) -> EnvSpec | Creator:
@@ -406,7 +421,10 @@ def _refuse_bad_kwargs(
             )
     missing = [p.name for p in by_keyword if p.default is p.empty and p.name not in kwargs]
     if missing:
-        raise FlatoutError(f"env '{name}' needs the argument '{missing[0]}'; give it in its env kwargs")
+        raise FlatoutError(
+            f"env '{name}' needs the argument '{missing[0]}'; give it: --env-kwargs '{{\"{missing[0]}\": …}}', in Python "
+            f"env_kwargs={{'{missing[0]}': …}}"
+        )
 
 
 def _creation_failure(error: BaseException, name: str) -> str:

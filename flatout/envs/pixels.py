@@ -127,7 +127,7 @@ def _stacks(space: gym.Space[Any], n: int) -> Any:
 
 def _space(stacks: Any, space: gym.Space[Any]) -> gym.Space[Any]:
     if isinstance(stacks, dict):
-        return spaces.Dict({key: _space(sub, space[key]) for key, sub in stacks.items()})  # type: ignore[index]
+        return spaces.Dict([(key, _space(sub, space[key])) for key, sub in stacks.items()])  # type: ignore[index]
     if isinstance(stacks, tuple):
         return spaces.Tuple([_space(sub, space[i]) for i, sub in enumerate(stacks)])  # type: ignore[index]
     return space if stacks is None else stacks.space

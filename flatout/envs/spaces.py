@@ -123,7 +123,7 @@ class ActionLayout:
         elif not self.nvec:
             raise FlatoutError(
                 f"action space {space} is not supported; supported are Discrete, MultiDiscrete, MultiBinary "
-                "and Box of floats"
+                "and Box of floats; for a Box of whole numbers take MultiDiscrete"
             )
         self.continuous = not self.nvec
         self.dtype: np.dtype[Any] = np.dtype(np.float32 if self.continuous else np.int64)
@@ -252,7 +252,7 @@ def without_text(space: gym.Space[Any]) -> gym.Space[Any]:
     kept = {key: without_text(sub) for key, sub in by_key.items()}
     if all(kept[key] is sub for key, sub in by_key.items()):
         return space
-    return spaces.Dict(kept) if isinstance(space, spaces.Dict) else spaces.Tuple(kept.values())
+    return spaces.Dict([*kept.items()]) if isinstance(space, spaces.Dict) else spaces.Tuple(kept.values())
 
 
 def _ints(values: Any) -> tuple[int, ...]:
@@ -263,7 +263,8 @@ def space_to_json(space: gym.Space[Any]) -> dict[str, Any]:
     """A JSON description of a supported space."""
     match space:
         case spaces.Dict():
-            return {"type": "Dict", "spaces": {k: space_to_json(s) for k, s in space.spaces.items()}}
+            # Pairs, which keep the order of the keys: parameters are in this order.
+            return {"type": "Dict", "spaces": [[k, space_to_json(s)] for k, s in space.spaces.items()]}
         case spaces.Tuple():
             return {"type": "Tuple", "spaces": [space_to_json(s) for s in space.spaces]}
         case spaces.Discrete():
@@ -285,7 +286,8 @@ def space_from_json(data: dict[str, Any]) -> gym.Space[Any]:
     """The space from what `space_to_json` gave."""
     match data["type"]:
         case "Dict":
-            return spaces.Dict({k: space_from_json(s) for k, s in data["spaces"].items()})
+            pairs = data["spaces"].items() if isinstance(data["spaces"], dict) else data["spaces"]
+            return spaces.Dict([(k, space_from_json(s)) for k, s in pairs])
         case "Tuple":
             return spaces.Tuple([space_from_json(s) for s in data["spaces"]])
         case "Discrete":

@@ -99,7 +99,9 @@ class OwnEncoder(nn.Module):
 def seen_space(space: gym.Space[Any]) -> gym.Space[Any]:
     """The space of what the module is given: images are channels first, text is left out."""
     if isinstance(space, spaces.Dict):
-        return spaces.Dict({key: seen_space(part) for key, part in space.spaces.items() if not is_text(part)})
+        return spaces.Dict(
+            [(key, seen_space(part)) for key, part in space.spaces.items() if not is_text(part)]
+        )
     if isinstance(space, spaces.Tuple):
         return spaces.Tuple([seen_space(part) for part in space.spaces if not is_text(part)])
     if not isinstance(space, spaces.Box) or isinstance(space, StackedFrames) or not is_image(space):

@@ -263,7 +263,9 @@ def stepping(way: Settings) -> str:
         what = "Ray actor" if way.executor == "ray" else "collector"
         return f"1 {what}" if way.n_collectors == 1 else f"{way.n_collectors} {what}s"
     known = {
-        "serial": f"{way.n_envs} envs in turn in one process",
+        "serial": "one env in one process"
+        if way.n_envs == 1
+        else f"{way.n_envs} envs in turn in one process",
         "thread": f"{way.n_envs} envs at the same time on threads",
         "process": f"{way.n_envs} envs in {way.n_workers} worker processes",
     }

@@ -327,7 +327,8 @@ def _plan_untimed(request: Request, settings: Settings, fault: str) -> Decision:
     decisions = [decide(replace(request, executor=kind, overlap=overlap), settings) for kind in kinds]
     ways = list(dict.fromkeys(way for decision in decisions for way in decision.ways))
     reasons = dict.fromkeys(ways, f"its steps could not be timed: {fault}")
-    return replace(decisions[0], ways=ways, reasons=reasons)
+    why = decisions[0].overlap_reason if request.overlap != "auto" else "its steps could not be timed"
+    return replace(decisions[0], ways=ways, reasons=reasons, overlap_reason=why)
 
 
 def settings_of(config: RunConfig, policy: Policy, n_cores: int) -> Settings:

@@ -14,7 +14,8 @@ import numpy as np
 
 from flatout.device.machine import usable_cores
 from flatout.envs.make import EnvFactory, blocking
-from flatout.envs.spaces import ActionLayout, Array
+from flatout.envs.spaces import MASK_KEY, ActionLayout, Array
+from flatout.envs.validate import has_mask, sample_action
 from flatout.perf.costs import Costs, Settings
 from flatout.perf.decide import Request, decide
 
@@ -42,15 +43,17 @@ def time_steps(
     max_seconds: float = 1.0,
     make: Callable[..., Any] = blocking,
 ) -> Costs:
-    """Step envs of its own with random actions for a moment, in turn: the costs of stepping, resets included."""
+    """Step envs of its own with random allowed actions for a moment, in turn: the costs of stepping, resets included."""
     envs: list[gym.Env[Any, Any]] = []
+    masks: list[Any] = []
     rng = np.random.default_rng(seed)
     began = perf_counter()
     try:
         while not envs or (len(envs) < n_envs and perf_counter() - began < max_seconds):
             envs.append(make(factory))
-            envs[-1].reset(seed=seed + len(envs) - 1)
-        wait, compute = _time_each(envs, action, rng, max_steps, max_seconds)
+            envs[-1].action_space.seed(seed)
+            masks.append(_mask(envs[-1], *envs[-1].reset(seed=seed + len(envs) - 1)))
+        wait, compute = _time_each(envs, masks, action, rng, max_steps, max_seconds)
         means = [sum(w + c) / len(w) for w, c in zip(wait, compute, strict=True)]
         usual = statistics.median(means)  # NumPy's would load numpy.ma, for 50 ms
         slowness = [m / usual if m > 2 * usual else 1.0 for m in means]
@@ -61,7 +64,10 @@ def time_steps(
             waits = [0.0] * len(computes)
             mean = statistics.fmean(computes)
             if mean < QUICK_SECONDS:
-                waits, computes = [0.0], [min(mean, _time_many(envs[normal[0]], action, rng))]
+                env = envs[normal[0]]
+                # With a mask an action is only known once the step before is taken.
+                many = _time_many(env, action, rng) if masks[normal[0]] is None else mean
+                waits, computes = [0.0], [min(mean, many)]
     finally:
         for env in envs:
             env.close()
@@ -75,6 +81,7 @@ def time_steps(
 
 def _time_each(
     envs: list[gym.Env[Any, Any]],
+    masks: list[Any],
     action: ActionLayout,
     rng: np.random.Generator,
     max_steps: int,
@@ -88,17 +95,26 @@ def _time_each(
         if nth >= 2 and perf_counter() - began > max_seconds:
             break
         for i, env in enumerate(envs):
-            choice = action.to_env(random_action(action, rng))[0]
+            if masks[i] is None or action.continuous:
+                choice = action.to_env(random_action(action, rng))[0]
+            else:
+                choice = sample_action(env.action_space, masks[i], nth)
             wall, used, slept = perf_counter(), thread_time(), _times_slept()
-            _, _, terminated, truncated, _ = env.step(choice)
+            obs, _, terminated, truncated, info = env.step(choice)
             if terminated or truncated:
-                env.reset()
+                obs, info = env.reset()
             computed = thread_time() - used
             # A step that never gave its core away has not waited: other processes took the time it lacks.
             waited = perf_counter() - wall - computed if _times_slept() > slept else 0.0
             wait[i].append(max(waited, 0.0))
             compute[i].append(computed)
+            masks[i] = _mask(env, obs, info)
     return wait, compute
+
+
+def _mask(env: gym.Env[Any, Any], obs: Any, info: dict[str, Any]) -> Any:
+    """Which actions are allowed now; None without a mask."""
+    return obs[MASK_KEY] if has_mask(env.observation_space) else info.get(MASK_KEY)
 
 
 def _time_many(env: gym.Env[Any, Any], action: ActionLayout, rng: np.random.Generator) -> float:

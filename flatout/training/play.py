@@ -11,6 +11,7 @@ from typing import Any
 
 import gymnasium as gym
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from flatout.envs.libraries import follow_robot
@@ -22,8 +23,10 @@ from flatout.models.policy import ActorCritic, Policy
 from flatout.views.figures import number
 from flatout.views.film import Shot
 
-FPS = 30.0
-"""Of envs that do not say."""
+FPS = 10.0
+"""Of envs that do not say: slow enough for the eye to follow each step."""
+CUT = "cut here"
+"""Why an episode is over that would have gone on."""
 Predict = Callable[..., tuple[Any, Any]]
 
 
@@ -52,7 +55,7 @@ class Player:
             obs, reward, terminated, truncated, _ = self.env.step(action)
             total += float(reward)
             over = "terminated" if terminated else "truncated" if truncated else ""
-            over = over or ("cut here" if step == max_steps else "")
+            over = over or (CUT if step == max_steps else "")
             thoughts |= self._taken(action)
             yield self._shot(step, total, over=over, **thoughts)
             if over:
@@ -62,14 +65,19 @@ class Player:
         is_skipped = step % self.every > 0 and not more.get("over")
         try:
             image: Any = self.env.render() if not self.shows and not is_skipped else ""
+        except NotImplementedError:
+            raise FlatoutError(
+                "this env has no render(); write one that returns an RGB image or a text"
+            ) from None
         except Exception as error:
             raise FlatoutError(f"this env could not be rendered: {one_line(error)}{_gl_hint()}") from error
         if isinstance(image, list):  # modes such as rgb_array_list
             image = image[-1]
         if image is None:
             raise FlatoutError("this env rendered nothing; its render() must return an image or a text")
-        image = image if isinstance(image, str) else np.asarray(image, np.uint8)
-        return Shot(image=image, step=step, total_reward=total, **more)
+        return Shot(
+            image=image if isinstance(image, str) else _rgb(image), step=step, total_reward=total, **more
+        )
 
     def _taken(self, action: Any) -> dict[str, Any]:
         """Which bars are those of the action; of a bounded continuous action, the bars themselves."""
@@ -104,6 +112,18 @@ class Player:
         return thoughts
 
 
+def _rgb(image: Any) -> npt.NDArray[np.uint8]:
+    """A rendered image as RGB; one without colours has its grey in all three."""
+    array = np.asarray(image)
+    pixels = array[..., None] if array.ndim == 2 else array
+    if array.dtype.kind not in "iu" or pixels.ndim != 3 or pixels.shape[2] not in (1, 3, 4):
+        raise FlatoutError(
+            f"this env's render() returned {array.dtype} of shape {array.shape}; it must return an RGB image, uint8 of "
+            "shape (height, width, 3), or a text"
+        )
+    return np.broadcast_to(pixels[..., :3], (*pixels.shape[:2], 3)).astype(np.uint8)
+
+
 def played(player: Player, seed: int, max_steps: int) -> Iterator[Shot]:
     """One episode, after which the env is closed."""
     try:
@@ -124,8 +144,13 @@ def rendered(factory: EnvFactory, modes: tuple[str, ...]) -> tuple[gym.Env[Any, 
         if plain.render_mode in modes:  # made with its mode by the user's own function
             return plain, float(fps)
         _close(plain)
+        returned = {
+            "rgb_array": ", and return an RGB image from render()",
+            "ansi": ", and return a text from render()",
+        }
         raise FlatoutError(
-            f"env '{factory.name}' cannot be rendered: its metadata['render_modes'] has neither of {', '.join(modes)}"
+            f"env '{factory.name}' cannot be rendered: its metadata['render_modes'] has no {' or '.join(modes)}; name "
+            f"{modes[0]} there, take render_mode in __init__{returned.get(modes[0], '')}"
         )
     _close(plain)
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -36,6 +37,11 @@ _STATUS = {
     "running": "Still running",
     "killed": "Killed",
 }
+_NEXT = {"finished": ("play",), "stopped": ("resume", "play"), "killed": ("resume", "play")}
+_LIMIT = (
+    "; if the env never ends one, give it a limit (gymnasium's TimeLimit, for an id --env-kwargs "
+    "'{\"max_episode_steps\": 500}')"
+)
 _BUSY_ENOUGH = 0.85
 
 
@@ -85,8 +91,7 @@ def _identity(summary: Summary) -> str:
 def _return(summary: Summary) -> str:
     mean, std, episodes, steps = numbers(summary, "return_mean", "return_std", "episodes", "env_steps")
     if mean is None:
-        limit = "; if the env never ends one, give it a limit (gymnasium's TimeLimit)" if steps else ""
-        return f"not known: no episode ended{limit}"
+        return f"not known: no episode ended{_LIMIT if steps else ''}"
     if episodes is None:
         return mean_and_std(mean, std)
     last = f"over the last {count(min(100, episodes))} of {count(episodes)} episodes"
@@ -202,7 +207,7 @@ def _outcome(summary: Summary) -> str:
     if not steps:
         return f"{status}: no env step is recorded."
     few = f" over {plural(int(n), 'episode')}" if n is not None and n < 100 else ""
-    result = f"return {mean_and_std(mean, std)}{few}" if mean is not None else "no episode ended"
+    result = f"return {mean_and_std(mean, std)}{few}" if mean is not None else f"no episode ended{_LIMIT}"
     return f"{status}: {_steps_and_time(summary)}, {result}."
 
 
@@ -232,7 +237,7 @@ def busy_seconds(records: RunRecords) -> float:
 
 
 def report_text(run: Path | RunRecords, findings: Sequence[Finding] | None = None, width: int = 100) -> str:
-    """At most 15 lines: the verdict, where the time went, the first two findings, what is missing, the folder."""
+    """At most 15 lines: the verdict, where the time went, the first two findings, what is missing, the folder, what is next."""
     records = read_run(run) if isinstance(run, Path) else run
     findings = run_findings(records) if findings is None else findings
     summary = dict(summary_lines(records.summary))
@@ -243,7 +248,10 @@ def report_text(run: Path | RunRecords, findings: Sequence[Finding] | None = Non
     ]
     head = _wrap(verdict(records), width, _MOST_LINES // 3)
     missing = _row("missing", "; ".join(records.problems), width, 2)
+    verbs = _NEXT.get(str(records.summary.get("status")), ())
     tail = [*missing, f"{'folder':<{_LABEL_CELLS}}{records.path}"]
+    for label, verb in zip(("next", ""), verbs, strict=False):
+        tail.append(f"{label:<{_LABEL_CELLS}}flatout {verb} {shlex.quote(str(records.path))}")
     body: list[str] = []
     for label, text in lines:
         rows = _row(label, text, width, 2)

@@ -52,7 +52,7 @@ def test_the_first_line_comes_before_what_takes_long(command: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize("verb", ["evaluate", "play", "export"])
-def test_a_checkpoint_that_is_not_there_is_refused_before_torch(verb: str, tmp_path: Path) -> None:
+def test_a_run_that_is_not_there_is_refused_before_torch(verb: str, tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise SystemExit(77)")
     env = os.environ | {"PYTHONPATH": str(tmp_path)}
     done = subprocess.run(
@@ -63,4 +63,4 @@ def test_a_checkpoint_that_is_not_there_is_refused_before_torch(verb: str, tmp_p
         text=True,
         check=False,
     )
-    assert (done.returncode, done.stderr) == (2, "flatout: checkpoint 'runs/none' does not exist\n")
+    assert (done.returncode, done.stderr) == (2, "flatout: no run 'none' in runs/\n")

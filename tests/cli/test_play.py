@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,29 @@ class Counter(gym.Env):
 
 class Blind(Counter):
     metadata = {"render_modes": []}
+
+class Grey(Counter):
+    metadata = {"render_modes": ["rgb_array"]}
+
+    def render(self):
+        return np.full((60, 80), 50 * self.n, np.uint8)
+
+class Faint(Grey):
+    def render(self):
+        return np.full((60, 80, 3), 0.5)
+
+class Alternate(Counter):
+    before = None
+
+    def step(self, action):
+        self.n += 1
+        reward = float(self.n > 1 and list(action) != self.before)
+        self.before = list(action)
+        return np.zeros(1, np.float32), reward, self.n == 8, False, {}
+
+class Blank(Counter):
+    metadata = {"render_modes": ["rgb_array"]}
+    render = gym.Env.render
 """
 
 
@@ -60,6 +84,10 @@ def agents(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("cart", "CartPole-v1"),
         ("text", f"{folder}/envs.py:Counter"),
         ("blind", f"{folder}/envs.py:Blind"),
+        ("grey", f"{folder}/envs.py:Grey"),
+        ("faint", f"{folder}/envs.py:Faint"),
+        ("blank", f"{folder}/envs.py:Blank"),
+        ("alternate", f"{folder}/envs.py:Alternate"),
     ):
         agent = flatout.PPO(env, seed=1, **TINY)
         agent.learn(total_timesteps=32)
@@ -97,6 +125,20 @@ def test_a_gif_has_a_frame_for_every_second_step_and_a_cell_for_every_episode(
     env.close()
 
 
+def test_an_env_that_states_no_pace_is_shown_at_ten_steps_a_second_and_grey_is_grey(
+    agents: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "grey.gif"
+    assert run(["play", str(agents / "grey.flatout"), "--out", str(out), "--episodes", "1"]) == 0
+    assert re.search(r"1 episode, 5 frames, \d+ kB", capsys.readouterr().out)
+    with Image.open(out) as image:
+        image.seek(1)
+        assert image.info["duration"] == 100
+    pictures = [frame[:180, :240] for frame in frames_of(out)]
+    assert max(np.ptp(picture) for picture in pictures) <= 8  # the colours of a palette
+    assert [int(picture.max()) for picture in pictures] == pytest.approx([0, 50, 100, 150, 200], abs=8)
+
+
 def test_the_last_frame_of_a_text_env_as_a_picture_and_all_of_it_as_text(
     agents: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -109,13 +151,36 @@ def test_the_last_frame_of_a_text_env_as_a_picture_and_all_of_it_as_text(
     assert "episode 1: return 0.200 in 2 steps" in capsys.readouterr().out
 
 
+def test_an_agent_that_only_succeeds_with_sampled_actions_says_so(
+    agents: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["play", str(agents / "alternate.flatout"), "--out", str(tmp_path / "a.gif")]
+    note = r"note: in training, where actions are sampled, the return was .* ± .*; --stochastic shows that policy"
+    assert run(argv) == 0
+    assert re.search(note, capsys.readouterr().out)
+    assert run([*argv, "--stochastic"]) == 0
+    assert "note:" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         ("cart.flatout --out a.avi", "a.avi: name a .gif, .mp4, .png or .txt file"),
         ("cart.flatout --live", "this machine has no screen; write a file instead: --out agent.gif"),
         ("cart.flatout --episodes 0", "--episodes is 0; it must be at least 1"),
-        ("blind.flatout", "cannot be rendered: its metadata['render_modes'] has neither of rgb_array, ansi"),
+        (
+            "blind.flatout",
+            "metadata['render_modes'] has no rgb_array or ansi; name rgb_array there, take render_mode",
+        ),
+        (
+            "blind.flatout --out a.txt",
+            "has no ansi; name ansi there, take render_mode in __init__, and return a text",
+        ),
+        (
+            "faint.flatout",
+            "render() returned float64 of shape (60, 80, 3); it must return an RGB image, uint8",
+        ),
+        ("blank.flatout", "this env has no render(); write one that returns an RGB image or a text"),
         ("nothing.flatout", "nothing.flatout' does not exist"),
     ],
 )

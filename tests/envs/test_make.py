@@ -266,11 +266,21 @@ def test_an_id_that_only_this_process_has_registered_can_be_made_in_another() ->
     assert pickle.loads(data)().unwrapped.slope == 5.0
 
 
+def test_a_vec_env_of_stable_baselines3_is_answered_with_what_to_give() -> None:
+    common = pytest.importorskip("stable_baselines3.common.vec_env")
+    envs = common.DummyVecEnv([lambda: gym.make("CartPole-v1")])
+    with pytest.raises(
+        FlatoutError, match=r"DummyVecEnv is of Stable-Baselines3; give what makes one env, .* n_envs=4"
+    ):
+        env_factory(envs)
+
+
 def test_wrong_name_in_a_file_gets_the_nearest(env_file: Path) -> None:
     assert "has no 'make_corider'; did you mean 'make_corridor'" in refusal(f"{env_file}:make_corider")
     assert "has no 'zzz'; it has Corridor, make_corridor" in refusal(f"{env_file}:zzz")
     assert "'not_an_env' in env file" in refusal(f"{env_file}:not_an_env")
-    assert "is a file; add the function or gym.Env class" in refusal(str(env_file))
+    assert refusal(str(env_file)).endswith(f"gym.Env class that makes the env: '{env_file}:Corridor'")
+    assert refusal("nowhere.py") == "env file 'nowhere.py' does not exist"
     missing = refusal(f"{env_file.parent}/corider.py:Corridor")
     assert missing.endswith("corider.py' does not exist; did you mean 'corridor.py'?")
 

@@ -82,6 +82,15 @@ SAC: dict[str, Any] = {
 RECURRENT = ROLLOUTS | {"algo": "recurrent-ppo", "memory": "gru:16"}
 
 
+def test_the_example_can_be_seen() -> None:
+    env = Gather(render_mode="rgb_array")
+    env.reset(seed=1)
+    before = env.render()
+    env.step(0)
+    assert before.shape == (240, 240, 3)
+    assert (env.render() != before).any()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("algo", ["ppo", "dqn", "pqn", "sac"])
 def test_attention_over_entities_learns_by_every_algorithm(algo: str) -> None:

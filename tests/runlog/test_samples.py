@@ -124,6 +124,12 @@ def test_an_empty_file_gives_no_samples(tmp_path: Path) -> None:
     assert samples.problems == ["samples.jsonl is empty"]
 
 
+def test_a_run_that_ended_before_its_first_sample_has_no_problem(tmp_path: Path) -> None:
+    samples = read(tmp_path, header())
+    assert samples.t.size == 0
+    assert samples.problems == []
+
+
 def test_samples_are_read_in_little_memory(tmp_path: Path) -> None:
     path, n_samples, n_cores = tmp_path / "samples.jsonl", 2000, 64
     line = json.dumps(sample(1.0, cores=[12.5 + core for core in range(n_cores)]))

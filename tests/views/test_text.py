@@ -37,7 +37,7 @@ def test_the_verdict_comes_first_and_says_what_limits_the_run(tmp_path: Path) ->
     assert "Collect while learning (--overlap on)" in text
     assert "about 1.6 × the speed" in text
     assert "475.0 reached after 7.5 s" in text
-    assert lines[-1] == f"folder        {tmp_path / 'a'}"
+    assert lines[-2:] == [f"folder        {tmp_path / 'a'}", f"next          flatout play {tmp_path / 'a'}"]
     assert "missing" not in text
 
 
@@ -52,6 +52,15 @@ def test_a_killed_run_shows_what_is_there_and_says_what_is_missing(tmp_path: Pat
     assert text.startswith("Killed: 31,000 env steps in 6.2 s")
     assert "summary.json is missing: the run did not end properly" in text
     assert "spans.jsonl ends in an incomplete line" in text.replace("\n              ", " ")
+
+
+def test_a_stopped_run_says_how_to_go_on(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "my runs")
+    (folder / "summary.json").write_text(json.dumps(SUMMARY | {"status": "stopped"}))
+    assert [line.strip() for line in report_text(folder).splitlines()[-2:]] == [
+        f"next          flatout resume '{folder}'",
+        f"flatout play '{folder}'",
+    ]
 
 
 def test_a_running_run_is_reported_as_running(tmp_path: Path) -> None:
