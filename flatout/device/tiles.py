@@ -13,7 +13,6 @@ import numba
 import numpy as np
 import numpy.typing as npt
 from llvmlite import binding, ir  # type: ignore[import-untyped]
-from numba.core import cgutils
 from numba.extending import intrinsic
 
 from flatout.device.jit import compiled
@@ -40,7 +39,6 @@ def _tile(n_rows: int) -> Any:
     It takes the first matrix and the bytes from row to row and from column to column; COLUMNS columns of the second one,
     packed; their depth; the result and the bytes from row to row; and whether to add to what is there.
     """
-    cg: Any = cgutils
     real, whole = ir.FloatType(), ir.IntType(32)
     vector, zeros = ir.VectorType(real, WIDTH), ir.VectorType(whole, WIDTH)
 
@@ -57,8 +55,8 @@ def _tile(n_rows: int) -> Any:
         def multiply_add(x: Any, y: Any, z: Any) -> Any:
             if not _FUSES:
                 return builder.fadd(builder.fmul(x, y), z)
-            kind = ir.FunctionType(vector, [vector] * 3)
-            fma = cg.get_or_insert_function(builder.module, kind, f"llvm.fma.v{WIDTH}f32")
+            name, kind = f"llvm.fma.v{WIDTH}f32", ir.FunctionType(vector, [vector] * 3)
+            fma = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
             return builder.call(fma, [x, y, z])
 
         places = [
