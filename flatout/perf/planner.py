@@ -209,10 +209,16 @@ class UpdateProbe:
 def measured_batch_size(config: RunConfig, policy: Policy) -> int:
     """The largest batch up to the config's that learns from notably more samples a second than one of half its size."""
     use_device(policy.device)
+
+    def samples_per_second(size: int) -> float:
+        probe = UpdateProbe.of_copy(replace_fields(config, {"batch_size": size}), policy)
+        return size / probe.seconds(1).seconds(size)
+
     best, rate = SMALLEST_BATCH, 0.0
     for size in ladder(SMALLEST_BATCH, config.algorithm.batch_size):
-        probe = UpdateProbe.of_copy(replace_fields(config, {"batch_size": size}), policy)
-        now = size / probe.seconds(1).seconds(size)
+        now = samples_per_second(size)
+        if now < NOTABLY_MORE * rate:  # unless something else had the core just then
+            now = max(now, samples_per_second(size))
         if now < NOTABLY_MORE * rate:
             break
         best, rate = size, now
