@@ -31,6 +31,7 @@ from flatout.device.accelerator import (
 )
 from flatout.device.private import find
 from flatout.models.params import FlatParams, copy_all, zero_all
+from flatout.models.shared_layer import Team, shared_params
 
 BETA1, BETA2, EPSILON = 0.9, 0.999, 1e-5
 """Adam's constants."""
@@ -185,8 +186,8 @@ class Update(Generic[Batch]):
         self._precision: Any = lower or nullcontext()
         self.splits = False
         """Whether threads may differentiate shares of a minibatch at the same time."""
-        self._shares: list[Tensor] = []
         self._threads: ThreadPoolExecutor | None = None
+        self._team: Team | None = None
         self._backend: Backend[Batch] | None = None
         self.compiled_step: Step | None = None
         """What a graph captures, if it was compiled."""
@@ -273,28 +274,43 @@ class Update(Generic[Batch]):
         n_threads = torch.get_num_threads()
         if len(batch) != self.batch_size or not self.is_shared(n_threads):
             return self._gradient(batch, self._params.tensors, self._loss, self.coefficient)
-        n = self.own_rows // n_threads
-        if self._threads is None or len(self._shares) != n_threads:
-            self.close()
-            self._shares = [torch.empty_like(self._params.flat) for _ in range(n_threads)]
-            self._threads = ThreadPoolExecutor(n_threads, "flatout update", torch.set_num_threads, (1,))
-        batch, threads = self.own(batch), self._threads
+        n, batch = self.own_rows // n_threads, self.own(batch)
+        team, threads = self._gather_team(n_threads)
+        team.begin()
 
-        def differentiate(i: int) -> tuple[Tensor, Tensor, list[Tensor]]:
-            loss, metrics, *samples = self._loss(batch.take(slice(i * n, (i + 1) * n)), self.coefficient)
-            mean = loss / n_threads  # the shares are of equal size
-            grads = torch.autograd.grad(mean, self._params.tensors, allow_unused=True, materialize_grads=True)
-            return self._params.flatten(grads, self._shares[i]), metrics, samples
+        def differentiate(i: int) -> tuple[Tensor, list[Tensor]]:
+            with team.seat(i):
+                loss, metrics, *samples = self._loss(batch.take(slice(i * n, (i + 1) * n)), self.coefficient)
+                mean = loss / n_threads  # the shares are of equal size
+                grads = torch.autograd.grad(mean, self._own_leaves, allow_unused=True, materialize_grads=True)
+                copy_all(self._own_grads[i], grads)
+            return metrics, samples
 
         futures = [threads.submit(differentiate, i) for i in range(n_threads)]
         wait(futures)  # all of them, also if one fails: nothing may go on beside what follows
-        grads, metrics, samples = zip(*(future.result() for future in futures), strict=True)
+        metrics, samples = zip(*team.results(futures), strict=True)
         with torch.no_grad():
-            grad = grads[0]
-            for more in grads[1:]:
-                grad += more
+            for total, *others in zip(*self._own_grads, strict=True):
+                for more in others:
+                    total += more
             outputs = [torch.cat(parts) for parts in zip(*samples, strict=True)]
-            return grad, torch.stack(metrics).mean(0), outputs
+            return self._grad, torch.stack(metrics).mean(0), outputs
+
+    def _gather_team(self, n_threads: int) -> tuple[Team, ThreadPoolExecutor]:
+        """The threads, and memory for their gradients: of large layers they compute one together, of others one each."""
+        if self._threads is None or self._team is None or self._team.n != n_threads:
+            self.close()
+            params, self._grad = self._params, torch.zeros_like(self._params.flat)
+            together = shared_params(self._model)
+            own = [i for i, tensor in enumerate(params.tensors) if id(tensor) not in together]
+            flats = [self._grad, *(torch.empty_like(self._grad) for _ in range(1, n_threads))]
+            views = [params.views(flat) for flat in flats]
+            self._own_leaves = [params.tensors[i] for i in own]
+            self._own_grads = [[each[i] for i in own] for each in views]
+            shared = {id(tensor): view for tensor, view in zip(params.tensors, views[0], strict=True)}
+            self._team = Team(n_threads, {key: shared[key] for key in together if key in shared})
+            self._threads = ThreadPoolExecutor(n_threads, "flatout update", torch.set_num_threads, (1,))
+        return self._team, self._threads
 
     def close(self) -> None:
         """End its threads; a further step would begin new ones."""

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import conv2d, relu, relu_
 
+from flatout.models.shared_layer import SharedLinear
+
 GAIN = 2**0.5
 
 
@@ -57,7 +59,7 @@ class ImageEncoder(nn.Module):
             self.n_multiplies += conv.weight.numel() * height * width
             channels = it.n_out
             self.convs.append(_initialised(conv))
-        self.out = _initialised(nn.Linear(channels * height * width, self.n_features))
+        self.out = _initialised(SharedLinear(channels * height * width, self.n_features))
 
     def forward(self, image: Tensor) -> Tensor:
         # Channels last in memory: on a CPU, convolutions and their gradients take about half the time.

@@ -19,6 +19,7 @@ from flatout.algorithms.dqn.config import DQNConfig
 from flatout.algorithms.dqn.learner import DQNLearner
 from flatout.algorithms.ppo.config import PPOConfig
 from flatout.algorithms.ppo.learner import PPOLearner
+from flatout.envs.loader import Code
 from flatout.envs.spaces import ActionLayout, ObsLayout
 from flatout.learning import fused
 from flatout.learning.learner import bytes_per_row, rows_that_fit
@@ -196,11 +197,13 @@ def test_threads_that_share_a_minibatch_give_the_same_result(*, fails: bool) -> 
 
 
 @pytest.mark.parametrize("algo", ["PPO", "DQN"])
-def test_threads_learn_the_same_from_images_every_time(algo: str) -> None:
-    """As one thread does, to rounding; among themselves to the bit."""
-    obs, action = ObsLayout(spaces.Box(0, 255, (2, 20, 20), np.uint8)), ActionLayout(spaces.Discrete(3))
+@pytest.mark.parametrize(("side", "n_threads"), [(20, 2), (84, 2), (84, 4)])
+def test_threads_learn_the_same_from_images_every_time(algo: str, side: int, n_threads: int) -> None:
+    """As one thread does, to rounding; among themselves to the bit. The larger one has a layer that they compute together."""
+    shape = (2, side, side)
+    obs, action = ObsLayout(spaces.Box(0, 255, shape, np.uint8)), ActionLayout(spaces.Discrete(3))
     generator = torch.Generator().manual_seed(2)
-    images = torch.randint(0, 256, (4, 32, 2, 20, 20), generator=generator, dtype=torch.uint8)
+    images = torch.randint(0, 256, (4, 32, *shape), generator=generator, dtype=torch.uint8)
 
     def after_steps(n_threads: int) -> Tensor:
         torch.manual_seed(0)
@@ -226,10 +229,48 @@ def test_threads_learn_the_same_from_images_every_time(algo: str) -> None:
         flat: Tensor = learner.params.flat
         return flat.detach().clone()
 
-    one, two = after_steps(1), after_steps(2)
-    torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-6)
-    for _ in range(5):
-        assert torch.equal(after_steps(2), two)
+    one, more = after_steps(1), after_steps(n_threads)
+    torch.testing.assert_close(more, one, rtol=1e-4, atol=1e-6)
+    for _ in range(3):
+        assert torch.equal(after_steps(n_threads), more)
+
+
+class Tanh(nn.Module):
+    """A user's network; the longer it takes, the likelier its threads meet in it."""
+
+    independent_rows = True
+
+    def __init__(self, n_features: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(n_features, 256), nn.Tanh(), nn.Linear(256, 256), nn.Tanh())
+
+    def forward(self, features: Tensor) -> Tensor:
+        out: Tensor = self.layers(features)
+        return out
+
+
+def test_threads_do_not_see_the_target_network_of_another_thread_in_a_network_of_the_users() -> None:
+    obs, action = ObsLayout(spaces.Box(-1, 1, (8,), np.float32)), ActionLayout(spaces.Discrete(3))
+
+    def after_steps(n_threads: int) -> Tensor:
+        torch.manual_seed(0)
+        config = NetworkConfig(network=Code.of(Tanh), network_arch=())
+        learner = DQNLearner(
+            QNetwork(obs, action, config),
+            DQNConfig(batch_size=512, target_update_interval=10**6),
+            n_envs=2,
+            seed=0,
+            clock=PhaseClock(),
+        )
+        learner.networks.target.mul_(2.0)  # far from the online network
+        learner.update.begin(1e-3)
+        with on_threads(n_threads):
+            for _ in range(30):
+                learner.update.step(learner.example_batch(512))
+        learner.close()
+        return learner.params.flat.detach().clone()
+
+    torch.testing.assert_close(after_steps(2), after_steps(1), rtol=1e-3, atol=1e-4)
 
 
 class OutOfMemoryAt(TorchDispatchMode):
