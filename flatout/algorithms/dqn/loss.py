@@ -43,7 +43,7 @@ class TargetNetwork(nn.Module):
         self.online, self._params = online, params
         self._names = [name for name, tensor in online.named_parameters() if tensor.requires_grad]
         self.register_buffer("target", params.flat.clone())
-        self._bound = (self.target, self._copy_of(online)) if online.is_plain else None
+        self._bound = (self.target, self._copy_of(online)) if online.independent_rows else None
         """A network whose parameters are views of this tensor, for several threads at once; not a submodule."""
 
     def _copy_of(self, online: QNetwork) -> QNetwork:
@@ -60,7 +60,7 @@ class TargetNetwork(nn.Module):
         """Q-values of all actions by the target network."""
         if self._bound is not None and self._bound[0] is self.target:
             out: Tensor = self._bound[1](obs)
-        else:  # the target is replaced for a call, as a compiled step does; or a user's network, which may have no copies
+        else:  # the target is replaced for a call, as a compiled step does; or a user's network, which one thread computes
             params = dict(zip(self._names, self._params.views(self.target), strict=True))
             out = torch.func.functional_call(self.online, params, (obs,))
         return out.float()
