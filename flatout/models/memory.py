@@ -23,7 +23,7 @@ from flatout.models.policy import OUT_GAIN, ActorCritic, Obs, linear, mlp, seede
 SMALL_MEMORY = 1_000_000
 """Up to this many weights the compiled function acts faster than torch."""
 LONGEST = 32
-"""Steps for which the slowest units of a GRU keep their state at first; the fastest ones keep half of it for one step."""
+"""Steps for which the slowest units keep their state at first; the fastest ones keep half of it for one step."""
 Run: TypeAlias = Callable[["Memory", Tensor, Tensor, Tensor], Tensor]
 """(memory, inputs (L, S, gates), first states (S, n_state), which steps go on with the state before, (L, S)) → (L, S, H)."""
 
@@ -39,14 +39,19 @@ class Memory(nn.Module):
         super().__init__()
         self.width = width
         self.n_state = self.n_states * width
-        self.gates_in = linear(n_in, self.n_gates * width, 1.0)
-        self.gates_back = linear(width, self.n_gates * width, 1.0)
-        for gate in self.gates_back.weight.detach().chunk(self.n_gates):
-            nn.init.orthogonal_(gate)
+        self.gates_in, self.gates_back = (
+            nn.Linear(n_in, self.n_gates * width),
+            nn.Linear(width, self.n_gates * width),
+        )
         # The second gate keeps the state. Its bias spreads how long units remember at first, from 2 steps to LONGEST,
-        # spaced logarithmically (Tallec and Ollivier 2018).
+        # spaced logarithmically (Tallec and Ollivier 2018). Slow units take in little of a step, so their inputs weigh more.
         with torch.no_grad():
-            self.gates_in.bias[width : 2 * width] = torch.linspace(0.0, math.log(LONGEST), width)
+            log_times = torch.linspace(0.0, math.log(LONGEST), width)
+            weight, times = self.gates_in.weight, log_times.exp()
+            weight.normal_(std=n_in**-0.5).mul_((times / LONGEST).sqrt().repeat(self.n_gates)[:, None])
+            for bias in (self.gates_in.bias, self.gates_back.bias):
+                bias.zero_()
+            self.gates_in.bias[width : 2 * width] = log_times
 
     def advance(self, gates: Tensor, state: Tensor) -> Tensor:
         """The state after a step, by the gates of its input."""
@@ -62,6 +67,12 @@ class LSTM(Memory):
 
     n_gates, n_states = 4, 2
 
+    def __init__(self, n_in: int, width: int) -> None:
+        super().__init__(n_in, width)
+        with torch.no_grad():
+            bias = self.gates_in.bias
+            bias[:width] = -bias[width : 2 * width]  # the state is a mean of what came in, not a sum
+
     def advance(self, gates: Tensor, state: Tensor) -> Tensor:
         out, cell = state.chunk(2, -1)
         gate_i, gate_f, gate_g, gate_o = (gates + self.gates_back(out)).chunk(4, -1)
@@ -73,10 +84,6 @@ class GRU(Memory):
     """Gated recurrent unit (Cho et al. 2014); gates: reset, update, new."""
 
     n_gates, n_states = 3, 1
-
-    def __init__(self, n_in: int, width: int) -> None:
-        super().__init__(n_in, width)
-        nn.init.normal_(self.gates_in.weight, std=n_in**-0.5)
 
     def advance(self, gates: Tensor, state: Tensor) -> Tensor:
         back_r, back_z, back_n = self.gates_back(state).chunk(3, -1)
