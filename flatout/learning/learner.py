@@ -215,20 +215,24 @@ class Learner(ABC, Generic[Batch]):
     @torch.no_grad()
     def _batch_of(self, data: Transitions, lag: int) -> Batch:
         """The samples of a rollout; on an accelerator in memory of their own, so that the rollout's is free again."""
-        scaler, attempt = self._reward_scaler, self._value_parts.attempt
-        if self.config.clip_reward:
-            data = replace(data, reward_tn=attempt(data.reward_tn.sign), stays=False)
-        if scaler is not None:
-            attempt(lambda: scaler.merge(data.reward_tn, data.terminated_tn | data.truncated_tn))
-            data = replace(data, reward_tn=attempt(lambda: scaler.scale(data.reward_tn)), stays=False)
         self._enter(Phase.ADVANTAGE)
-        batch = attempt(lambda: self._sampled(data, lag) if self._on_accelerator else self.samples(data, lag))
+        make = self._captured_samples if self._on_accelerator else self._samples_of
+        batch = self._value_parts.attempt(lambda: make(data, lag))
         self._merge_obs_statistics(data.flat_obs())
         return batch
 
-    def _sampled(self, data: Transitions, lag: int) -> Batch:
+    def _samples_of(self, data: Transitions, lag: int) -> Batch:
+        """The samples, of rewards clipped or scaled if the config says so."""
+        if self.config.clip_reward:
+            data = replace(data, reward_tn=data.reward_tn.sign())
+        if self._reward_scaler is not None:
+            ended_tn = data.terminated_tn | data.truncated_tn
+            data = replace(data, reward_tn=self._reward_scaler.scaled(data.reward_tn, ended_tn))
+        return self.samples(data, lag)
+
+    def _captured_samples(self, data: Transitions, lag: int) -> Batch:
         key = (lag, data.reward_tn.data_ptr(), len(data.final_index)) if data.stays and self.capture else None
-        return self._sampling.run(key, lambda: self._kept(self.samples(data, lag)))
+        return self._sampling.run(key, lambda: self._kept(self._samples_of(data, lag)))
 
     def _kept(self, batch: Batch) -> Batch:
         if self._samples is None:
@@ -241,11 +245,18 @@ class Learner(ABC, Generic[Batch]):
         """Before a rollout's updates."""
         config = self.config
         rate = scheduled(config.learning_rate, config.learning_rate_schedule, progress)
+        self.update.set(rate, self.coefficient(progress))
         if self._on_accelerator:
-            self.update.set(rate, self.coefficient(progress))
-            self._beginning.run("the same every time" if self.capture else None, self.update.clear)
+            version = self._sampling.version if self._reward_scaler is not None else 0
+            self._beginning.run(version if self.capture else None, self._clear)
         else:
-            self.update.begin(rate, self.coefficient(progress))
+            self._clear()
+
+    def _clear(self) -> None:
+        """Clear the sums of the updates before, and keep the statistics of the rewards; may be captured as a graph."""
+        self.update.clear()
+        if self._reward_scaler is not None:
+            self._reward_scaler.commit()
 
     def _pass_over(self, batch: Batch, shuffle: torch.Generator, stop: Callable[[], bool]) -> bool:
         """One pass over shuffled minibatches; true when `stop` ended it early."""
