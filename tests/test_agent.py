@@ -264,9 +264,8 @@ def test_a_loss_that_is_not_finite_is_skipped_counted_and_ends_the_run_if_it_per
             self._n += 1
             return (obs, 1e30 if self._n > self._after else reward, *rest)
 
-    agent = flatout.PPO(
-        partial(Absurd, 100), seed=1, run_name="r", runs_dir=tmp_path, timesteps=10_000, **SMALL
-    )
+    settings = SMALL | {"timesteps": 10_000, "normalize_reward": False}
+    agent = flatout.PPO(partial(Absurd, 100), seed=1, run_name="r", runs_dir=tmp_path, **settings)
     with pytest.raises(flatout.FlatoutError, match="NaN or infinite"):
         agent.learn()
     assert agent.summary["status"] == "failed"
@@ -307,7 +306,7 @@ def test_accumulated_gradients_learn_what_whole_minibatches_do(algo: str) -> Non
         torch.testing.assert_close(parts, flat[0], atol=1e-5, rtol=1e-4)
     assert [agent.trainer().learner.update.parts.n_rows for agent in agents] == [64, 22, 4]
     assert [agent.summary["backend"] for agent in agents] == ["eager"] * 3
-    assert "eager backend" in agents[1].header()[4]
+    assert any("eager backend" in line for line in agents[1].header())
 
 
 @pytest.mark.parametrize(

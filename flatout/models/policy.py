@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache, partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -102,12 +103,30 @@ def last_width(n_features: int, widths: Sequence[int]) -> int:
     return [n_features, *widths][-1]
 
 
+@cache
+def rounding_block() -> int:
+    """The fewest observations of which all multiples are rounded alike by this machine's matrix products.
+
+    They round differently for different batch sizes; in whole blocks a result does not depend on the rest of the batch, nor
+    on how envs are split. MKL needs blocks of 4 on a Zen 5 and of 16 on a Xeon with AVX-512.
+    """
+    generator = torch.Generator().manual_seed(0)
+    layers = [torch.randn(n, k, generator=generator) for n, k in ((2, 3), (11, 11), (2, 200), (200, 200))]
+    inputs = [torch.randn(64, layer.shape[1], generator=generator) for layer in layers]
+    sizes = (it for it in (4, 8, 16, 32) if all(map(partial(_same_rounding, it), inputs, layers)))
+    return next(sizes, 64)
+
+
+def _same_rounding(block: int, x: Tensor, weight: Tensor) -> bool:
+    first = x[:block] @ weight.T
+    return all(torch.equal((x[:n] @ weight.T)[:block], first) for n in range(block, len(x) + 1, block))
+
+
 class PolicyNet(nn.Module):
     """Encoder, hidden layers, output layer, and the head that turns outputs into actions."""
 
-    block = 4
-    """In torch the policy acts on multiples of this many observations. Matrix kernels round differently for different
-    batch sizes; in whole blocks a result does not depend on the rest of the batch, nor on how envs are split."""
+    block = 0
+    """In torch the policy acts on multiples of this many observations; 0: of `rounding_block()`."""
     state_size = 0
     """Numbers in the state of its memory, which is then the last array of an observation; 0: it has no memory."""
     own_actor: Any
@@ -156,7 +175,8 @@ class PolicyNet(nn.Module):
 
     def whole_blocks(self, n: int) -> int:
         """`n` observations, rounded up to whole blocks."""
-        return -(-n // self.block) * self.block
+        block = self.block or rounding_block()
+        return -(-n // block) * block
 
     def features(self, obs: Obs) -> Tensor:
         """Inputs of the first hidden layer."""

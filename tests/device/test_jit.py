@@ -36,6 +36,9 @@ def run(folder: Path, added: int = 1) -> list[str]:
     (folder / "helper.py").write_text(HELPER.format(added=added))
     (folder / "module.py").write_text(MODULE)
     environment = os.environ | {"XDG_CACHE_HOME": "/dev/null/nowhere", "HOME": "/dev/null/nowhere"}
+    environment["PYTHONDONTWRITEBYTECODE"] = (
+        "1"  # Python takes a file of the same size and second for the same
+    )
     environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2]), str(folder)])
     done = subprocess.run(
         [sys.executable, "module.py"], cwd=folder, env=environment, capture_output=True, text=True
