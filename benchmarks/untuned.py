@@ -6,15 +6,13 @@ process of its own, and a peer's process imports no flatout. Results are kept in
 command continues where it was stopped, and commands for different runs may run side by side.
 
 Returns do not depend on what else the machine does, wall times do. So `--speed` is a measurement of its own: both libraries
-train for a few rollouts, in turn, each process pinned to the same single core.
+train in turn, with the whole machine and as they come. flatout's time includes starting its collectors.
 """
 
 from __future__ import annotations
 
 import argparse
-import fcntl
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -25,9 +23,10 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
+from benchmarks.kept import FOLDER, add, read
 from benchmarks.page import conditions, table
 
-RESULTS = Path(__file__).parent / "results" / "untuned.json"
+RESULTS = FOLDER / "untuned.json"
 PAGE = Path(__file__).parents[1] / "docs" / "untuned.md"
 BEGIN, END = "<!-- results -->", "<!-- /results -->"
 ENVS = {
@@ -49,8 +48,8 @@ ENVS = {
 EPISODES, MAX_STEPS, EVAL_SEED = 50, 1000, 12345
 BY_CHANCE = {"FrozenLake-v1": 1000, "FrozenLake8x8-v1": 1000, "Blackjack-v1": 1000}
 """Episodes of envs in which each return is 0 or 1, or −1 to 1, by chance: 50 would tell 0.7 from 0.8 no better than a coin does."""
-SPEED_STEPS = {"flatout": 24_576, "sb3": 8_192}
-"""Env steps that are timed: whole rollouts of both libraries."""
+SPEED_STEPS = {"flatout": 98_304, "sb3": 8_192}
+"""Env steps that are timed: whole rollouts of both libraries, a few seconds of each and more of slow envs."""
 N_PAIRS = 2
 LIBRARIES = ("flatout", "sb3")
 
@@ -74,7 +73,8 @@ def run_sb3(env: str, seed: int, steps: int, evaluates: bool = True) -> dict[str
     import torch
     from stable_baselines3 import PPO
 
-    torch.set_num_threads(1)
+    if evaluates:  # several run side by side
+        torch.set_num_threads(1)
     model = PPO("MlpPolicy", _flat(env), seed=seed, device="cpu")
     began = perf_counter()
     model.learn(steps)
@@ -110,16 +110,10 @@ def episode(model: Any, env: gym.Env[Any, Any], seed: int) -> float:
 
 
 def measure(library: str, env: str, seed: int, steps: int, *, timed: bool = False) -> dict[str, Any] | None:
-    """One run in a process of its own; None if it fails, which is shown. `timed`: on one core, without evaluation."""
+    """One run in a process of its own; None if it fails, which is shown. `timed`: without evaluation."""
     job = [library, env, str(seed), str(steps), str(int(timed))]
-    core = {min(os.sched_getaffinity(0))}
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.untuned", "--one", *job],
-        capture_output=True,
-        text=True,
-        check=False,
-        preexec_fn=(lambda: os.sched_setaffinity(0, core)) if timed else None,
-    )
+    command = [sys.executable, "-m", "benchmarks.untuned", "--one", *job]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         print(f"{library} {env} seed {seed} failed: {done.stderr.strip().splitlines()[-1]}", flush=True)
         return None
@@ -164,7 +158,7 @@ def main() -> None:
 
 
 def time_both(env: str, results: Path) -> None:
-    """Microseconds of wall time per env step of both libraries, in turn on one core; the median of some pairs."""
+    """Microseconds of wall time per env step of both libraries, in turn; the median of some pairs."""
     took: dict[str, list[float]] = {library: [] for library in LIBRARIES}
     for _ in range(N_PAIRS):
         for library, seconds in took.items():
@@ -173,26 +167,6 @@ def time_both(env: str, results: Path) -> None:
                 return
             seconds.append(1e6 * result["seconds"] / result["env_steps"])
     add(results, f"{env} speed", {library: statistics.median(each) for library, each in took.items()})
-
-
-def read(results: Path) -> dict[str, dict[str, Any]]:
-    """The results so far."""
-    known: dict[str, dict[str, Any]] = json.loads(results.read_text()) if results.exists() else {}
-    return known
-
-
-def add(results: Path, key: str, result: dict[str, Any] | None) -> None:
-    """Add a result to the file, which other processes may be doing, too."""
-    if result is None:
-        return
-    results.parent.mkdir(exist_ok=True)
-    folder = os.open(results.parent, os.O_RDONLY)
-    fcntl.flock(folder, fcntl.LOCK_EX)
-    known = dict(sorted((read(results) | {key: result}).items()))
-    new = results.with_suffix(".new")
-    new.write_text(json.dumps(known, indent=2) + "\n")
-    new.replace(results)
-    os.close(folder)
 
 
 def write_page(known: dict[str, dict[str, Any]]) -> None:

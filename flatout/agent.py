@@ -18,7 +18,7 @@ import gymnasium as gym
 import numpy as np
 import torch
 
-from flatout.algorithms.base import Algorithm, register_algorithm
+from flatout.algorithms.base import LARGE, UNKNOWN_TRAITS, Algorithm, EnvTraits, register_algorithm
 from flatout.collect.noise import ActionNoise
 from flatout.config.fields import replace as replace_fields
 from flatout.config.run_config import RunConfig, preset_note, read_file, resolve
@@ -120,10 +120,14 @@ class Agent:
             factory = env_factory(source, config.env_kwargs)
         device = resolve_device(config.device)
         info, costs = _try_env(_prepared(factory, config, device), config)
-        continuous = isinstance(info.action_space, gym.spaces.Box)
-        if continuous or info.n_envs not in (None, config.n_envs):
+        traits = EnvTraits(
+            continuous=isinstance(info.action_space, gym.spaces.Box),
+            large_obs=info.obs_size > LARGE,
+            large_rewards=info.reward_size > LARGE,
+        )
+        if traits != UNKNOWN_TRAITS or info.n_envs not in (None, config.n_envs):
             n_envs = n_envs if info.n_envs is None else info.n_envs
-            config = _resolve(name, settings, config_file, n_envs, trust, continuous=continuous)
+            config = _resolve(name, settings, config_file, n_envs, trust, traits)
         if info.batched == "tensor" and config.device == "auto":
             device = info.device
         self._run_name, self._runs_dir, self._overwrite = run_name, runs_dir, overwrite
@@ -402,6 +406,14 @@ class Agent:
         """What makes envs to play in and render, with other `env_kwargs` if given."""
         kwargs = self.config.env_kwargs | dict(env_kwargs or {})
         return self._checked_env(kwargs)[0].factory
+
+    def reward_scale(self) -> float | None:
+        """What a loaded agent's rewards were divided by while it learned; None if they were clipped to their sign."""
+        if self.config.algorithm.clip_reward:
+            return None
+        tensors = {} if self._checkpoint is None else self._checkpoint.tensors
+        variance = tensors.get("reward_scaler.var")
+        return 1.0 if variance is None else float(variance) ** 0.5
 
     def save(self, path: str | Path) -> None:
         """Write the agent to a file, with everything that further learning needs."""
@@ -734,8 +746,7 @@ def _resolve(
     file: Path | None,
     n_envs: int | None,
     trust: bool,
-    *,
-    continuous: bool = False,
+    traits: EnvTraits = UNKNOWN_TRAITS,
 ) -> RunConfig:
     """The complete settings; `n_envs` is the number of envs of a batched env, if it is fixed."""
     if n_envs is not None:
@@ -745,9 +756,7 @@ def _resolve(
         settings = settings | {"n_envs": n_envs}
     device = resolve_device(str(settings.get("device", "auto")))
     n_cores = usable_cores()
-    return resolve(
-        env, settings, device=device, n_cores=n_cores, file=file, trust=trust, continuous=continuous
-    )
+    return resolve(env, settings, device=device, n_cores=n_cores, file=file, trust=trust, traits=traits)
 
 
 def _prepared(factory: EnvFactory, config: RunConfig, device: str) -> EnvFactory:
@@ -794,10 +803,13 @@ def _for_one_env(factory: EnvFactory, settings: dict[str, Any]) -> dict[str, Any
 
 def _try_env(factory: EnvFactory, config: RunConfig, timed: bool = True) -> tuple[EnvInfo, Costs | None]:
     """The checked env; the steps of a user's env, which is tried in another process, are timed there at once."""
-    if factory.is_built_in or factory.is_instance:
+    if factory.is_instance:  # its check leaves it in new episodes
         return check(factory, n_envs=config.n_envs, seed=config.seed), None
+    seed = 0  # defaults go by what the check sees, and all seeds of an env are to have the same
+    if factory.is_built_in:
+        return check(factory, n_envs=config.n_envs, seed=seed), None
     timed = timed and needs_step_times(config)
-    return try_out(factory, seed=config.seed, n_envs=config.n_envs, timeout=config.step_timeout, timed=timed)
+    return try_out(factory, seed=seed, n_envs=config.n_envs, timeout=config.step_timeout, timed=timed)
 
 
 def _try_to_save(save: Callable[[], object], n_tries: int = 1) -> str | None:

@@ -109,7 +109,13 @@ def test_what_only_two_frames_show_is_learned(kind: str, settings: dict[str, Any
 
 
 CATCH: dict[str, dict[str, Any]] = {
-    "PPO": {"n_steps": 64, "batch_size": 128, "n_epochs": 4, "ent_coef": 0.01},
+    "PPO": {
+        "n_steps": 64,
+        "batch_size": 128,
+        "n_epochs": 4,
+        "ent_coef": 0.01,
+        "learning_rate_schedule": "constant",
+    },
     "DQN": {
         "n_steps": 4,
         "batch_size": 32,

@@ -158,6 +158,30 @@ def make_actor_critic(
     return build(obs, action, network, seed, normalize_obs=config.normalize_obs)
 
 
+LARGE = 6.0
+"""Root mean square beyond which observations, median beyond which rewards are normalized by default. Observations: not Ant's (4.6 to
+5.1), which learns less so, but HalfCheetah's (7), Walker2d's (8), Reacher's (7 to 11) and Humanoid's (400). Rewards:
+InvertedDoublePendulum's (8) and HumanoidStandup's (32), which learn more so."""
+SHORT_ROLLOUT = 256
+"""Steps of each env in the shortest rollout that `auto_continuous` is split into."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EnvTraits:
+    """What defaults depend on and only the env itself can tell."""
+
+    continuous: bool = False
+    """Whether its actions are."""
+    large_obs: bool = False
+    """Whether its observations are beyond LARGE."""
+    large_rewards: bool = False
+    """Whether its rewards are."""
+
+
+UNKNOWN_TRAITS = EnvTraits()
+"""Before the env has been made."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Algorithm:
     """What the rest of the package knows of an algorithm. `config` below is an instance of its config class."""
@@ -177,10 +201,10 @@ class Algorithm:
     presets: Mapping[str, Recipe] = field(default_factory=dict)
     """Settings by name of a preset."""
     auto: tuple[Recipe, Recipe] | None = None
-    """Settings for an env without a recipe, on a CPU and on an accelerator; the number of envs goes by cores.
-    None: the config's defaults."""
+    """Settings for an env without a recipe, on a CPU and on an accelerator; their number of envs is for up to four cores,
+    and more cores have more. None: the config's defaults."""
     auto_continuous: tuple[Recipe, Recipe] | None = None
-    """The same for envs with continuous actions; None: as `auto`."""
+    """The same for envs with continuous actions, whose rollout has as many transitions with more envs; None: as `auto`."""
     metrics: tuple[str, ...] = ()
     """Metrics of its own, for columns of metrics.csv besides the usual ones."""
     space: Space = field(default_factory=dict)
@@ -209,13 +233,27 @@ class Algorithm:
         """Its name as people write it."""
         return self.name.upper()
 
-    def auto_recipe(self, on_accelerator: bool, n_cores: int, *, continuous: bool = False) -> Recipe:
-        """Settings for an env without a recipe, by the machine and the kind of actions."""
-        n_envs = min(max(8, 2 * n_cores), 32)
-        auto = self.auto_continuous if continuous and self.auto_continuous is not None else self.auto
-        if auto is not None:
-            return replace(auto[on_accelerator], n_envs=n_envs)
-        return Recipe(n_envs=n_envs, algorithm=self.config(), network=NetworkConfig())
+    def auto_recipe(
+        self, on_accelerator: bool, n_cores: int, traits: EnvTraits, n_envs: int | None = None
+    ) -> Recipe:
+        """Settings for an env without a recipe, by the machine and the env; `n_envs`: if their number is given."""
+        recipe = Recipe(n_envs=8, algorithm=self.config(), network=NetworkConfig())
+        if self.auto is not None:
+            recipe = self.auto[on_accelerator]
+        long = self.auto_continuous if traits.continuous else None
+        if long is not None:
+            recipe = long[on_accelerator]
+        few = recipe.n_envs
+        config: Any = recipe.algorithm
+        usual = min(max(few, few * n_cores // 4), 32)
+        if long is not None:  # more envs share the transitions of its rollout
+            n_steps = max(few * config.n_steps // (n_envs or usual) // SHORT_ROLLOUT, 1) * SHORT_ROLLOUT
+            config = replace(config, n_steps=n_steps)
+        if traits.large_obs:
+            config = replace(config, normalize_obs=True)
+        if traits.large_rewards and hasattr(config, "normalize_reward"):
+            config = replace(config, normalize_reward=True)
+        return replace(recipe, n_envs=usual, algorithm=config)
 
     def preset(self, name: str) -> Recipe:
         """A preset's settings; one that the algorithm does not have is refused."""

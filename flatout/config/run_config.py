@@ -13,7 +13,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from flatout.algorithms import base as algorithms
-from flatout.algorithms.base import Algorithm, AlgorithmConfig, LearnerSpec, Recipe, check
+from flatout.algorithms.base import (
+    UNKNOWN_TRAITS,
+    Algorithm,
+    AlgorithmConfig,
+    EnvTraits,
+    LearnerSpec,
+    Recipe,
+    check,
+)
 from flatout.config.fields import all_fields, convert, flatten_json, replace, sections
 from flatout.config.trust import CODE, SIGNATURE, code_in, require_trust, signed
 from flatout.device.accelerator import accelerators
@@ -197,12 +205,12 @@ def resolve(
     n_cores: int,
     file: Path | None = None,
     trust: bool = False,
-    continuous: bool = False,
+    traits: EnvTraits = UNKNOWN_TRAITS,
 ) -> RunConfig:
     """The complete config for an env, from its recipe or preset, a config file and the user's settings.
 
-    `trust`: whether the file may name code that this user's runs did not write. `continuous`: whether actions are, which
-    only the env itself can tell; envs without a recipe have other defaults then.
+    `trust`: whether the file may name code that this user's runs did not write. `traits`: what the defaults of an env without
+    a recipe depend on.
     """
     given = split_arch(settings) if "network_arch" in settings else dict(settings)
     if file is not None:
@@ -213,7 +221,7 @@ def resolve(
     given["env"] = env = env_id(env)
     given |= _frame_settings(env, given)
     given["algo"] = _variant(given.get("algo") or _first_choice(env, given), given)
-    recipe = _recipe(env, _algorithm(given), given.get("preset"), device, n_cores, continuous=continuous)
+    recipe = _recipe(env, given, device, n_cores, traits)
     if given.get("preset") == "auto":
         given = tuned_settings(env, given, device, n_cores) | given
     return _with(recipe, _with_batch_size(given, recipe, device))
@@ -363,14 +371,13 @@ def _variant(algo: str, given: Mapping[str, Any]) -> str:
     return algo
 
 
-def _recipe(
-    env: str, algorithm: Algorithm, preset: Any, device: str, n_cores: int, *, continuous: bool
-) -> Recipe:
+def _recipe(env: str, given: Mapping[str, Any], device: str, n_cores: int, traits: EnvTraits) -> Recipe:
+    algorithm, preset = _algorithm(given), given.get("preset")
     if preset in (None, "none") and env in algorithm.recipes:
         return algorithm.recipes[env]
-    preset = _value({"preset": preset}, "preset", None)
+    preset = _value(given, "preset", None)
     if preset in (None, "auto"):
-        return algorithm.auto_recipe(device != "cpu", n_cores, continuous=continuous)
+        return algorithm.auto_recipe(device != "cpu", n_cores, traits, _value(given, "n_envs", None))
     return algorithm.preset(preset)
 
 

@@ -17,7 +17,7 @@ import gymnasium as gym
 import numpy as np
 
 from flatout.envs.make import BatchedEnvs, BatchedKind, EnvFactory, batched_kind, blocking
-from flatout.envs.spaces import MASK_KEY, logit_sizes, without_text
+from flatout.envs.spaces import MASK_KEY, is_image, logit_sizes, without_text
 from flatout.envs.validate import (
     has_mask,
     nan_message,
@@ -56,6 +56,10 @@ class EnvInfo:
     """Number of envs of a batched env."""
     device: str = "cpu"
     """Device of its observations."""
+    obs_size: float = 0.0
+    """The largest root mean square of a number in its vector observations, over the steps of the check."""
+    reward_size: float = 0.0
+    """The median of the absolute rewards of these steps."""
 
 
 def check(
@@ -106,6 +110,7 @@ def _check_single(
     deadline = time.perf_counter() + max_seconds
     validate_spaces(env)
     env.action_space.seed(seed)
+    size = _Sizes()
     obs, info = _reset(env, 0, notes, seed=seed, options=None)
     if MASK_KEY in info and not has_mask(env.observation_space):
         if logit_sizes(env.action_space):
@@ -120,6 +125,7 @@ def _check_single(
         notes += validate_obs(env.observation_space, obs, step)
         validate_reward(reward, step)
         notes += validate_flag("terminated", terminated, step) + validate_flag("truncated", truncated, step)
+        size.add(env.observation_space, obs, reward)
         if terminated or truncated:
             obs, _ = _reset(env, step, notes)
         if time.perf_counter() >= deadline:
@@ -129,7 +135,38 @@ def _check_single(
         observation_space=env.observation_space,
         action_space=env.action_space,
         is_async=isinstance(env.unwrapped, Blocking),
+        obs_size=size.of_obs(),
+        reward_size=size.of_rewards(),
     )
+
+
+class _Sizes:
+    """How large observations and rewards are."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Any] = {}
+        """Of the squares of the numbers in vector observations."""
+        self._rewards: list[float] = []
+        self._n = 0
+
+    def add(self, space: gym.Space[Any], obs: Any, reward: Any) -> None:
+        """Add an observation and a reward, or several in rows."""
+        self._rewards += np.abs(np.asarray(_to_numpy(reward), np.float64)).reshape(-1).tolist()
+        for part, values, name in simple_parts(space, obs, "observation", None):
+            if isinstance(part, gym.spaces.Box) and not is_image(part):
+                rows = np.asarray(_to_numpy(values), np.float64).reshape(-1, *(part.shape or ()))
+                self._sums[name] = self._sums.get(name, 0.0) + np.square(rows).mean(0)
+        self._n += 1
+
+    def of_rewards(self) -> float:
+        """The median of the absolute rewards."""
+        return float(np.median(self._rewards))
+
+    def of_obs(self) -> float:
+        """The largest root mean square."""
+        return max(
+            (float(np.sqrt(sums.max(initial=0.0) / self._n)) for sums in self._sums.values()), default=0.0
+        )
 
 
 def _reset(env: gym.Env[Any, Any], step: int, notes: list[str], **kwargs: Any) -> tuple[Any, ...]:
@@ -189,7 +226,8 @@ def _check_batched(
     if not isinstance(n_envs, int | np.integer) or n_envs < 1:
         raise EnvError(f"num_envs is {n_envs!r}; it must be at least 1")
     validate_spaces(envs, "single_")
-    notes += _BatchedTrial(envs, kind, seed).run()
+    trial = _BatchedTrial(envs, kind, seed)
+    notes += trial.run()
     if factory.is_instance:  # the run continues with this one: leave it in new episodes
         _call(lambda: envs.reset(seed=seed), "reset", BATCHED_STEPS)
     return EnvInfo(
@@ -199,6 +237,8 @@ def _check_batched(
         batched=kind,
         n_envs=int(n_envs),
         device=str(envs.device) if kind == "tensor" else "cpu",  # type: ignore[union-attr]
+        obs_size=trial.size.of_obs(),
+        reward_size=trial.size.of_rewards(),
     )
 
 
@@ -209,7 +249,7 @@ class _BatchedTrial:
         self._envs, self._seed, self._n_envs = envs, seed, int(envs.num_envs)
         self._device = envs.device if kind == "tensor" else None  # type: ignore[union-attr]
         self._space, self._action_space = envs.single_observation_space, envs.single_action_space
-        self._step = 0
+        self._step, self.size = 0, _Sizes()
 
     def run(self) -> list[str]:
         """Take the steps; returns warnings, or raises EnvError."""
@@ -221,6 +261,7 @@ class _BatchedTrial:
             result = _call(partial(self._envs.step, self._actions(obs)), "step", self._step)
             self._validate_step(*result)
             obs = result[0]
+            self.size.add(self._space, obs, result[1])
         return notes
 
     def _validate_step(self, obs: Any, reward: Any, terminated: Any, truncated: Any, info: Any) -> None:

@@ -416,8 +416,9 @@ def _refuse_bad_kwargs(
     open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters)
     for key in kwargs:
         if key not in accepted and not open_ended:
+            hint = "; to render, let it take render_mode=None and hand it on" if key == "render_mode" else ""
             raise FlatoutError(
-                f"env '{name}' takes no argument '{key}'; it takes {', '.join(accepted) or 'none'}"
+                f"env '{name}' takes no argument '{key}'; it takes {', '.join(accepted) or 'none'}{hint}"
             )
     missing = [p.name for p in by_keyword if p.default is p.empty and p.name not in kwargs]
     if missing:

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flatout.algorithms.ppo.recipes import AUTO_CONTINUOUS, PRESETS, RECIPES
+from flatout.algorithms.base import EnvTraits
+from flatout.algorithms.ppo.recipes import AUTO, AUTO_CONTINUOUS, PRESETS, RECIPES
 from flatout.algorithms.pqn.recipes import RECIPES as PQN_RECIPES
 from flatout.config.run_config import RunConfig, preset_note, resolve
 from flatout.errors import FlatoutError
@@ -78,23 +79,24 @@ def test_a_known_env_gets_its_recipe_unless_a_preset_is_given() -> None:
     assert config("CartPole-v1", gamma=0.5).n_envs == RECIPES["CartPole-v1"].n_envs
 
 
-def test_continuous_actions_have_defaults_of_their_own_that_no_recipe_or_preset_sees() -> None:
-    discrete, continuous = (
-        resolve("Some-v0", {}, device="cpu", n_cores=2, continuous=kind) for kind in (False, True)
-    )
-    assert not discrete.algorithm.normalize_obs
-    assert continuous.algorithm == AUTO_CONTINUOUS[0].algorithm
-    assert continuous.algorithm.normalize_obs
-    for given in ({"preset": "cpu"}, {"algo": "ppo", "env": "Pendulum-v1"}, {"algo": "sac"}, {"algo": "dqn"}):
-        settings = dict(given)
-        env = settings.pop("env", "Some-v0")
-        one, other = (
-            resolve(env, settings, device="cpu", n_cores=2, continuous=kind) for kind in (False, True)
-        )
-        assert one == other
-    assert not resolve(
-        "Some-v0", {"normalize_obs": False}, device="cpu", n_cores=2, continuous=True
-    ).algorithm.normalize_obs
+def test_the_defaults_go_by_what_only_the_env_can_tell_but_no_recipe_or_preset_does() -> None:
+    def made(
+        env: str = "Some-v0", large: bool = False, continuous: bool = False, **settings: Any
+    ) -> RunConfig:
+        traits = EnvTraits(continuous=continuous, large_obs=large)
+        return resolve(env, settings, device="cpu", n_cores=2, traits=traits)
+
+    assert made().algorithm == AUTO[0].algorithm
+    assert made(continuous=True).algorithm == AUTO_CONTINUOUS[0].algorithm
+    rollouts = {n: made(continuous=True, n_envs=str(n)).algorithm.n_steps for n in (1, 2, 3, 8, 64)}
+    assert rollouts == {1: 2048, 2: 1024, 3: 512, 8: 256, 64: 256}
+    assert made(n_envs=1).algorithm.n_steps == made(n_envs=64).algorithm.n_steps == 256
+    for algo in ("ppo", "recurrent-ppo", "dqn", "pqn", "sac"):
+        assert not made(algo=algo).algorithm.normalize_obs
+        assert made(algo=algo, large=True).algorithm.normalize_obs
+        assert not made(algo=algo, large=True, normalize_obs=False).algorithm.normalize_obs
+    assert made(preset="cpu") == made(preset="cpu", continuous=True, large=True)
+    assert made("Pendulum-v1", algo="ppo") == made("Pendulum-v1", continuous=True, large=True, algo="ppo")
 
 
 def test_an_env_gets_the_algorithm_that_learns_it_fastest_unless_one_is_given() -> None:

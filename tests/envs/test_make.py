@@ -141,7 +141,9 @@ def test_render_mode_is_given_at_each_call() -> None:
 
 
 def test_render_mode_that_a_factory_does_not_take_is_refused() -> None:
-    with pytest.raises(FlatoutError, match="takes no argument 'render_mode'; it takes slope") as error:
+    with pytest.raises(
+        FlatoutError, match="'render_mode'; it takes slope; to render, let it take render_mode"
+    ) as error:
         env_factory(make_steep)(render_mode="rgb_array")
     line(error)
 

@@ -49,6 +49,43 @@ class Steered(Endless):
     action_space: Any = spaces.Box(-1, 1, (1,))
 
 
+class Rich(Steered):
+    """The same, with rewards in the hundreds."""
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        obs, reward, terminated, truncated, info = super().step(action)
+        return obs, 300 * reward, terminated, truncated, info
+
+
+class Far(Endless):
+    """Endless, with observations in the hundreds."""
+
+    observation_space: Any = spaces.Box(-np.inf, np.inf, (2,))
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        _, reward, terminated, truncated, info = super().step(action)
+        return np.full(2, 300, np.float32), reward, terminated, truncated, info
+
+
+class Both(Far):
+    """The same with an image, which is not what is large about it."""
+
+    observation_space: Any = spaces.Dict(
+        {"far": Far.observation_space, "seen": spaces.Box(0, 255, (8, 8, 3), np.uint8)}
+    )
+
+    def reset(self, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+        obs, info = super().reset(**kwargs)
+        return self._with_image(obs), info
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        obs, reward, terminated, truncated, info = super().step(action)
+        return self._with_image(obs), reward, terminated, truncated, info
+
+    def _with_image(self, obs: Any) -> dict[str, Any]:
+        return {"far": obs, "seen": np.full((8, 8, 3), 255, np.uint8)}
+
+
 FILE = f"{__file__}:"
 
 
@@ -71,13 +108,28 @@ def test_a_run_in_which_no_episode_ends_says_what_to_do(
 def test_the_defaults_go_by_the_kind_of_actions_and_the_header_says_so() -> None:
     small: dict[str, Any] = {"n_envs": 2, "n_steps": 16, "seed": 1}
     with_choices, steered = (flatout.Agent(env, **small) for env in (Endless, Steered))
-    assert not with_choices.config.algorithm.normalize_obs
     assert "settings: auto ·" in with_choices.header()[0]
-    assert steered.config.algorithm.normalize_obs
+    assert "normalized: rewards" in with_choices.header()
     assert "settings: auto, for continuous actions ·" in steered.header()[0]
-    assert "normalized: observations" in steered.header()
-    given = flatout.Agent(Steered, normalize_obs=False, **small)
-    assert not any("normalized" in line for line in given.header())
+    assert not any("normalized" in line for line in steered.header())
+
+
+@pytest.mark.parametrize("make", [Far, Both])
+def test_observations_that_are_large_are_normalized_unless_the_user_says_otherwise(make: Any) -> None:
+    small: dict[str, Any] = {"n_envs": 2, "n_steps": 16, "seed": 1, "algo": "ppo"}
+    agent = flatout.Agent(make, **small)
+    assert agent.config.algorithm.normalize_obs
+    assert "normalized: observations and rewards" in agent.header()
+    assert not flatout.Agent(make, normalize_obs=False, **small).config.algorithm.normalize_obs
+
+
+def test_rewards_that_are_large_are_normalized_unless_the_user_says_otherwise() -> None:
+    small: dict[str, Any] = {"n_envs": 2, "n_steps": 16, "seed": 1, "batch_size": 32}
+    assert "normalized: rewards" in flatout.Agent(Rich, **small).header()
+    assert not any("normalized" in line for line in flatout.SAC(Rich, **small).header())
+    assert not any(
+        "normalized" in line for line in flatout.PPO(Rich, normalize_reward=False, **small).header()
+    )
 
 
 def test_a_registered_env_gets_a_limit_by_its_keyword_arguments() -> None:
