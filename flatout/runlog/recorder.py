@@ -86,19 +86,25 @@ class Progress:
 class TimeLeft:
     """Estimates the seconds that a run still takes, at the speed of the last half of its time.
 
-    The first iterations measure, compile and fill caches: at the mean speed so far a run of a minute seems to take hours.
+    The first iterations measure, compile and fill caches: at the mean speed so far a run of a minute seems to take hours. So
+    does one whose first update, after the env steps of `learning_starts`, is compiled: after such a stall the estimate begins anew.
     """
 
     least_seconds = 5.0
     """There is no estimate before so much time has passed since the first figures."""
 
     def __init__(self) -> None:
-        self._began = math.inf
+        self._began = self._last = math.inf
+        self._n_calls = 0
         self._points: deque[tuple[float, float]] = deque()
 
     def estimate(self, env_steps: float, total_steps: float, seconds: float) -> float | None:
         """Seconds from now to the end."""
-        self._began = min(self._began, seconds)
+        if self._stalled(seconds):
+            self._began, self._n_calls = seconds, 0
+            self._points.clear()
+        self._began, self._last = min(self._began, seconds), seconds
+        self._n_calls += 1
         passed = seconds - self._began
         if not self._points or seconds - self._points[-1][0] >= passed / 100:
             self._points.append((seconds, env_steps))
@@ -108,6 +114,13 @@ class TimeLeft:
         if passed < self.least_seconds or env_steps <= steps_then:
             return None
         return max(0.0, total_steps - env_steps) * (seconds - since) / (env_steps - steps_then)
+
+    def _stalled(self, seconds: float) -> bool:
+        """Whether the last iteration took ten times as long as the others, and longer than all of them together."""
+        if self._n_calls < 2:
+            return False
+        before, pause = self._last - self._began, seconds - self._last
+        return pause > max(self.least_seconds, before, 10 * before / (self._n_calls - 1))
 
 
 def scalars(progress: Progress) -> dict[str, float]:

@@ -110,3 +110,19 @@ def test_the_time_left_is_not_told_by_a_slow_start() -> None:
     # Twice as slow from here on: what counts is the last half of the time.
     later = [left.estimate(80_000 + 500 * n, 200_000, 108.0 + n) for n in range(200)]
     assert later[-1] == pytest.approx((200_000 - 179_500) / 500, rel=0.05)
+
+
+def test_an_update_that_is_compiled_does_not_tell_the_time_left() -> None:
+    left = TimeLeft()
+    # 10,000 env steps in a second without updates; the first one is compiled for 30 s; then there are 1,000 steps a second.
+    for n in range(1, 626):
+        left.estimate(16 * n, 100_000, 2.0 + n / 625)
+    told = [left.estimate(10_000 + 16 * n, 100_000, 33.0 + 0.016 * n) for n in range(1, 1000)]
+    assert all(it is None for it in told[:300])
+    assert told[-1] == pytest.approx((100_000 - 10_000 - 16 * 999) / 1000, rel=0.01)
+
+
+def test_the_time_left_of_long_iterations_is_told_after_the_second() -> None:
+    left = TimeLeft()
+    told = [left.estimate(1000 * n, 10_000, 100.0 * n) for n in range(1, 5)]
+    assert told == [None, *(pytest.approx(100 * (10 - n)) for n in (2, 3, 4))]
