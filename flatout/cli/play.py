@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from time import sleep
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from flatout.cli import parser as cli
 from flatout.cli.settings import given_settings
@@ -17,7 +17,10 @@ from flatout.errors import FlatoutError
 from flatout.runlog.files import plural, write_text
 
 if TYPE_CHECKING:
+    import gymnasium as gym
+
     from flatout.agent import Agent
+    from flatout.training.play import Player
     from flatout.views.film import Picture, Shot
 
 MOST_EPISODES = 16
@@ -64,33 +67,37 @@ def play(argv: Sequence[str]) -> int:
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *_, **__: print(f"note: {message}", file=sys.stderr)
         code = {"network": args.network} if args.network is not None else {}
-        agent = load(best if best.exists() and not args.newest else path, trust=args.trust, **code)
+        shows_best = best.exists() and not args.newest
+        agent = load(best if shows_best else path, trust=args.trust, **code)
         if args.live:
             return _live(agent, args)
         os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # pygame draws into memory and looks for no screen
         if sys.platform == "linux" and "DISPLAY" not in os.environ:
             os.environ.setdefault("MUJOCO_GL", "egl")
         out = args.out or (path if path.is_dir() else Path()) / "agent.gif"
-        return _write_text(agent, args, out) if out.suffix == ".txt" else _write_film(agent, args, out)
+        if out.suffix == ".txt":
+            return _write_text(agent, args, out)
+        return _write_film(agent, args, out, "another checkpoint: --newest; " if shows_best else "")
 
 
 def _shots(
     agent: Agent, args: argparse.Namespace, n: int, modes: tuple[str, ...]
 ) -> tuple[list[Iterator[Shot]], float, int]:
     """Episodes, each in an env of its own, the envs' frames per second, and the steps from one frame to the next."""
-    from flatout.training.play import Player, played, rendered
+    from flatout.training.play import played, rendered
 
     factory = agent.playable(given_settings(args).get("env_kwargs"))
     episodes, fps, every = [], 0.0, 1
     for nth in range(n):
         env, fps = rendered(factory, modes)
         every = args.every or max(1, round(fps / GIF_FPS))
-        player = Player(env, agent.policy, agent.predict, not args.stochastic, every=every)
+        player = _player(agent, env, args)
+        player.every = every
         episodes.append(played(player, args.seed + nth, args.max_steps))
     return episodes, fps, every
 
 
-def _write_film(agent: Agent, args: argparse.Namespace, out: Path) -> int:
+def _write_film(agent: Agent, args: argparse.Namespace, out: Path, other: str) -> int:
     from flatout.training.play import CUT, together
     from flatout.views.figures import mean_and_std
     from flatout.views.film import Grid, amount, write_film
@@ -119,7 +126,7 @@ def _write_film(agent: Agent, args: argparse.Namespace, out: Path) -> int:
         text = f"the return was {mean_and_std(mean, std)}; --stochastic shows that policy"
         print(f"note: in training, where actions are sampled, {text}")
     if args.out is None:
-        print(f"another checkpoint: --newest; a video: --out {out.with_suffix('.mp4')}")
+        print(f"{other}a video: --out {out.with_suffix('.mp4')}")
     return 0
 
 
@@ -141,9 +148,16 @@ def _told(shot: Shot) -> str:
     return f"step {shot.step} · return {amount(shot.total_reward)}{end}\n{shot.image}"
 
 
+def _player(agent: Agent, env: gym.Env[Any, Any], args: argparse.Namespace) -> Player:
+    from flatout.training.play import Player
+
+    scale = agent.reward_scale()
+    return Player(env, agent.policy, agent.predict, not args.stochastic, reward_scale=scale)
+
+
 def _live(agent: Agent, args: argparse.Namespace) -> int:
     """Episodes one after another in the env's own window, or as text."""
-    from flatout.training.play import Player, rendered
+    from flatout.training.play import rendered
     from flatout.views.film import amount
 
     env, fps = rendered(agent.playable(given_settings(args).get("env_kwargs")), ("human", "ansi"))
@@ -153,7 +167,7 @@ def _live(agent: Agent, args: argparse.Namespace) -> int:
         raise FlatoutError(
             "--live opens a window, and this machine has no screen; write a file instead: --out agent.gif"
         )
-    player = Player(env, agent.policy, agent.predict, not args.stochastic)
+    player = _player(agent, env, args)
     player.shows = not is_text
     for nth in range(args.episodes or 1):
         for shot in player.episode(args.seed + nth, args.max_steps):

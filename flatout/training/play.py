@@ -42,6 +42,8 @@ class Player:
     """Whether the env draws in a window of its own."""
     every: int = 1
     """Only every so many steps, and the last, are rendered."""
+    reward_scale: float | None = 1.0
+    """What values are multiplied by to be returns of the env; None: they cannot be told."""
 
     def episode(self, seed: int, max_steps: int) -> Iterator[Shot]:
         """The env after its reset and after every step."""
@@ -99,16 +101,19 @@ class Player:
             return {}
         tensors = tuple(torch.from_numpy(x).to(policy.device) for x in policy.obs.batch(obs)[0])
         thoughts: dict[str, Any] = {}
+        expected: float | None = None
         if isinstance(model, ActorCritic):
-            thoughts["note"] = f"expects {number(float(model.value(tensors)))}"
+            expected = float(model.value(tensors))
         if isinstance(model.head, CategoricalHead):
             parts = masked(model.policy(tensors), model.mask(tensors))[0].split(policy.action.nvec)
             thoughts["shares"] = torch.cat([part.softmax(-1) for part in parts]).tolist()
         elif isinstance(model.head, GreedyHead):
             values = model(tensors)[0]
             low, high = float(values.min()), float(values.max())
-            thoughts["note"] = f"expects {number(high)}"
+            expected = high
             thoughts["shares"] = ((values - low) / max(high - low, 1e-9)).mul(0.9).add(0.1).tolist()
+        if expected is not None and self.reward_scale is not None:
+            thoughts["note"] = f"expects {number(expected * self.reward_scale)}"
         return thoughts
 
 
@@ -150,7 +155,7 @@ def rendered(factory: EnvFactory, modes: tuple[str, ...]) -> tuple[gym.Env[Any, 
         }
         raise FlatoutError(
             f"env '{factory.name}' cannot be rendered: its metadata['render_modes'] has no {' or '.join(modes)}; name "
-            f"{modes[0]} there, take render_mode in __init__{returned.get(modes[0], '')}"
+            f"{modes[0]} there, take render_mode in __init__{returned.get(modes[0], '')}; the agent need not be trained again"
         )
     _close(plain)
     try:

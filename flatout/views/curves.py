@@ -78,12 +78,16 @@ table.groups th, table.groups td { width: auto; padding-right: 18px; white-space
 table.groups td:last-child { white-space: normal; min-width: 190px; }
 table.groups i { display: inline-block; width: 11px; height: 11px; border-radius: 99px; margin-right: 7px; }
 .verdict { margin: 8px 0 4px; font-size: 17px; } details { margin-top: 8px; font-size: 14px; }
-.both { overflow-x: auto; } .both svg { min-width: 620px; }
+.both { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 420px), 1fr)); gap: 0 28px; }
+@media (max-width: 720px) { .curves text { font-size: 17px; } }
 """
 
 
 def _page_section(env: str, groups: Sequence[Group], target: float | None) -> str:
-    inside, height = _section(groups, "", keys=False)
+    charts = "".join(
+        f'<svg class="curves" viewBox="0 0 {CHART} {HEIGHT}" role="img">{drawing}</svg>'
+        for drawing in _charts(groups)
+    )
     notes = "".join(f'<p class="hint">{escape(text)}</p>' for text in compare.notes(groups))
     verdict = compare.verdict(groups)
     rows = compare.table(groups, target)
@@ -97,7 +101,7 @@ def _page_section(env: str, groups: Sequence[Group], target: float | None) -> st
         + (f'<p class="verdict">{escape(verdict)}</p>' if verdict else "")
         + '<p class="hint">Mean return of the last 100 episodes; bands are the standard deviation over seeds. Over wall time a '
         "run that has ended keeps its last return.</p>"
-        f'<div class="both"><svg class="curves" viewBox="0 0 {WIDTH} {height:.0f}" role="img">{inside}</svg></div>'
+        f'<div class="both">{charts}</div>'
         f"{_table(list(rows[0]), [list(row.values()) for row in rows], dots=True)}"
         '<p class="hint">IQM: interquartile mean, of the middle half of the seeds. The interval is bootstrapped over seeds.</p>'
         f"{notes}<details><summary>{plural(len(runs), 'run')}</summary>"
@@ -114,22 +118,21 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]], *, dots: bool = F
     return f'<div class="wide"><table class="groups">{body}</table></div>'
 
 
-def _section(groups: Sequence[Group], title: str, keys: bool = True) -> tuple[str, float]:
-    """The two charts of an env, and their height."""
-    top, parts = 0.0, []
-    if title:
-        parts.append(f'<text class="env" x="0" y="16">{escape(title)}</text>')
-        top += 30
-    if keys:
-        for nth, group in enumerate(groups):
-            parts.append(f'<circle class="f{nth % len(LIGHT)}" cx="6" cy="{top + 7:.0f}" r="5"/>')
-            words = f"{group.label}{_seeds(group)}{f': {group.differs}' if group.differs else ''}"
-            parts.append(f'<text class="name" x="18" y="{top + 11:.0f}">{escape(words)}</text>')
-            top += KEY_LINE
-    for nth, (by, label, show) in enumerate(
-        (("steps", "env steps", short), ("seconds", "wall time", _clock))
-    ):
-        drawing = chart([group.curve(by) for group in groups], label, show)
+def _charts(groups: Sequence[Group]) -> list[str]:
+    """The curves over env steps, and over wall time."""
+    axes = (("steps", "env steps", short), ("seconds", "wall time", _clock))
+    return [chart([group.curve(by) for group in groups], label, show) for by, label, show in axes]
+
+
+def _section(groups: Sequence[Group], title: str) -> tuple[str, float]:
+    """The name of an env, what its colours mean, its two charts, and the height of it all."""
+    top, parts = 30.0, [f'<text class="env" x="0" y="16">{escape(title)}</text>']
+    for nth, group in enumerate(groups):
+        parts.append(f'<circle class="f{nth % len(LIGHT)}" cx="6" cy="{top + 7:.0f}" r="5"/>')
+        words = f"{group.label}{_seeds(group)}{f': {group.differs}' if group.differs else ''}"
+        parts.append(f'<text class="name" x="18" y="{top + 11:.0f}">{escape(words)}</text>')
+        top += KEY_LINE
+    for nth, drawing in enumerate(_charts(groups)):
         parts.append(f'<g transform="translate({nth * (CHART + GAP)} {top:.0f})">{drawing}</g>')
     return "".join(parts), top + HEIGHT
 

@@ -120,7 +120,8 @@
       }
     } else for (const name of names) { const curve = curves.get(name); series.push({ name, x: curve ? axis(curve) : [], y: curve?.return ?? [] }); }
     series.forEach((s, nth) => { s.color = `--c${nth % COLORS}`; });
-    lines(byId("overlay"), series, { x: byTime ? clock : short, y: short, empty: names.length ? "No episode of these runs has ended yet." : "Choose runs in the table to compare them." });
+    const comes = names.length && !names.some((name) => curves.has(name)); // the empty chart keeps its place
+    if (!comes) lines(byId("overlay"), series, { x: byTime ? clock : short, y: short, empty: names.length ? "No episode of these runs has ended yet." : "Choose runs in the table to compare them." });
     byId("key").replaceChildren(...series.map((s, nth) => { const node = element("span"); node.append(dot(nth), s.name); return node; }));
     byId("by-time").setAttribute("aria-pressed", byTime);
     byId("by-steps").setAttribute("aria-pressed", !byTime);
@@ -171,8 +172,9 @@
       runs.clear();
       for (const row of known.rows) { runs.set(row.name, row); stale.add(row.name); }
       sweeps(known.sweeps);
-      if (kept === null) { // at first, the newest runs
-        const newest = [...runs.values()].filter((run) => run.return_mean !== null).sort((a, b) => b.time - a.time);
+      if (kept === null) { // at first, the newest runs, and no trials of sweeps if there are others
+        const all = [...runs.values()].filter((run) => run.return_mean !== null).sort((a, b) => b.time - a.time);
+        const own = all.filter((run) => !known.sweeps.some((sweep) => run.name.startsWith(sweep + "/"))), newest = own.length ? own : all;
         newest.filter((run) => run.env === newest[0].env).slice(0, 6).forEach((run) => chosen.add(run.name)); // returns of other envs are on another scale
         kept = [];
       }

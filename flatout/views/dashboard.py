@@ -188,7 +188,7 @@ class Dashboard:
         self._n_streams, self._tick = 0, asyncio.Event()
         self._watching: asyncio.Task[None] | None = None
         self._machine: dict[str, Any] = {}
-        self._events: dict[int, str] = {}
+        self._events: dict[int, tuple[int, str]] = {}
 
     def app(self) -> Starlette:
         """The routes."""
@@ -317,7 +317,7 @@ class Dashboard:
         try:
             while True:
                 await self._tick.wait()
-                seen, event = self._index.version, self._event(seen)
+                seen, event = self._event(seen)
                 yield event
         finally:
             self._n_streams -= 1
@@ -334,13 +334,14 @@ class Dashboard:
             self._tick = asyncio.Event()
             await asyncio.sleep(max(TICK_SECONDS, 5 * (loop.time() - began)))
 
-    def _event(self, since: int) -> str:
-        """What a page that has seen version `since` is sent; the same text for all of them."""
+    def _event(self, since: int) -> tuple[int, str]:
+        """The version now and what a page that has seen version `since` is sent; the same for all of them."""
         if since not in self._events:
+            version = self._index.version
             rows, gone = self._index.changes(since)
             changed = {"rows": [asdict(row) for row in rows], "gone": gone}
             changed |= {"machine": self._machine, "sweeps": list(self._index.sweeps)}
-            self._events[since] = f"data: {json.dumps(changed)}\n\n"
+            self._events[since] = version, f"data: {json.dumps(changed)}\n\n"
         return self._events[since]
 
     def _gauges(self) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from flatout.runlog.files import number
+from flatout.runlog.files import number, read_json
 from flatout.runlog.records import run_status
 from flatout.views import figures as fmt
 from flatout.views.live import bar
@@ -52,8 +52,11 @@ def job_row(
 ) -> JobRow:
     """The row of a job, with what its run has written."""
     _, known = run_status(run) if state != "waiting" or run.exists() else ("", {})
-    names = ("env_steps", "total_steps", "steps_per_second", "return_mean", "return_std")
+    names = ("env_steps", "steps_per_second", "return_mean", "return_std")
     figures = {key: number(known.get(key)) for key in names}
+    total = known.get(
+        "total_steps", read_json(run / "config.json").get("timesteps")
+    )  # a summary has no total
     seconds, left = number(known.get("wall_seconds")), number(known.get("seconds_left"))
     return JobRow(
         name=name,
@@ -61,6 +64,7 @@ def job_row(
         env=env,
         error=error,
         cores=cores,
+        total_steps=number(total),
         seconds=seconds,
         seconds_left=left,
         **figures,

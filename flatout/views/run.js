@@ -6,8 +6,10 @@
   const address = "/api/run/" + name.split("/").map(encodeURIComponent).join("/");
   const places = { status: "status", identity: "identity", verdict: "verdict", tiles: "tiles", idle: "idle", findings: "findings-part", missing: "missing-part", figures: "figures", recording: "recording" };
   const shown = {};
-  let busy = false, again = false, last = 0, due = 0;
+  let busy = false, again = false, last = 0, due = 0, state = "";
   const buttons = (status) => {
+    if (state && status !== state) live.textContent = "live"; // it has stopped, or runs again
+    state = status;
     if (!byId("stop")) return;
     byId("stop").hidden = status !== "running";
     byId("resume").hidden = !["stopped", "failed", "killed"].includes(status);

@@ -7,6 +7,7 @@
     const page = frame.contentDocument;
     if (!page?.body) return;
     page.querySelector(".brand")?.remove(); // the page around it has one
+    page.body.querySelectorAll("header, main").forEach((part) => { part.style.maxWidth = "1380px"; }); // as wide as the page around it
     frame.style.height = "0";
     frame.style.height = page.documentElement.scrollHeight + "px";
   };

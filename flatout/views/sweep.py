@@ -17,6 +17,8 @@ from flatout.views.figures import number, seconds_text
 WIDTH, HEIGHT, LEFT, BOTTOM = 1060, 260, 64, 26
 SLICE_WIDTH, SLICE_HEIGHT = 250, 150
 MOST_SLICES, MOST_AXES = 24, 10
+FEW_TRIALS = 20
+"""With fewer, what seems to matter is mostly chance."""
 STYLE = """
 .scroll svg { display: block; width: 100%; height: auto; overflow: visible; }
 svg text { font-size: 11.5px; fill: var(--soft); font-variant-numeric: tabular-nums; paint-order: stroke;
@@ -35,6 +37,7 @@ table.best-runs td, table.best-runs th { text-align: left; padding: 4px 12px 4px
 table.best-runs th { width: auto; }
 @media (max-width: 720px) {
   .scroll { overflow-x: auto; } .scroll svg { min-width: 700px; } .slices .scroll { overflow: visible; } .slices svg { min-width: 0; }
+  svg text { font-size: 15px; } .slices svg text { font-size: 9.5px; }
   table.best-runs tr { display: grid; grid-template-columns: auto 1fr; } table.best-runs th:last-child { display: none; }
   table.best-runs td:last-child { grid-column: 1 / 3; width: auto; } table.best-runs td:not(:last-child) { border: 0; }
 }
@@ -104,7 +107,7 @@ def sweep_page(page: SweepPage) -> str:
             + (f"<p><code>{escape(page.command)}</code></p>" if page.command else ""),
         ),
         ("History", _history(page)),
-        ("What mattered", _bars(page.importances)),
+        ("What mattered", _bars(page)),
         ("Every setting against the result", _slices(page)),
         ("Trials as lines, the best tenth on top", _parallel(page)),
     ]
@@ -229,8 +232,10 @@ def _history(page: SweepPage) -> str:
     )
 
 
-def _bars(importances: Mapping[str, float]) -> str:
-    if not importances:
+def _bars(page: SweepPage) -> str:
+    importances, n = page.importances, len(page.known)
+    equal = len(importances) > 1 and max(importances.values()) - min(importances.values()) < 1e-6
+    if not importances or equal:
         return "<p class='none'>Too few trials to tell.</p>"
     most = max(importances.values()) or 1.0
     rows = "".join(
@@ -238,7 +243,9 @@ def _bars(importances: Mapping[str, float]) -> str:
         f"<em>{100 * share:.0f} %</em></div>"
         for name, share in importances.items()
     )
-    return f"<p class='hint'>How much a setting decides whether a trial is among the best (PED-ANOVA).</p><div class='bars'>{rows}</div>"
+    few = f" {n} trials say little about it." if n < FEW_TRIALS else ""
+    hint = f"How much a setting decides whether a trial is among the best (PED-ANOVA).{few}"
+    return f"<p class='hint'>{hint}</p><div class='bars'>{rows}</div>"
 
 
 def _names(page: SweepPage, most: int) -> list[str]:
@@ -269,7 +276,7 @@ def _slice(page: SweepPage, name: str, axis: _Axis | None) -> str:
     width, left = SLICE_WIDTH, 44
 
     def x(place: float) -> float:
-        return left + 8 + place * (width - left - 16)
+        return left + 8 + place * (width - left - 28)  # room for half of the last number
 
     dots = "".join(
         _dot(x(across.at(it.params[name])), _y(axis.at(it.value), SLICE_HEIGHT), it, page) for it in points

@@ -87,6 +87,7 @@ def test_files_are_complete_and_escape_what_they_show(runs: Path, capsys: pytest
     # Two charts of each group: means of three groups, spread of the two that have seeds.
     assert svg.count('class="mean') == 6
     assert svg.count('class="band') == 4
+    assert page.count("<svg") == 4, "a chart is a picture of its own, to stand below the other on a phone"
     for text in (svg, page):
         assert EVIL not in text
         assert "prefers-color-scheme: dark" in text

@@ -118,6 +118,8 @@ def shown(browser: webdriver.Chrome, selector: str) -> str:
 def test_a_live_run_in_a_browser_is_stopped_and_resumed(browser: webdriver.Chrome, tmp_path: Path) -> None:
     write_run(tmp_path / "runs" / "old", gpu=True)
     write_killed_run(tmp_path / "runs" / "other")
+    write_run(tmp_path / "runs" / "swept" / "trial-0000")
+    (tmp_path / "runs" / "swept" / "sweep.html").touch()
     with training(tmp_path, "live") as process, serving(tmp_path) as server:
         browser.get(server.url)
 
@@ -125,7 +127,7 @@ def test_a_live_run_in_a_browser_is_stopped_and_resumed(browser: webdriver.Chrom
         wait_until(lambda: "live" in text("#runs tbody") and text("#live") == "live")
         assert "token" not in browser.current_url
         assert browser.get_cookies()[0]["httpOnly"]
-        wait_until(lambda: "3 runs, 1 running" in text("#counts"))
+        wait_until(lambda: "4 runs, 1 running" in text("#counts"))
         steps = "#runs tbody tr:first-child .c-env_steps"
         before = text(steps)
         wait_until(lambda: text(steps) != before)
@@ -145,7 +147,7 @@ def test_a_live_run_in_a_browser_is_stopped_and_resumed(browser: webdriver.Chrom
         wait_until(lambda: text("#verdict") != verdict)
         browser.find_element(By.ID, "stop").click()
         assert process.wait(200) == 143
-        wait_until(lambda: text("#status") == "stopped")
+        wait_until(lambda: text("#status") == "stopped" and text("#live") == "live")
         done = json.loads((tmp_path / "runs" / "live" / "summary.json").read_text())["env_steps"]
         browser.find_element(By.ID, "resume").click()
         wait_until(lambda: text("#status") == "running")
@@ -177,6 +179,11 @@ def test_names_and_texts_of_a_run_are_shown_and_not_run(browser: webdriver.Chrom
     with serving(tmp_path) as server:
         browser.get(server.url)
         wait_until(lambda: len(browser.find_elements(By.CSS_SELECTOR, "#runs tbody tr")) == 1)
+        top = "return document.querySelector('#runs tbody').getBoundingClientRect().top"
+        before = browser.execute_script(top)
+        wait_until(lambda: "cores" in shown(browser, "#gauges"))
+        wait_until(lambda: bool(browser.find_elements(By.CSS_SELECTOR, "#overlay path")))
+        assert browser.execute_script(top) == before, "what comes later moves no link away from the mouse"
         assert name in shown(browser, ".c-name")
         browser.find_element(By.CSS_SELECTOR, ".c-name a").click()
         wait_until(lambda: name in shown(browser, "h1"))

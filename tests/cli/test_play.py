@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from PIL import Image
 
 import flatout
 from flatout.cli.main import run
+from flatout.training.play import Player
 from flatout.views.film import Palette, amount
 
 TINY: dict[str, Any] = {
@@ -162,6 +164,21 @@ def test_an_agent_that_only_succeeds_with_sampled_actions_says_so(
     assert "note:" not in capsys.readouterr().out
 
 
+def test_newest_is_offered_only_where_the_best_checkpoint_is_shown(
+    agents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    checkpoints = tmp_path / "run" / "checkpoints"
+    checkpoints.mkdir(parents=True)
+    (tmp_path / "run" / "config.json").write_text("{}")
+    shutil.copy(agents / "cart.flatout", checkpoints / "step-000000000032.flatout")
+    assert run(["play", "run", "--max-steps", "2", "--episodes", "1"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "a video: --out run/agent.mp4"
+    shutil.copy(agents / "cart.flatout", checkpoints / "best.flatout")
+    assert run(["play", "run", "--max-steps", "2", "--episodes", "1"]) == 0
+    assert "another checkpoint: --newest; a video" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -221,3 +238,48 @@ def test_returns_are_short() -> None:
         "0.778",
         "12,346",
     ]
+
+
+class Sign(gym.Env[Any, Any]):
+    """One step: 50 or -50, as the observation says."""
+
+    observation_space = gym.spaces.Box(-1, 1, (1,))
+    action_space = gym.spaces.Discrete(2)
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[npt.NDArray[np.float32], dict[str, Any]]:
+        super().reset(seed=seed)
+        self.sign = 1 if self.np_random.random() < 0.5 else -1
+        return np.full(1, self.sign, np.float32), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        return np.zeros(1, np.float32), 50.0 * self.sign, True, False, {}
+
+    def render(self) -> Any:
+        return np.zeros((8, 8, 3), np.uint8)
+
+
+@pytest.mark.parametrize(("how", "expects"), [("normalize_reward", True), ("clip_reward", False)])
+def test_what_an_agent_expects_is_told_in_the_rewards_of_its_env(
+    how: str, expects: bool, tmp_path: Path
+) -> None:
+    file = tmp_path / "sign.flatout"
+    settings: dict[str, Any] = {
+        "n_envs": 8,
+        "n_steps": 64,
+        "batch_size": 64,
+        "learning_rate": 1e-2,
+        how: True,
+    }
+    flatout.PPO(Sign, executor="serial", device="cpu", seed=1, **settings).learn(8192).save(file)
+    agent = flatout.load(str(file), trust=True)
+    env = Sign()
+    player = Player(env, agent.policy, agent.predict, deterministic=True, reward_scale=agent.reward_scale())
+    first = list(player.episode(seed=3, max_steps=5))[1]
+    if not expects:
+        assert first.note == ""
+        return
+    told = re.fullmatch(r"expects (-?\d+\.?\d*)", first.note)
+    assert told
+    assert float(told[1]) == pytest.approx(50 * env.sign, rel=0.1)
