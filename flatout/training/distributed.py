@@ -11,6 +11,7 @@ else over gloo. Shapes: T time steps, N envs.
 
 from __future__ import annotations
 
+import atexit
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -68,6 +69,8 @@ def join() -> Ranks | None:
     with _together("start"):
         meeting = said.get("FLATOUT_RENDEZVOUS", "env://")
         dist.init_process_group("gloo", meeting, timeout, world_size=n, rank=int(said["RANK"]))
+        # Its threads would abort the process if they were there at its end.
+        atexit.register(dist.destroy_process_group)
         return Ranks(dist.get_rank(), n, timeout)
 
 
