@@ -1,8 +1,7 @@
-"""Learning from frames beside Stable-Baselines3: updates of the Nature CNN, and the curve of Pong.
+"""Updates of the Nature CNN beside Stable-Baselines3's. What is learned from frames is benchmarks/pong.py's.
 
-`python -m benchmarks.pixels [--cases update,pong] [--seeds 3] [--steps 200000] [--env ALE/Pong-v5]` → docs/benchmarks.md.
-Every run is a fresh process; the libraries alternate, seed by seed. The updates' env shows noise, so nothing but
-Stable-Baselines3 is needed; Pong needs flatout[atari] or flatout[envpool].
+`python -m benchmarks.pixels [--seeds 3]` → docs/benchmarks.md. Every run is a fresh process; the libraries alternate, seed by
+seed. The env shows noise, so nothing but Stable-Baselines3 is needed.
 """
 
 from __future__ import annotations
@@ -104,82 +103,14 @@ def _rates(updates: int, seconds: float, learning: float, wall: float, n_steps: 
     }
 
 
-def flatout_pong(env: str, seed: int, n_steps: int) -> dict[str, Any]:
-    """The learning curve of the recipe: env steps, seconds, mean return of the last 100 episodes."""
-    import flatout
-
-    curve: list[tuple[int, float, float]] = []
-
-    def note(progress: Any) -> bool:
-        mean = float("nan") if progress.return_mean is None else progress.return_mean
-        curve.append((progress.env_steps, progress.seconds, mean))
-        return True
-
-    agent = flatout.PPO(env, seed=seed)
-    agent.learn(n_steps, callback=note)
-    rate = agent.summary["updates"] / agent.summary["phases"]["update"]
-    return {"curve": curve, "updates": rate, "wall": agent.summary["wall_seconds"]}
-
-
-def sb3_pong(env: str, seed: int, n_steps: int) -> dict[str, Any]:
-    """The same settings in Stable-Baselines3, with the same preprocessing by Gymnasium and frames stacked by SB3."""
-    import ale_py
-    from gymnasium.wrappers import AtariPreprocessing
-    from stable_baselines3 import PPO as Peer
-    from stable_baselines3.common.callbacks import BaseCallback
-    from stable_baselines3.common.env_util import make_vec_env
-    from stable_baselines3.common.vec_env import VecFrameStack
-
-    gym.register_envs(ale_py)
-    game = env.replace("envpool:", "ALE/")
-
-    def make() -> gym.Env[Any, Any]:
-        return AtariPreprocessing(gym.make(game, frameskip=1), grayscale_newaxis=True)
-
-    curve: list[tuple[int, float, float]] = []
-    began = perf_counter()
-
-    class Note(BaseCallback):  # type: ignore[misc, unused-ignore]
-        def _on_step(self) -> bool:
-            return True
-
-        def _on_rollout_end(self) -> None:
-            returns = [episode["r"] for episode in self.model.ep_info_buffer or ()]
-            mean = float(np.mean(returns)) if returns else float("nan")
-            curve.append((self.num_timesteps, perf_counter() - began, mean))
-
-    envs = VecFrameStack(make_vec_env(make, n_envs=8, seed=seed), 4)
-    agent = Peer(
-        "CnnPolicy",
-        envs,
-        n_steps=128,
-        batch_size=256,
-        n_epochs=4,
-        learning_rate=lambda left: 2.5e-4 * left,
-        clip_range=lambda left: 0.1 * left,
-        ent_coef=0.01,
-        seed=seed,
-        device="cpu",
-    )
-    agent.learn(n_steps, callback=Note())
-    return {"curve": curve, "wall": perf_counter() - began}
-
-
-def run(library: str, case: str, *arguments: str) -> Any:
+def run(library: str, algo: str, seed: int) -> dict[str, float]:
     """One run in a process of its own."""
-    command = [sys.executable, "-m", "benchmarks.pixels", "--one", library, case, *arguments]
+    command = [sys.executable, "-m", "benchmarks.pixels", "--one", library, algo, str(seed)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise SystemExit(f"{library} {case}: {done.stderr.strip().splitlines()[-1]}")
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def one(library: str, case: str, arguments: list[str]) -> Any:
-    """What a child process measures."""
-    if case == "pong":
-        env, seed, n_steps = arguments
-        return (flatout_pong if library == "flatout" else sb3_pong)(env, int(seed), int(n_steps))
-    return (flatout_update if library == "flatout" else sb3_update)(case, int(arguments[0]))
+        raise SystemExit(f"{library} {algo}: {done.stderr.strip().splitlines()[-1]}")
+    rates: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return rates
 
 
 def update_section(n_seeds: int) -> str:
@@ -189,7 +120,7 @@ def update_section(n_seeds: int) -> str:
         found: dict[str, list[dict[str, float]]] = {"sb3": [], "flatout": []}
         for seed in range(1, n_seeds + 1):
             for library in found:
-                found[library].append(run(library, algo, str(seed)))
+                found[library].append(run(library, algo, seed))
                 print(algo, library, found[library][-1], flush=True)
         median = {
             library: {key: statistics.median(it[key] for it in runs) for key in runs[0]}
@@ -214,43 +145,17 @@ def update_section(n_seeds: int) -> str:
     )
 
 
-def pong_section(env: str, n_seeds: int, n_steps: int) -> str:
-    """The table of returns over steps."""
-    rows = []
-    for seed in range(1, n_seeds + 1):
-        for library in ("sb3", "flatout"):
-            found = run(library, "pong", env, str(seed), str(n_steps))
-            marks = [
-                found["curve"][int(share * (len(found["curve"]) - 1))] for share in (0.25, 0.5, 0.75, 1.0)
-            ]
-            returns = [f"{mean:.1f} ({steps / 1e3:.0f} k)" for steps, _, mean in marks]
-            rows.append([library, str(seed), *returns, f"{found['wall']:.0f} s"])
-            print(rows[-1], flush=True)
-    return (
-        f"## {env}\nPPO at equal settings: mean return of the last 100 episodes (env steps), and the wall time.\n\n"
-        + table(["", "seed", "25 %", "50 %", "75 %", "100 %", "wall"], rows)
-        + f"\n\n{conditions()}"
-    )
-
-
 def main() -> None:
-    """Run the cases and write their sections."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--cases", default="update")
+    """Run both and write the section."""
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=200_000)
-    parser.add_argument("--env", default="ALE/Pong-v5")
-    parser.add_argument("--one", nargs="+")
+    parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
-        library, case, *arguments = args.one
-        print(json.dumps(one(library, case, arguments)))
+        library, algo, seed = args.one
+        print(json.dumps((flatout_update if library == "flatout" else sb3_update)(algo, int(seed))))
         return
-    for case in args.cases.split(","):
-        if case == "update":
-            write_section("pixels", update_section(args.seeds))
-        else:
-            write_section("pong", pong_section(args.env, args.seeds, args.steps))
+    write_section("pixels", update_section(args.seeds))
 
 
 if __name__ == "__main__":
