@@ -9,6 +9,8 @@ import tarfile
 import zipfile
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -46,3 +48,13 @@ def test_make_without_the_python_it_wants_says_how_to_name_another(tmp_path: Pat
     assert done.returncode != 0
     assert "there is no python2.99; install it, or name another: make train PYTHON=python3.12" in done.stdout
     assert not (tmp_path / ".venv").exists()
+
+
+def test_make_check_reads_all_folders_of_the_project_and_no_envs_of_users() -> None:
+    listed = subprocess.run(["git", "ls-files", "*.py", "*.ipynb"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("not a clone")
+    folders = {name.partition("/")[0] for name in listed.stdout.splitlines()}
+    commands = subprocess.run(["make", "-n", "check"], cwd=ROOT, capture_output=True, text=True, check=True)
+    words = next(line for line in commands.stdout.splitlines() if "ruff check" in line).split()
+    assert set(words[words.index("--quiet") + 1 :]) == folders

@@ -357,8 +357,10 @@ def test_the_page_draws_every_trial_and_escapes_texts() -> None:
     assert found.classes.count("done") == 2 * n_plots
     assert found.classes.count("best") == n_plots
     assert sum(it.startswith("line") for it in found.classes) == 3
+    assert "9 trials say little about it" in text
     assert "&lt;s&gt;" in text
     assert not re.search(r"NaN|None|inf\b", text)
+    assert "Too few trials to tell" in sweep_page(replace(page, importances={"lr": 0.5, "<b>": 0.5}))
     assert "No trial has a result yet" in sweep_page(replace(page, trials=[], importances={}))
 
 
