@@ -3,6 +3,9 @@
 `python -m benchmarks.sac [--cases speed,mujoco,returns] [--envs ID,ID] [--rounds 3]` → docs/benchmarks.md. Every run is a
 fresh process, and the peers' never load flatout; the libraries alternate. Stable-Baselines3 counts with the better of one
 and two torch threads. SBX is left out where it is not installed.
+
+Returns are kept in results/sac.json as they come, so commands for different `--envs` may run side by side: returns do not
+depend on what else the machine does, seconds do.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from importlib.util import find_spec
 from time import perf_counter
 from typing import Any
 
+from benchmarks.kept import FOLDER, add, read
 from benchmarks.page import conditions, table, write_section
 
 SETTINGS: dict[str, Any] = {"batch_size": 256, "learning_rate": 3e-4, "gamma": 0.99, "tau": 0.005}
@@ -34,6 +38,7 @@ BARS = {
 }
 """The return that a recipe has to reach within its steps, and what rl-zoo reports for SAC."""
 EPISODES = 100
+RESULTS = FOLDER / "sac.json"
 
 
 def flatout_agent(env: str, seed: int, starts: int) -> Any:
@@ -120,6 +125,14 @@ def in_a_process(case: str, library: str, env: str, seed: int) -> dict[str, floa
     return out
 
 
+def kept(case: str, library: str, env: str, seed: int) -> dict[str, float]:
+    """A run that may have been made before."""
+    key = f"{case} {library} {env} {seed}"
+    if key not in read(RESULTS):
+        add(RESULTS, key, in_a_process(case, library, env, seed))
+    return read(RESULTS)[key]
+
+
 def speed_section(envs: list[str], rounds: int) -> str:
     """Updates/s, and the medians of the ratios within a round."""
     peers, rows = ["Stable-Baselines3", "SBX"], []
@@ -162,7 +175,7 @@ def returns_section(case: str, envs: list[str], rounds: int) -> str:
     rows = []
     for env in envs:
         for library in libraries:
-            runs = [in_a_process(case, library, env, seed) for seed in range(1, rounds + 1)]
+            runs = [kept(case, library, env, seed) for seed in range(1, rounds + 1)]
             returns = " ".join(f"{run['return']:,.1f}" for run in runs)
             steps = f"{runs[0].get('steps', MUJOCO_STEPS):,.0f}"
             bar = "{:g} ({:g})".format(*BARS[env]) if case == "returns" else "–"
@@ -204,7 +217,10 @@ def main() -> None:
         section = (
             speed_section(envs, args.rounds) if case == "speed" else returns_section(case, envs, args.rounds)
         )
-        write_section(f"sac-{case}", section)
+        if case != "speed" and args.envs:
+            print(section)  # a piece
+        else:
+            write_section(f"sac-{case}", section)
 
 
 if __name__ == "__main__":
