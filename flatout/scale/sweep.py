@@ -150,11 +150,10 @@ class Trials:
         return ", ".join(f"{name} {_short(value)}" for name, value in self._trials[job.name].params.items())
 
     def _ask(self) -> Job:
-        trial = self.study.ask()
-        values = suggest(trial, self.plan.space)
-        owner = {"host": platform.node(), **identity(os.getpid())}
-        trial.set_user_attr("owner", owner)
-        return self._job(trial, values)
+        with _asking(self.plan):
+            trial = self.study.ask()
+            _own(trial)
+        return self._job(trial, suggest(trial, self.plan.space))
 
     def _job(self, trial: Any, values: Mapping[str, Any]) -> Job:
         plan, name = self.plan, f"trial-{trial.number:04d}"
@@ -162,26 +161,27 @@ class Trials:
         return plan.job(name, settings_of(values, plan.env, plan.given), plan.seed)
 
     def _orphans(self) -> list[Job]:
-        """Trials that a killed process of this machine has left."""
+        """Trials that a killed process of this machine has left, and those that nobody had come to own."""
         from optuna.trial import Trial, TrialState
 
         left = []
-        for it in self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
-            owner, process = it.user_attrs.get("owner") or {}, it.user_attrs.get("process") or {}
-            if owner.get("host") != platform.node() or find(owner) is not None:
-                continue
-            trial = Trial(self.study, it._trial_id)
+        with _asking(self.plan):
+            for it in self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
+                owner = it.user_attrs.get("owner")
+                if owner is None or (owner.get("host") == platform.node() and find(owner) is None):
+                    trial = Trial(self.study, it._trial_id)
+                    _own(trial)
+                    left.append((trial, it.user_attrs.get("process") or {}))
+        jobs = []
+        for trial, process in left:
             try:
-                values = suggest(
-                    trial, self.plan.space
-                )  # those that it has, and what a kill kept it from drawing
+                values = suggest(trial, self.plan.space)  # those that it has, and what a kill kept it from
             except ValueError:
                 continue  # of another space
-            trial.set_user_attr("owner", {"host": platform.node(), **identity(os.getpid())})
             job = self._job(trial, values)
             job.state, job.process = "running", {key: process.get(key) for key in ("pid", "created")}
-            left.append(job)
-        return left
+            jobs.append(job)
+        return jobs
 
     def _has_enough(self) -> bool:
         """Whether the study has as many trials as are wanted, or only failed ones."""
@@ -237,6 +237,21 @@ class Trials:
         self.study.tell(self._trials[job.name], skip_if_finished=True, **result)
 
 
+def _own(trial: Any) -> None:
+    trial.set_user_attr("owner", {"host": platform.node(), **identity(os.getpid())})
+
+
+@contextmanager
+def _asking(plan: SweepPlan) -> Iterator[None]:
+    """While no other process asks: a running trial without an owner is then of one that was killed."""
+    lock = _lock(Path(f"{plan.storage}.asking"))
+    lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
 def value_of(summary: Mapping[str, Any], plan: SweepPlan) -> float | None:
     """What a run is worth to the sweep; None if no episode ended."""
     last = number(summary.get("eval_return_mean"))
@@ -269,7 +284,7 @@ def returns_at_rungs(folder: RunFolder, plan: SweepPlan, after: int) -> Iterator
 
 
 class _FileLock:
-    """Optuna's lock of a journal as an flock, which ends with its process however that ends."""
+    """Optuna's kind of lock as an flock, which ends with its process however that ends."""
 
     def __init__(self, path: str) -> None:
         self._path, self._descriptor = path, -1
@@ -304,13 +319,12 @@ def open_study(plan: SweepPlan) -> optuna.Study:
     """The study in the plan's journal, new or begun by this or another process; another sweep's is refused."""
     import optuna
     from optuna.storages import JournalStorage
-    from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
+    from optuna.storages.journal import JournalFileBackend
 
     path = plan.storage
     path.parent.mkdir(parents=True, exist_ok=True)
     _mend(path)
-    lock: Any = _FileLock(f"{path}.flock") if _can_lock(path) else JournalFileSymlinkLock(str(path))
-    storage = JournalStorage(JournalFileBackend(str(path), lock_obj=lock))
+    storage = JournalStorage(JournalFileBackend(str(path), lock_obj=_lock(path)))
     # Returns at equal env steps say little about time: there the trials themselves are stopped, by `_takes_too_long`.
     by_returns = optuna.pruners.HyperbandPruner(min_resource=1, max_resource=RUNGS, reduction_factor=3)
     study = optuna.create_study(
@@ -367,6 +381,13 @@ def _mend(path: Path) -> None:
         content = file.read()
         if content and not content.endswith(b"\n"):
             file.truncate(content.rfind(b"\n") + 1)
+
+
+def _lock(path: Path) -> Any:
+    """A lock between processes, also of several machines with a shared folder."""
+    from optuna.storages.journal import JournalFileSymlinkLock
+
+    return _FileLock(f"{path}.flock") if _can_lock(path) else JournalFileSymlinkLock(str(path))
 
 
 def _can_lock(path: Path) -> bool:

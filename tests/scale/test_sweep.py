@@ -235,7 +235,7 @@ def test_a_journal_belongs_to_one_sweep_and_survives_a_cut_line(tmp_path: Path) 
 
 def test_a_trial_left_by_a_killed_process_goes_on_with_its_values(tmp_path: Path) -> None:
     space: Space = {"learning_rate": between(1e-4, 1e-2, log=True), "gamma": one_of(0.9, 0.99)}
-    plan = plan_in(tmp_path, space=space, n_trials=2)
+    plan = plan_in(tmp_path, space=space, n_trials=3)
     gone = {"host": platform.node(), "pid": 2**22 + 1, "created": 1.0}
     study = open_study(plan)
     whole, cut = study.ask(), study.ask()
@@ -245,11 +245,11 @@ def test_a_trial_left_by_a_killed_process_goes_on_with_its_values(tmp_path: Path
     )  # killed before the second value was drawn
     for trial in (whole, cut):
         trial.set_user_attr("owner", gone)
-    other = study.ask()
+    other, _killed_before_it_was_owned = study.ask(), study.ask()
     other.set_user_attr("owner", {**gone, "host": "elsewhere"})
     trials = Trials(plan)
     jobs: list[Job] = []
-    for _ in range(2):
+    for _ in range(3):
         (job,) = trials.waiting()
         assert job.state == "running"
         job.state = "finished"
@@ -261,8 +261,8 @@ def test_a_trial_left_by_a_killed_process_goes_on_with_its_values(tmp_path: Path
     assert {name: jobs[0].settings[name] for name in values} == values
     assert jobs[1].settings["learning_rate"] == cut_value
     assert jobs[1].settings["gamma"] in (0.9, 0.99)
-    assert [it.number for it in trials.finished()] == [1, 0]
-    assert [it.values for it in open_study(plan).trials[:2]] == [[5.0], [6.0]]
+    assert [it.number for it in trials.finished()] == [3, 1, 0]
+    assert [it.values for it in open_study(plan).trials] == [[5.0], [6.0], None, [7.0]]
 
 
 def journal(folder: Path) -> list[optuna.trial.FrozenTrial]:
