@@ -7,13 +7,15 @@ thread computed all outputs for its own samples, each would read all weights and
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+
+from flatout.device.tiles import Flat, product
 
 LARGE = 2**18
 """Layers with fewer weights stay in a core's cache: each thread computes them for its own samples."""
@@ -60,11 +62,11 @@ class Team:
         self._written = [set() for _ in range(self.n)]
 
     @contextmanager
-    def seat(self, i: int) -> Iterator[None]:
+    def seat(self, i: int) -> Iterator[Seat]:
         """This thread has share `i`; if it fails, the others do not wait for it."""
         _thread.seat = Seat(self, i)
         try:
-            yield
+            yield _thread.seat
         except BaseException:
             self._meeting.abort()
             raise
@@ -88,11 +90,15 @@ class Seat:
     def __init__(self, team: Team, i: int) -> None:
         self._team, self._i = team, i
 
+    def meet(self) -> None:
+        """Wait for all threads."""
+        self._team._meeting.wait()
+
     def exchange(self, table: int, mine: Tensor) -> list[Tensor]:
         """What all threads have put here."""
         there = self._team._tables[table]
         there[self._i] = mine
-        self._team._meeting.wait()
+        self.meet()
         return list(there)
 
     def part(self, n: int) -> slice:
@@ -105,44 +111,58 @@ class Seat:
         first = sum(len(part) for part in parts[: self._i])
         return slice(first, first + len(parts[self._i]))
 
-    def add(self, param: Tensor, part: slice, grad: Tensor, by: Tensor | None = None) -> None:
-        """Add `grad`, or its product with `by`, to this part of a parameter's gradient."""
+    def add(self, param: Tensor, part: slice, write: Callable[[Tensor], object]) -> None:
+        """Add what `write` writes to this part of a parameter's gradient."""
         team, key = self._team, id(param)
         out = team._gradients[key][part]
-        is_first = key not in team._written[self._i]
-        team._written[self._i].add(key)
-        if by is not None and is_first:
-            torch.mm(grad, by, out=out)
-        elif by is not None:
-            out.addmm_(grad, by)
-        elif is_first:
-            out.copy_(grad)
+        if key not in team._written[self._i]:
+            team._written[self._i].add(key)
+            write(out)
         else:
-            out.add_(grad)
+            more = torch.empty_like(out)
+            write(more)
+            out.add_(more)
 
 
 class _Outputs(torch.autograd.Function):
-    """The outputs of all samples, of which each thread computes a part; the gradient is written where the team says."""
+    """The outputs of all samples, of which each thread computes a part; the gradient is written where the team says.
+
+    N: samples of all threads, P: outputs of this thread, I: inputs. Products of few samples are faster transposed: the
+    weights are then read once, as they lie there.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, seat: Seat) -> Tensor:
         given = seat.exchange(0, x)
-        every, part = torch.cat(given), seat.part(len(weight))
+        x_ni, part = torch.cat(given).float(), seat.part(len(weight))
         ctx.seat, ctx.weight, ctx.bias, ctx.part = seat, weight, bias, part
         ctx.samples = seat.samples(given)
-        ctx.save_for_backward(every)
-        outputs = seat.exchange(1, torch.addmm(bias[part], every, weight[part].T))
-        return torch.cat([some[ctx.samples] for some in outputs], 1)
+        ctx.save_for_backward(x_ni)
+        out_pn = torch.empty(part.stop - part.start, len(x_ni))
+        _product(weight[part], x_ni.T, out_pn)
+        outputs = seat.exchange(1, out_pn.add_(bias[part, None]))
+        return torch.cat([some[:, ctx.samples] for some in outputs]).T
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         seat, part = ctx.seat, ctx.part
-        (every,) = ctx.saved_tensors
-        grad = torch.cat([some[:, part] for some in seat.exchange(0, grads[0])])
-        seat.add(ctx.weight, part, grad.T, every)
-        seat.add(ctx.bias, part, grad.sum(0))
-        first, *others = seat.exchange(1, grad @ ctx.weight[part])
-        out = first[ctx.samples]
-        for more in others:
-            out = out + more[ctx.samples]
-        return out, None, None, None
+        (x_ni,) = ctx.saved_tensors
+        grad_np = torch.cat([some[:, part] for some in seat.exchange(0, grads[0])]).float()
+        seat.add(ctx.weight, part, lambda out_pi: _product(grad_np.T, x_ni, out_pi))
+        seat.add(ctx.bias, part, lambda out_p: torch.sum(grad_np, 0, out=out_p))
+        x_grad_in = x_ni.new_empty(x_ni.shape[1], len(x_ni))
+        _product(ctx.weight[part].T, grad_np.T, x_grad_in)
+        return sum(some[:, ctx.samples] for some in seat.exchange(1, x_grad_in)).T, None, None, None
+
+
+def _product(a: Tensor, b: Tensor, out: Tensor) -> None:
+    """out = A B; a matrix is stored by rows or by columns, the result by rows."""
+    (n_rows, depth), n_columns = a.shape, b.shape[1]
+    (flat_a, flip_a), (flat_b, flip_b) = _stored(a), _stored(b)
+    product(n_rows, n_columns, depth, flat_a, flip_a, flat_b, flip_b, out.view(-1).numpy())
+
+
+def _stored(matrix: Tensor) -> tuple[Flat, bool]:
+    """Its numbers in one row, and whether they lie there by columns."""
+    flips = not matrix.is_contiguous()
+    return (matrix.T if flips else matrix).detach().reshape(-1).numpy(), flips
