@@ -189,7 +189,7 @@ def returns_section(case: str, envs: list[str], rounds: int) -> str:
     header = ["env", "", "steps", f"return over {EPISODES} episodes, by seed", "bar", "seconds"]
     title = "MuJoCo" if case == "mujoco" else "recipes"
     return f"""## SAC: {title}
-`python -m benchmarks.sac --cases {case}`: {what}. {conditions()}
+`python -m benchmarks.sac --cases {case}`: {what}. Several runs side by side, which the seconds include. {conditions()}
 
 {table(header, rows)}
 """
