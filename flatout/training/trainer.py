@@ -192,8 +192,10 @@ class Trainer:
             return
         if not config.algorithm.COMPILES:
             return
-        if config.compile == "auto" and self.learner.update.is_shared(n_threads):
-            return  # a compiled step meets its threads in every operation, and is slower
+        # A compiled step meets its threads in every operation, and its convolutions are slower than the library's.
+        images = any(spec.kind == "image" for spec in self.policy.obs.specs)
+        if config.compile == "auto" and (images or self.learner.update.is_shared(n_threads)):
+            return
         spec = config.learner_spec(self.policy.obs, self.policy.action)
         recipe = Recipe(spec=spec, device="cpu", precision=self.precision, n_threads=n_threads)
         self.learner.compilation = Compilation(recipe, wait=config.compile == "on")
