@@ -155,7 +155,7 @@ def section(runs: dict[str, dict[str, Any]], steps: int) -> str:
     header = ["", "seed", *(f"{at // 1000} k" for at in marks)]
     return (
         f"## Pong from frames\n`python -m benchmarks.pong`: DQN at equal settings (Nature CNN, batch 32, an update every 4 steps, "
-        f"3-step returns); mean return of the last {WINDOW} episodes of training by env steps. {conditions()}\n\n"
+        f"3-step returns); mean return of the last {WINDOW} episodes of training by env steps, a core for each run. {conditions()}\n\n"
         f"{table(header, rows)}\n\n![Learning curves of Pong](images/{IMAGE.name})"
     )
 
