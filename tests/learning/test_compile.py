@@ -8,6 +8,8 @@ from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
 
+import gymnasium as gym
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -100,6 +102,30 @@ def test_a_fused_update_is_not_compiled_and_off_means_eager(cache: Path) -> None
     agent = flatout.PPO("CartPole-v1", **SETTINGS | {"activation": "tanh"}, compile="off")
     agent.learn(4 * 16)
     assert agent.summary["backend"] == "eager"
+
+
+class Pictures(gym.Env[Any, Any]):
+    observation_space = spaces.Box(0, 255, (3, 8, 8), np.uint8)
+    action_space = spaces.Discrete(2)
+
+    def reset(self, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+        return self.observation_space.sample(), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        return self.observation_space.sample(), 1.0, bool(self.np_random.random() < 0.1), False, {}
+
+
+@pytest.mark.parametrize(("env", "compiles"), [("CartPole-v1", True), (Pictures, False)])
+def test_on_one_core_images_are_not_compiled_unless_the_user_says_so(
+    env: Any, compiles: bool, cache: Path
+) -> None:
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    try:
+        agent = flatout.PPO(env, **SETTINGS | {"normalize_obs": False}, compile="auto").learn(4 * 16 * 2)
+    finally:
+        os.sched_setaffinity(0, cores)
+    assert (agent.trainer().learner.compilation is not None) == compiles
 
 
 def test_learning_continues_while_the_update_is_compiled(
