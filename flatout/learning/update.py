@@ -279,20 +279,20 @@ class Update(Generic[Batch]):
         team.begin()
 
         def differentiate(i: int) -> tuple[Tensor, list[Tensor]]:
-            with team.seat(i) as seat:
+            with team.seat(i):
                 loss, metrics, *samples = self._loss(batch.take(slice(i * n, (i + 1) * n)), self.coefficient)
                 mean = loss / n_threads  # the shares are of equal size
                 grads = torch.autograd.grad(mean, self._own_leaves, allow_unused=True, materialize_grads=True)
                 copy_all(self._own_grads[i], grads)
-                seat.meet()
-                if i == 0:  # here and not in the caller's thread, whose sums would wait for a core to wake up
-                    _add_up(self._own_grads)
             return metrics, samples
 
         futures = [threads.submit(differentiate, i) for i in range(n_threads)]
         wait(futures)  # all of them, also if one fails: nothing may go on beside what follows
         metrics, samples = zip(*team.results(futures), strict=True)
         with torch.no_grad():
+            for total, *others in zip(*self._own_grads, strict=True):
+                for more in others:
+                    total += more
             outputs = [torch.cat(parts) for parts in zip(*samples, strict=True)]
             return self._grad, torch.stack(metrics).mean(0), outputs
 
@@ -625,14 +625,6 @@ class Repeated(Generic[T]):
         else:
             self._captured = graph, results[0]
             self.version += 1
-
-
-@torch.no_grad()
-def _add_up(grads: Sequence[Sequence[Tensor]]) -> None:
-    """Add the gradients of all threads to those of the first."""
-    for total, *others in zip(*grads, strict=True):
-        for more in others:
-            total += more
 
 
 def _converted_names(model: nn.Module) -> set[str]:

@@ -62,11 +62,11 @@ class Team:
         self._written = [set() for _ in range(self.n)]
 
     @contextmanager
-    def seat(self, i: int) -> Iterator[Seat]:
+    def seat(self, i: int) -> Iterator[None]:
         """This thread has share `i`; if it fails, the others do not wait for it."""
         _thread.seat = Seat(self, i)
         try:
-            yield _thread.seat
+            yield
         except BaseException:
             self._meeting.abort()
             raise
@@ -90,15 +90,11 @@ class Seat:
     def __init__(self, team: Team, i: int) -> None:
         self._team, self._i = team, i
 
-    def meet(self) -> None:
-        """Wait for all threads."""
-        self._team._meeting.wait()
-
     def exchange(self, table: int, mine: Tensor) -> list[Tensor]:
         """What all threads have put here."""
         there = self._team._tables[table]
         there[self._i] = mine
-        self.meet()
+        self._team._meeting.wait()
         return list(there)
 
     def part(self, n: int) -> slice:
@@ -134,7 +130,7 @@ class _Outputs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, seat: Seat) -> Tensor:
         given = seat.exchange(0, x)
-        x_ni, part = torch.cat(given).float(), seat.part(len(weight))
+        x_ni, part = torch.cat(given), seat.part(len(weight))
         ctx.seat, ctx.weight, ctx.bias, ctx.part = seat, weight, bias, part
         ctx.samples = seat.samples(given)
         ctx.save_for_backward(x_ni)
@@ -147,7 +143,7 @@ class _Outputs(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         seat, part = ctx.seat, ctx.part
         (x_ni,) = ctx.saved_tensors
-        grad_np = torch.cat([some[:, part] for some in seat.exchange(0, grads[0])]).float()
+        grad_np = torch.cat([some[:, part] for some in seat.exchange(0, grads[0])])
         seat.add(ctx.weight, part, lambda out_pi: _product(grad_np.T, x_ni, out_pi))
         seat.add(ctx.bias, part, lambda out_p: torch.sum(grad_np, 0, out=out_p))
         x_grad_in = x_ni.new_empty(x_ni.shape[1], len(x_ni))

@@ -54,9 +54,7 @@ def job_row(
     _, known = run_status(run) if state != "waiting" or run.exists() else ("", {})
     names = ("env_steps", "steps_per_second", "return_mean", "return_std")
     figures = {key: number(known.get(key)) for key in names}
-    total = known.get(
-        "total_steps", read_json(run / "config.json").get("timesteps")
-    )  # a summary has no total
+    total = known.get("total_steps") or read_json(run / "config.json").get("timesteps")  # a summary has none
     seconds, left = number(known.get("wall_seconds")), number(known.get("seconds_left"))
     return JobRow(
         name=name,
